@@ -1,0 +1,427 @@
+package attest
+
+import (
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"pgregory.net/rapid"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func TestStatementIsTheDocumentedFormula(t *testing.T) {
+	var b Binding
+	for i := range b {
+		b[i] = byte(i)
+	}
+	want := sha256.Sum256(append([]byte("muster-atls/1 statement\x00\x07machine"), b[:]...))
+	if got := NewStatement(PurposeMachine, b); got != Statement(want) {
+		t.Errorf("statement %x, want %x", got, want)
+	}
+	if NewStatement(PurposeMachine, b) == NewStatement(PurposePublic, b) {
+		t.Error("two purposes share a statement (A5)")
+	}
+}
+
+// ca makes a certificate authority for endorsement keys.
+func ca(t testing.TB, name string) (*x509.Certificate, string) {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tmpl := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: true, BasicConstraintsValid: true,
+		NotBefore: time.Unix(0, 0), NotAfter: time.Unix(1<<32, 0), KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, k.Public(), k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c, string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
+}
+
+func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
+
+// facts are those of a machine that booted what goodPolicy accepts.
+func facts(root *x509.Certificate) *checked.Facts {
+	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKRoot: root}
+	for i := range f.PCRs {
+		f.PCRs[i] = make([]byte, 32)
+	}
+	for _, i := range []int{4, 9, 11} {
+		f.PCRs[i] = value('a')
+	}
+	return f
+}
+
+func goodPolicy(rootPEM string) *attestv1.Policy {
+	zero, a := hex.EncodeToString(make([]byte, 32)), hex.EncodeToString(value('a'))
+	t := &attestv1.Tpm2Policy{Bank: "sha256", EkRoots: []*attestv1.EkRoot{{Pem: rootPEM, Operator: true}}}
+	for _, i := range []uint32{4, 9, 11} {
+		t.Pcrs = append(t.Pcrs, &attestv1.PcrRule{Index: i, Values: []string{a}, Mode: "Enforce"})
+	}
+	for _, i := range []uint32{8, 12, 13, 14} {
+		t.Pcrs = append(t.Pcrs, &attestv1.PcrRule{Index: i, Values: []string{zero}, Mode: "Enforce"})
+	}
+	return &attestv1.Policy{Version: 1, Serial: 7, Tpm2: t, Roles: []string{"worker"}, NodeCidrs: []string{"192.168.77.0/24", "fd00::/64"}}
+}
+
+func encode(t testing.TB, p *attestv1.Policy) []byte {
+	t.Helper()
+	b, err := protojson.Marshal(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestParsePolicy(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	for name, tt := range map[string]struct {
+		change func(*attestv1.Policy)
+		want   string // part of the error; empty: accepted
+	}{
+		"a complete policy is read":               {change: func(*attestv1.Policy) {}},
+		"a policy without TPM rules is read":      {change: func(p *attestv1.Policy) { p.Tpm2 = nil }},
+		"another version is refused":              {func(p *attestv1.Policy) { p.Version = 2 }, "version is 2"},
+		"no version is refused":                   {func(p *attestv1.Policy) { p.Version = 0 }, "version is 0"},
+		"no serial is refused":                    {func(p *attestv1.Policy) { p.Serial = 0 }, "serial is missing"},
+		"an unknown role is refused":              {func(p *attestv1.Policy) { p.Roles = []string{"master"} }, `role "master"`},
+		"a CIDR with host bits is refused":        {func(p *attestv1.Policy) { p.NodeCidrs = []string{"10.0.0.1/8"} }, "nodeCidrs"},
+		"a CIDR that is none is refused":          {func(p *attestv1.Policy) { p.NodeCidrs = []string{"everywhere"} }, "nodeCidrs"},
+		"an unknown bank is refused":              {func(p *attestv1.Policy) { p.Tpm2.Bank = "sha1" }, "tpm2.bank"},
+		"no root is refused":                      {func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }, "ekRoots is empty"},
+		"a root that is no PEM is refused":        {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = "x" }, "exactly one PEM"},
+		"two certificates in a root are refused":  {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem += pemRoot }, "exactly one PEM"},
+		"a vendor's root alone is refused":        {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false }, "insecure.anyMachine"},
+		"a vendor's root with anyMachine is read": {change: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false; p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true} }},
+		"a vendor's root with named machines is read": {change: func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots[0].Operator = false
+			p.Tpm2.MachineIds = []string{MachineIDOf([]byte("ek")).String()}
+		}},
+		"a machine ID in capitals is refused":       {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("AB", 32)} }, "machineIds"},
+		"a PCR without values is refused":           {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Values = nil }, "has no values"},
+		"a PCR without mode is refused":             {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Mode = "" }, "mode of PCR 4"},
+		"a boot PCR that only warns is refused":     {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Mode = "WarnOnly" }, "PCR 4 needs a rule"},
+		"a boot PCR without a rule is refused":      {func(p *attestv1.Policy) { p.Tpm2.Pcrs = p.Tpm2.Pcrs[1:] }, "PCR 4 needs a rule"},
+		"two rules for a PCR are refused":           {func(p *attestv1.Policy) { p.Tpm2.Pcrs = append(p.Tpm2.Pcrs, p.Tpm2.Pcrs[0]) }, "two rules"},
+		"a rule for the lock's PCR is refused":      {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Index = 15 }, "PCR 15 cannot"},
+		"a value of another bank's size is refused": {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Values[0] += "00" }, "64 lower-case"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := goodPolicy(pemRoot)
+			tt.change(p)
+			_, err := ParsePolicy(encode(t, p))
+			switch {
+			case tt.want == "" && err != nil:
+				t.Fatal(err)
+			case tt.want == "":
+			case err == nil || !strings.Contains(err.Error(), tt.want):
+				t.Errorf("error %v, want one with %q", err, tt.want)
+			case ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID:
+				t.Errorf("reason %s", ReasonOf(err))
+			}
+		})
+	}
+	for name, json := range map[string]string{
+		"an empty object":   `{}`,
+		"an empty file":     ``,
+		"an unknown field":  `{"version":1,"serial":"1","acceptEverything":true}`,
+		"a repeated field":  `{"version":1,"version":1,"serial":"1"}`,
+		"more than 256 KiB": `{"version":1,"serial":"1"}` + strings.Repeat(" ", MaxPolicySize),
+	} {
+		t.Run(name+" is refused", func(t *testing.T) {
+			if _, err := ParsePolicy([]byte(json)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+				t.Errorf("error %v", err)
+			}
+		})
+	}
+}
+
+func TestAppraise(t *testing.T) {
+	root, pemRoot := ca(t, "operator")
+	foreign, _ := ca(t, "somebody")
+	cluster := [32]byte{1}
+	for name, tt := range map[string]struct {
+		policy func(*attestv1.Policy)
+		facts  func(*checked.Facts)
+		locks  []Lock
+		want   attestv1.Reason
+		warn   int
+	}{
+		"a machine that booted the image is accepted": {locks: []Lock{Unlocked()}},
+		"a changed boot PCR is refused":               {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"something in PCR 12 is refused":              {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"another root is refused":                     {facts: func(f *checked.Facts) { f.EKRoot = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"another bank is refused":                     {facts: func(f *checked.Facts) { f.Bank = crypto.SHA384 }, locks: []Lock{AnyLock()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a machine that is not listed is refused": {
+			policy: func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("00", 32)} },
+			locks:  []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
+		},
+		"a listed machine is accepted": {
+			policy: func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{MachineIDOf([]byte("ek")).String()} },
+			locks:  []Lock{Unlocked()},
+		},
+		"a policy without TPM rules refuses":      {policy: func(p *attestv1.Policy) { p.Tpm2 = nil }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_FORMAT_NONE},
+		"no expected lock refuses":                {want: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"the zero lock matches nothing":           {locks: []Lock{{}}, want: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a locked machine is no unlocked one":     {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, cluster) }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a machine of this cluster is accepted":   {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, cluster) }, locks: []Lock{Unlocked(), LockedTo(cluster)}},
+		"a machine of another cluster is refused": {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, [32]byte{2}) }, locks: []Lock{Unlocked(), LockedTo(cluster)}, want: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a PCR that only warns is reported": {
+			policy: func(p *attestv1.Policy) {
+				p.Tpm2.Pcrs = append(p.Tpm2.Pcrs, &attestv1.PcrRule{Index: 7, Values: []string{hex.EncodeToString(value('z'))}, Mode: "WarnOnly"})
+			},
+			locks: []Lock{Unlocked()}, warn: 1,
+		},
+		"a warning hides no enforced mismatch": {
+			policy: func(p *attestv1.Policy) {
+				p.Tpm2.Pcrs = append([]*attestv1.PcrRule{{Index: 7, Values: []string{hex.EncodeToString(value('z'))}, Mode: "WarnOnly"}}, p.Tpm2.Pcrs...)
+			},
+			facts: func(f *checked.Facts) { f.PCRs[11] = value('b') },
+			locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, f := goodPolicy(pemRoot), facts(root)
+			if tt.policy != nil {
+				tt.policy(p)
+			}
+			if tt.facts != nil {
+				tt.facts(f)
+			}
+			policy, err := ParsePolicy(encode(t, p))
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := policy.For(tt.locks...).Appraise(context.Background(), NewClaims(f))
+			want := tt.want
+			if want == 0 {
+				want = attestv1.Reason_REASON_ACCEPTED
+			}
+			if ReasonOf(err) != want {
+				t.Fatalf("%v, want %s", err, want)
+			}
+			if err == nil && (got.PolicySerial != 7 || len(got.Warnings) != tt.warn) {
+				t.Errorf("appraisal %+v", got)
+			}
+		})
+	}
+	t.Run("no claims are refused", func(t *testing.T) {
+		policy, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := policy.Appraise(Claims{}, AnyLock()); err == nil {
+			t.Error("the zero Claims were accepted")
+		}
+		if _, err := new(Policy).Appraise(NewClaims(facts(root)), AnyLock()); err == nil {
+			t.Error("the zero Policy accepted")
+		}
+	})
+	t.Run("all mismatches are named with both values", func(t *testing.T) {
+		policy, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := facts(root)
+		f.PCRs[4], f.PCRs[9] = value('x'), value('y')
+		_, err = policy.Appraise(NewClaims(f), Unlocked())
+		m := MismatchesOf(err)
+		if len(m) != 2 || m[0].PCR != 4 || m[1].PCR != 9 || string(m[1].Seen) != string(value('y')) || string(m[1].Expected[0]) != string(value('a')) {
+			t.Errorf("mismatches %v", m)
+		}
+	})
+}
+
+func TestAnyChangedBootPCRIsRefused(t *testing.T) {
+	root, pemRoot := ca(t, "operator")
+	policy, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		f := facts(root)
+		i := rapid.SampledFrom(bootPCRs).Draw(t, "pcr")
+		bit := rapid.IntRange(0, 255).Draw(t, "bit")
+		v := append([]byte(nil), f.PCRs[i]...)
+		v[bit/8] ^= 1 << (bit % 8)
+		f.PCRs[i] = v
+		if _, err := policy.Appraise(NewClaims(f), Unlocked()); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+			t.Fatalf("PCR %d with bit %d flipped: %v", i, bit, err)
+		}
+	})
+}
+
+func TestOpenPolicy(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	pub, priv, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	otherPub, other, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	good := SignPolicy(priv, encode(t, goodPolicy(pemRoot)))
+	if p, err := OpenPolicy(pub, good); err != nil || p.Serial() != 7 {
+		t.Fatalf("%v", err)
+	}
+	changed := proto.CloneOf(good)
+	changed.Policy = append(changed.Policy, ' ')
+	for name, tt := range map[string]struct {
+		key ed25519.PublicKey
+		s   *attestv1.SignedPolicy
+	}{
+		"another key's signature": {pub, SignPolicy(other, good.GetPolicy())},
+		"another key":             {otherPub, good},
+		"changed bytes":           {pub, changed},
+		"no signature":            {pub, &attestv1.SignedPolicy{Policy: good.GetPolicy()}},
+		"nothing":                 {pub, nil},
+		"no key":                  {nil, good},
+		"a signature over the bare bytes": {pub, &attestv1.SignedPolicy{
+			Policy: good.GetPolicy(), Signature: ed25519.Sign(priv, good.GetPolicy()),
+		}},
+	} {
+		t.Run(name+" is refused", func(t *testing.T) {
+			if _, err := OpenPolicy(tt.key, tt.s); ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
+				t.Errorf("error %v", err)
+			}
+		})
+	}
+}
+
+func TestPolicyAnswers(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	m := goodPolicy(pemRoot)
+	m.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+	p, err := ParsePolicy(encode(t, m))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !p.AllowsRole("worker") || p.AllowsRole("control-plane") || p.AllowsRole("") {
+		t.Error("roles")
+	}
+	for a, want := range map[string]bool{"192.168.77.9": true, "::ffff:192.168.77.9": true, "192.168.78.9": false, "fd00::1": true, "fd00:0:0:1::1": false} {
+		if got := p.AllowsAddress(netip.MustParseAddr(a)); got != want {
+			t.Errorf("%s: %v", a, got)
+		}
+	}
+	if got := fmt.Sprint(p.Insecure()); got != "[allowPlainState]" || !p.AllowsPlainState() {
+		t.Errorf("insecure %s", got)
+	}
+}
+
+func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
+	root, _ := ca(t, "image")
+	foreign, _ := ca(t, "other")
+	own := map[int][]byte{}
+	for _, i := range bootPCRs {
+		own[i] = facts(root).PCRs[i]
+	}
+	s, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := context.Background()
+	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(facts(root))); err != nil {
+		t.Error(err)
+	}
+	f := facts(root)
+	f.PCRs[11] = value('b')
+	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		t.Errorf("another image: %v", err)
+	}
+	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+		t.Errorf("another root: %v", err)
+	}
+	delete(own, 9)
+	if _, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root}); err == nil {
+		t.Error("a missing PCR was taken for agreement")
+	}
+	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {
+		t.Error("no roots were taken for any root")
+	}
+}
+
+func TestReasons(t *testing.T) {
+	if ReasonOf(nil) != attestv1.Reason_REASON_ACCEPTED || ReasonOf(errors.New("x")) != attestv1.Reason_REASON_INTERNAL {
+		t.Error("defaults")
+	}
+	err := fmt.Errorf("dial: %w", Refuse(attestv1.Reason_REASON_BANNED, "since %s", "yesterday"))
+	if ReasonOf(err) != attestv1.Reason_REASON_BANNED || err.Error() != "dial: BANNED: since yesterday" {
+		t.Error(err)
+	}
+	if got := ReasonName(9999); got != "UNKNOWN_9999" {
+		t.Error(got)
+	}
+}
+
+func TestContextWithoutPeerHasNone(t *testing.T) {
+	if _, ok := PeerFrom(context.Background()); ok {
+		t.Error("a peer out of nothing")
+	}
+	if _, ok := PeerFrom(WithPeer(context.Background(), Peer{})); ok {
+		t.Error("the zero peer counts as attested")
+	}
+}
+
+func TestParseMachineIDIsStringsInverse(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		id := MachineID(rapid.SliceOfN(rapid.Byte(), 32, 32).Draw(t, "id"))
+		got, err := ParseMachineID(id.String())
+		if err != nil || got != id {
+			t.Fatalf("%v %v", got, err)
+		}
+	})
+	for _, s := range []string{"", "ab", strings.Repeat("AB", 32), strings.Repeat("g0", 32), strings.Repeat("00", 33)} {
+		if _, err := ParseMachineID(s); err == nil {
+			t.Errorf("%q was read", s)
+		}
+	}
+}
+
+func FuzzParsePolicy(f *testing.F) {
+	_, pemRoot := ca(f, "operator")
+	f.Add(encode(f, goodPolicy(pemRoot)))
+	f.Add([]byte(`{"version":1,"serial":"1"}`))
+	f.Fuzz(func(t *testing.T, json []byte) {
+		p, err := ParsePolicy(json)
+		if err != nil {
+			if ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+				t.Fatal(err)
+			}
+			return
+		}
+		if _, err := p.Appraise(Claims{}, AnyLock()); err == nil {
+			t.Fatal("empty claims were accepted")
+		}
+	})
+}

@@ -1,0 +1,184 @@
+package attest
+
+import (
+	"bytes"
+	"context"
+	"crypto"
+	"crypto/x509"
+	"fmt"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+// Claims is what genuine evidence says. Only a verifier of this module can make one that
+// is not empty (A2); the zero value is refused by every policy.
+type Claims struct {
+	facts *checked.Facts
+}
+
+// NewClaims is for verifiers: nothing outside this module can name its argument's type.
+func NewClaims(f *checked.Facts) Claims { return Claims{facts: f} }
+
+// valid says whether a verifier made c.
+func (c Claims) valid() bool { return c.facts != nil }
+
+// Format gives the evidence's format.
+func (c Claims) Format() attestv1.Format {
+	if !c.valid() {
+		return attestv1.Format_FORMAT_UNSPECIFIED
+	}
+	return c.facts.Format
+}
+
+// Bank gives the hash of the quoted PCR bank; 0 for empty claims.
+func (c Claims) Bank() crypto.Hash {
+	if !c.valid() {
+		return 0
+	}
+	return c.facts.Bank
+}
+
+// PCR gives a copy of PCR i, 0 to 15, as long as the bank's digest; nil if i is out of
+// range.
+func (c Claims) PCR(i int) []byte {
+	if !c.valid() || i < 0 || i >= len(c.facts.PCRs) {
+		return nil
+	}
+	return bytes.Clone(c.facts.PCRs[i])
+}
+
+// Machine gives the machine's ID.
+func (c Claims) Machine() MachineID {
+	if !c.valid() {
+		return MachineID{}
+	}
+	return MachineIDOf(c.facts.EKPublic)
+}
+
+// EKRoot gives the root certificate that vouches for the endorsement key.
+func (c Claims) EKRoot() *x509.Certificate {
+	if !c.valid() {
+		return nil
+	}
+	return c.facts.EKRoot
+}
+
+// AKName gives the attestation key's name (TPM 2.0 Library, Part 1, section 16).
+func (c Claims) AKName() []byte {
+	if !c.valid() {
+		return nil
+	}
+	return bytes.Clone(c.facts.AKName)
+}
+
+// Clock is TPMS_CLOCK_INFO (TPM 2.0 Library, Part 2, section 10.11.1).
+type Clock struct {
+	// ResetCount counts TPM resets, RestartCount restarts and resumes since the last one.
+	ResetCount, RestartCount uint32
+	// Clock is the time that the TPM was powered, in milliseconds' resolution.
+	Clock time.Duration
+	// Safe says that no higher value was ever reported.
+	Safe bool
+}
+
+// Clock gives the TPM's counters at the time of the quote.
+func (c Claims) Clock() Clock {
+	if !c.valid() {
+		return Clock{}
+	}
+	f := c.facts
+	return Clock{ResetCount: f.ResetCount, RestartCount: f.RestartCount, Clock: f.Clock, Safe: f.Safe}
+}
+
+// FirmwareVersion gives the TPM's firmware version as the quote states it.
+func (c Claims) FirmwareVersion() uint64 {
+	if !c.valid() {
+		return 0
+	}
+	return c.facts.FirmwareVersion
+}
+
+// SecureBoot gives the state that the replayed event log tells; known is false if there is
+// none.
+func (c Claims) SecureBoot() (on, known bool) {
+	if !c.valid() || c.facts.SecureBoot == nil {
+		return false, false
+	}
+	return *c.facts.SecureBoot, true
+}
+
+// Event is one measurement of a replayed event log.
+type Event = checked.Event
+
+// Events gives the replayed event log, if it was sent.
+func (c Claims) Events() []Event {
+	if !c.valid() {
+		return nil
+	}
+	return append([]Event(nil), c.facts.Events...)
+}
+
+// EvidenceDigest gives SHA-256 of the evidence as it was received.
+func (c Claims) EvidenceDigest() [32]byte {
+	if !c.valid() {
+		return [32]byte{}
+	}
+	return c.facts.EvidenceDigest
+}
+
+// SignedPolicy gives the policy that the peer presents, nil if none. It is worth nothing
+// until [OpenPolicy] has checked its signature.
+func (c Claims) SignedPolicy() *attestv1.SignedPolicy {
+	if !c.valid() {
+		return nil
+	}
+	return c.facts.SignedPolicy
+}
+
+// Peer is the machine at the other end of an attested connection.
+type Peer struct {
+	claims    Claims
+	appraisal Appraisal
+	session   checked.Session
+}
+
+// NewPeer is for package atls: nothing outside this module can name the type of its last
+// argument.
+func NewPeer(c Claims, a Appraisal, s checked.Session) Peer {
+	return Peer{claims: c, appraisal: a, session: s}
+}
+
+// Machine gives the peer's machine ID.
+func (p Peer) Machine() MachineID { return p.claims.Machine() }
+
+// Claims gives what its evidence said.
+func (p Peer) Claims() Claims { return p.claims }
+
+// Appraisal says by what it was accepted.
+func (p Peer) Appraisal() Appraisal { return p.appraisal }
+
+// Purpose gives the purpose that its evidence was made for.
+func (p Peer) Purpose() Purpose { return Purpose(p.session.Purpose) }
+
+// VerifiedAt gives the time of the verdict. A verdict ages: who needs a fresh one looks
+// here.
+func (p Peer) VerifiedAt() time.Time { return p.session.VerifiedAt }
+
+// String names the peer for logs.
+func (p Peer) String() string { return fmt.Sprintf("%s %s", p.Purpose(), p.Machine()) }
+
+type peerKey struct{}
+
+// WithPeer puts p into the context. Package atls does it for each attested connection.
+func WithPeer(ctx context.Context, p Peer) context.Context {
+	return context.WithValue(ctx, peerKey{}, p)
+}
+
+// PeerFrom gives the peer of the connection that a request came over (J1); false if that
+// peer is not attested.
+func PeerFrom(ctx context.Context) (Peer, bool) {
+	p, ok := ctx.Value(peerKey{}).(Peer)
+	return p, ok && p.claims.valid()
+}

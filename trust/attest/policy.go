@@ -1,0 +1,342 @@
+package attest
+
+import (
+	"bytes"
+	"context"
+	"crypto"
+	"crypto/ed25519"
+	_ "crypto/sha256" // the bank sha256
+	_ "crypto/sha512" // the banks sha384 and sha512
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+)
+
+// MaxPolicySize is the limit of a policy's JSON, in bytes.
+const MaxPolicySize = 256 << 10
+
+// bootPCRs must have an enforced rule in every policy: 4, 9 and 11 hold what was booted,
+// the others stay zero on a machine that nobody tampered with.
+var bootPCRs = []int{4, 8, 9, 11, 12, 13, 14}
+
+// Banks lists the PCR banks that a policy may name.
+var Banks = map[string]crypto.Hash{
+	"sha256": crypto.SHA256,
+	"sha384": crypto.SHA384,
+	"sha512": crypto.SHA512,
+}
+
+// Policy says which claims are acceptable. It is immutable. The zero value accepts
+// nothing (A3).
+type Policy struct {
+	message    *attestv1.Policy
+	bank       crypto.Hash
+	machines   map[MachineID]bool // empty: any that a root vouches for
+	roots      []*x509.Certificate
+	rules      []pcrRule
+	nodeCIDRs  []netip.Prefix
+	acceptsTPM bool
+}
+
+type pcrRule struct {
+	index  int
+	values [][]byte
+	warn   bool
+}
+
+// Modes of a PCR rule.
+const (
+	modeEnforce  = "Enforce"
+	modeWarnOnly = "WarnOnly"
+)
+
+// Roles that a policy may list.
+const (
+	RoleWorker       = "worker"
+	RoleControlPlane = "control-plane"
+)
+
+// ParsePolicy reads a policy in protobuf's JSON mapping. Unknown fields, missing rules and
+// contradictions are refused with POLICY_INVALID.
+func ParsePolicy(json []byte) (*Policy, error) {
+	if len(json) > MaxPolicySize {
+		return nil, invalid("it has %d bytes, more than %d", len(json), MaxPolicySize)
+	}
+	m := &attestv1.Policy{}
+	if err := protojson.Unmarshal(json, m); err != nil {
+		return nil, invalid("%w", err)
+	}
+	if m.GetVersion() != 1 {
+		return nil, invalid("version is %d, this program reads version 1", m.GetVersion())
+	}
+	if m.GetSerial() == 0 {
+		return nil, invalid("serial is missing: set it to 1, and count it up with every change")
+	}
+	p := &Policy{message: m}
+	for _, r := range m.GetRoles() {
+		if r != RoleWorker && r != RoleControlPlane {
+			return nil, invalid("role %q: want %q or %q", r, RoleWorker, RoleControlPlane)
+		}
+	}
+	for _, s := range m.GetNodeCidrs() {
+		c, err := netip.ParsePrefix(s)
+		if err != nil || c != c.Masked() {
+			return nil, invalid("nodeCidrs: %q is not a network like 10.0.0.0/16", s)
+		}
+		p.nodeCIDRs = append(p.nodeCIDRs, c)
+	}
+	if m.GetTpm2() == nil {
+		return p, nil
+	}
+	p.acceptsTPM = true
+	return p, p.parseTPM(m.GetTpm2())
+}
+
+func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
+	var ok bool
+	if p.bank, ok = Banks[t.GetBank()]; !ok {
+		return invalid("tpm2.bank is %q: want sha256, sha384 or sha512", t.GetBank())
+	}
+	p.machines = make(map[MachineID]bool)
+	for _, s := range t.GetMachineIds() {
+		id, err := ParseMachineID(s)
+		if err != nil {
+			return invalid("tpm2.machineIds: %w", err)
+		}
+		p.machines[id] = true
+	}
+	if err := p.parseRoots(t); err != nil {
+		return err
+	}
+	enforced := make(map[int]bool)
+	seen := make(map[int]bool)
+	for _, r := range t.GetPcrs() {
+		rule, err := p.parseRule(r)
+		if err != nil {
+			return err
+		}
+		if seen[rule.index] {
+			return invalid("tpm2.pcrs: PCR %d has two rules; list all its values in one", rule.index)
+		}
+		seen[rule.index] = true
+		enforced[rule.index] = !rule.warn
+		p.rules = append(p.rules, rule)
+	}
+	for _, i := range bootPCRs {
+		if !enforced[i] {
+			return invalid("tpm2.pcrs: PCR %d needs a rule with mode %s", i, modeEnforce)
+		}
+	}
+	return nil
+}
+
+func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
+	allOperator := true
+	for i, r := range t.GetEkRoots() {
+		block, rest := pem.Decode([]byte(r.GetPem()))
+		if block == nil || block.Type != "CERTIFICATE" || len(bytes.TrimSpace(rest)) > 0 {
+			return invalid("tpm2.ekRoots[%d].pem: want exactly one PEM certificate", i)
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return invalid("tpm2.ekRoots[%d].pem: %w", i, err)
+		}
+		if !c.IsCA {
+			return invalid("tpm2.ekRoots[%d].pem: %q is not a certificate authority", i, c.Subject)
+		}
+		p.roots = append(p.roots, c)
+		allOperator = allOperator && r.GetOperator()
+	}
+	if len(p.roots) == 0 {
+		return invalid("tpm2.ekRoots is empty, so no machine could be accepted")
+	}
+	if len(p.machines) == 0 && !allOperator && !p.message.GetInsecure().GetAnyMachine() {
+		return invalid("tpm2: a TPM vendor's root also vouches for an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
+	}
+	return nil
+}
+
+func (p *Policy) parseRule(r *attestv1.PcrRule) (pcrRule, error) {
+	if r.GetIndex() >= LockPCR {
+		return pcrRule{}, invalid("tpm2.pcrs: PCR %d cannot have a rule: policies judge PCR 0 to 14", r.GetIndex())
+	}
+	out := pcrRule{index: int(r.GetIndex())}
+	switch r.GetMode() {
+	case modeEnforce:
+	case modeWarnOnly:
+		out.warn = true
+	default:
+		return pcrRule{}, invalid("tpm2.pcrs: mode of PCR %d is %q: want %s or %s", out.index, r.GetMode(), modeEnforce, modeWarnOnly)
+	}
+	for _, v := range r.GetValues() {
+		b, err := parseHex(v, p.bank.Size())
+		if err != nil {
+			return pcrRule{}, invalid("tpm2.pcrs: value %q of PCR %d: %w", v, out.index, err)
+		}
+		out.values = append(out.values, b)
+	}
+	if len(out.values) == 0 {
+		return pcrRule{}, invalid("tpm2.pcrs: PCR %d has no values", out.index)
+	}
+	return out, nil
+}
+
+func invalid(format string, args ...any) error {
+	return Refuse(attestv1.Reason_REASON_POLICY_INVALID, "policy: "+format, args...)
+}
+
+func policySigningInput(json []byte) []byte {
+	return append([]byte("muster policy v1\x00"), json...)
+}
+
+// SignPolicy signs the policy's bytes. It does not check what they say.
+func SignPolicy(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
+	return &attestv1.SignedPolicy{Policy: json, Signature: ed25519.Sign(owner, policySigningInput(json))}
+}
+
+// OpenPolicy checks the owner's signature and parses what was signed, in that order. It
+// refuses with POLICY_SIGNATURE or POLICY_INVALID.
+func OpenPolicy(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, error) {
+	if len(owner) != ed25519.PublicKeySize {
+		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the owner's public key has %d bytes, want %d", len(owner), ed25519.PublicKeySize)
+	}
+	if len(s.GetPolicy()) > MaxPolicySize {
+		return nil, invalid("it has %d bytes, more than %d", len(s.GetPolicy()), MaxPolicySize)
+	}
+	if !ed25519.Verify(owner, policySigningInput(s.GetPolicy()), s.GetSignature()) {
+		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the policy is not signed by the owner's key")
+	}
+	return ParsePolicy(s.GetPolicy())
+}
+
+// Serial is the owner's count of changes.
+func (p *Policy) Serial() uint64 { return p.message.GetSerial() }
+
+// EKRoots lists the roots that vouch for endorsement keys.
+func (p *Policy) EKRoots() []*x509.Certificate { return slices.Clone(p.roots) }
+
+// Bank is the PCR bank that is judged; 0 if the policy accepts no TPM.
+func (p *Policy) Bank() crypto.Hash { return p.bank }
+
+// AllowsRole says whether machines may have the role.
+func (p *Policy) AllowsRole(role string) bool { return slices.Contains(p.message.GetRoles(), role) }
+
+// AllowsAddress says whether a node may have the address.
+func (p *Policy) AllowsAddress(a netip.Addr) bool {
+	return slices.ContainsFunc(p.nodeCIDRs, func(c netip.Prefix) bool { return c.Contains(a.Unmap()) })
+}
+
+// AllowsPlainState says whether machines may keep their state on a disk that is not
+// encrypted.
+func (p *Policy) AllowsPlainState() bool { return p.message.GetInsecure().GetAllowPlainState() }
+
+// Insecure lists the switches that are on, by their name in the policy.
+func (p *Policy) Insecure() []string {
+	var on []string
+	s := p.message.GetInsecure()
+	if s.GetAnyMachine() {
+		on = append(on, "anyMachine")
+	}
+	if s.GetAllowSelfAsserted() {
+		on = append(on, "allowSelfAsserted")
+	}
+	if s.GetAllowPlainState() {
+		on = append(on, "allowPlainState")
+	}
+	return on
+}
+
+// Mismatch is a PCR whose value the policy does not list.
+type Mismatch struct {
+	// PCR is the register's number.
+	PCR int
+	// Expected lists the acceptable values, Seen is the quoted one.
+	Expected [][]byte
+	Seen     []byte
+}
+
+func (m Mismatch) String() string {
+	want := make([]string, len(m.Expected))
+	for i, v := range m.Expected {
+		want[i] = fmt.Sprintf("%x", v)
+	}
+	return fmt.Sprintf("PCR %d is %x, the policy accepts %s", m.PCR, m.Seen, strings.Join(want, " or "))
+}
+
+// MismatchError lists every enforced PCR that does not fit. It never reaches the peer.
+type MismatchError struct{ Mismatches []Mismatch }
+
+func (e *MismatchError) Error() string {
+	s := make([]string, len(e.Mismatches))
+	for i, m := range e.Mismatches {
+		s[i] = m.String()
+	}
+	return strings.Join(s, "; ")
+}
+
+// Appraise says whether the claims are acceptable and the node lock is in one of the
+// states. Refusals: FORMAT_NONE, EK_UNTRUSTED, POLICY_REFUSED (with a [MismatchError] if
+// PCRs differ), LOCK_FOREIGN.
+func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
+	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
+	}
+	if !slices.ContainsFunc(p.roots, c.EKRoot().Equal) {
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate leads to %q, which is no root of the policy", c.EKRoot().Subject)
+	}
+	if len(p.machines) > 0 && !p.machines[c.Machine()] {
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())
+	}
+	if c.Bank() != p.bank {
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy judges %s", c.Bank(), p.bank)
+	}
+	a := Appraisal{PolicySerial: p.Serial()}
+	var bad []Mismatch
+	for _, r := range p.rules {
+		seen := c.PCR(r.index) // A2: from the checked quote alone
+		if slices.ContainsFunc(r.values, func(v []byte) bool { return bytes.Equal(v, seen) }) {
+			continue
+		}
+		m := Mismatch{PCR: r.index, Expected: r.values, Seen: seen}
+		if r.warn {
+			a.Warnings = append(a.Warnings, m.String())
+			continue
+		}
+		bad = append(bad, m)
+	}
+	if len(bad) > 0 {
+		return Appraisal{}, &Refusal{Reason: attestv1.Reason_REASON_POLICY_REFUSED, Err: &MismatchError{bad}}
+	}
+	if err := CheckLock(c, locks...); err != nil {
+		return Appraisal{}, err
+	}
+	return a, nil
+}
+
+// For gives an Appraiser that judges by p and expects one of the lock states.
+func (p *Policy) For(locks ...Lock) Appraiser { return policyAppraiser{p, locks} }
+
+type policyAppraiser struct {
+	policy *Policy
+	locks  []Lock
+}
+
+func (a policyAppraiser) Appraise(_ context.Context, c Claims) (Appraisal, error) {
+	return a.policy.Appraise(c, a.locks...)
+}
+
+// MismatchesOf gives the PCRs that a refusal is about, nil if it is about something else.
+func MismatchesOf(err error) []Mismatch {
+	if m, ok := errors.AsType[*MismatchError](err); ok {
+		return m.Mismatches
+	}
+	return nil
+}

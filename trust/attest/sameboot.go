@@ -1,0 +1,36 @@
+package attest
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/x509"
+	"slices"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+)
+
+// SameBoot accepts machines that booted what this one did. A machine that does not know
+// its owner's key yet judges its first joinservice by it: whoever boots the same image is
+// trusted as far as this machine trusts itself.
+type SameBoot struct {
+	policy *Policy
+}
+
+// NewSameBoot takes this machine's own PCR values (index to value, read from its TPM) and
+// the EK roots of its image. All boot PCRs must be there.
+func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate) (*SameBoot, error) {
+	if len(roots) == 0 {
+		return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "the image has no EK roots, so no machine could be accepted: set ekRoots in its configuration")
+	}
+	p := &Policy{message: &attestv1.Policy{}, bank: bank, roots: slices.Clone(roots), acceptsTPM: true}
+	for _, i := range bootPCRs {
+		if len(own[i]) != bank.Size() {
+			return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "own PCR %d has %d bytes, want %d", i, len(own[i]), bank.Size())
+		}
+		p.rules = append(p.rules, pcrRule{index: i, values: [][]byte{bytes.Clone(own[i])}})
+	}
+	return &SameBoot{policy: p}, nil
+}
+
+// For gives an Appraiser that expects one of the lock states.
+func (s *SameBoot) For(locks ...Lock) Appraiser { return s.policy.For(locks...) }

@@ -1,0 +1,69 @@
+// Package checked holds the only way to make claims and peers.
+//
+// Its types can be named inside the module trust alone, so a value that a policy is
+// compared with can come from nowhere but a verifier of this module (A2).
+package checked
+
+import (
+	"crypto"
+	"crypto/x509"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+)
+
+// Facts is what a verifier has checked: every field is covered by the signature
+// of a quote over this session's statement, by a certificate that leads to a trusted
+// root, or by a computation over such values. SignedPolicy alone is as presented.
+type Facts struct {
+	_ [0]func() // keeps an unnamed struct from being assignable
+
+	Format attestv1.Format
+	// Bank is the hash of the quoted PCR bank.
+	Bank crypto.Hash
+	// PCRs are the values of PCR 0 to 15 in that bank.
+	PCRs [16][]byte
+	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER.
+	EKPublic []byte
+	// EKRoot is the root certificate that vouches for the EK.
+	EKRoot *x509.Certificate
+	// AKName is the attestation key's name (TPM 2.0 Library, Part 1, section 16).
+	AKName []byte
+	// ResetCount, RestartCount, Clock and Safe are TPMS_CLOCK_INFO of the quote.
+	ResetCount, RestartCount uint32
+	Clock                    time.Duration
+	Safe                     bool
+	// FirmwareVersion is TPMS_ATTEST.firmwareVersion.
+	FirmwareVersion uint64
+	// EvidenceDigest is SHA-256 of the evidence as it was received.
+	EvidenceDigest [32]byte
+	// Events are the entries of the event log, if one was sent; they replay to PCRs.
+	Events []Event
+	// SecureBoot is nil if the log does not say.
+	SecureBoot *bool
+	// SignedPolicy is what a joinservice presents; its signature is not checked here.
+	SignedPolicy *attestv1.SignedPolicy
+}
+
+// Event is one measurement of a replayed event log.
+type Event struct {
+	// PCR is the register that was extended.
+	PCR int
+	// Type is the event's type by its name in the TCG specification.
+	Type string
+	// Digest is what was extended, in the quoted bank.
+	Digest []byte
+	// Text is the event's data for people, at most 256 printable characters. What it
+	// says need not be what Digest covers.
+	Text string
+}
+
+// Session is what the TLS session adds to the claims of its peer.
+type Session struct {
+	_ [0]func()
+
+	// Purpose is the purpose that the peer's evidence was checked for.
+	Purpose string
+	// VerifiedAt is when the verdict fell.
+	VerifiedAt time.Time
+}
