@@ -49,7 +49,7 @@ type Statement [32]byte
 func NewStatement(p Purpose, b Binding) Statement {
 	h := sha256.New()
 	h.Write([]byte("muster-atls/1 statement\x00"))
-	h.Write([]byte{uint8(len(p))}) //nolint:gosec // purposes are the constants above
+	h.Write([]byte{uint8(len(p))})
 	h.Write([]byte(p))
 	h.Write(b[:])
 	return Statement(h.Sum(nil))

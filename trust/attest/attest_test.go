@@ -108,20 +108,23 @@ func TestParsePolicy(t *testing.T) {
 		change func(*attestv1.Policy)
 		want   string // part of the error; empty: accepted
 	}{
-		"a complete policy is read":               {change: func(*attestv1.Policy) {}},
-		"a policy without TPM rules is read":      {change: func(p *attestv1.Policy) { p.Tpm2 = nil }},
-		"another version is refused":              {func(p *attestv1.Policy) { p.Version = 2 }, "version is 2"},
-		"no version is refused":                   {func(p *attestv1.Policy) { p.Version = 0 }, "version is 0"},
-		"no serial is refused":                    {func(p *attestv1.Policy) { p.Serial = 0 }, "serial is missing"},
-		"an unknown role is refused":              {func(p *attestv1.Policy) { p.Roles = []string{"master"} }, `role "master"`},
-		"a CIDR with host bits is refused":        {func(p *attestv1.Policy) { p.NodeCidrs = []string{"10.0.0.1/8"} }, "nodeCidrs"},
-		"a CIDR that is none is refused":          {func(p *attestv1.Policy) { p.NodeCidrs = []string{"everywhere"} }, "nodeCidrs"},
-		"an unknown bank is refused":              {func(p *attestv1.Policy) { p.Tpm2.Bank = "sha1" }, "tpm2.bank"},
-		"no root is refused":                      {func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }, "ekRoots is empty"},
-		"a root that is no PEM is refused":        {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = "x" }, "exactly one PEM"},
-		"two certificates in a root are refused":  {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem += pemRoot }, "exactly one PEM"},
-		"a vendor's root alone is refused":        {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false }, "insecure.anyMachine"},
-		"a vendor's root with anyMachine is read": {change: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false; p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true} }},
+		"a complete policy is read":              {change: func(*attestv1.Policy) {}},
+		"a policy without TPM rules is read":     {change: func(p *attestv1.Policy) { p.Tpm2 = nil }},
+		"another version is refused":             {func(p *attestv1.Policy) { p.Version = 2 }, "version is 2"},
+		"no version is refused":                  {func(p *attestv1.Policy) { p.Version = 0 }, "version is 0"},
+		"no serial is refused":                   {func(p *attestv1.Policy) { p.Serial = 0 }, "serial is missing"},
+		"an unknown role is refused":             {func(p *attestv1.Policy) { p.Roles = []string{"master"} }, `role "master"`},
+		"a CIDR with host bits is refused":       {func(p *attestv1.Policy) { p.NodeCidrs = []string{"10.0.0.1/8"} }, "nodeCidrs"},
+		"a CIDR that is none is refused":         {func(p *attestv1.Policy) { p.NodeCidrs = []string{"everywhere"} }, "nodeCidrs"},
+		"an unknown bank is refused":             {func(p *attestv1.Policy) { p.Tpm2.Bank = "sha1" }, "tpm2.bank"},
+		"no root is refused":                     {func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }, "ekRoots is empty"},
+		"a root that is no PEM is refused":       {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = "x" }, "exactly one PEM"},
+		"two certificates in a root are refused": {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem += pemRoot }, "exactly one PEM"},
+		"a vendor's root alone is refused":       {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false }, "insecure.anyMachine"},
+		"a vendor's root with anyMachine is read": {change: func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots[0].Operator = false
+			p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true}
+		}},
 		"a vendor's root with named machines is read": {change: func(p *attestv1.Policy) {
 			p.Tpm2.EkRoots[0].Operator = false
 			p.Tpm2.MachineIds = []string{MachineIDOf([]byte("ek")).String()}

@@ -1,0 +1,201 @@
+package attack
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+)
+
+// from dials from an address of the loopback network: each is a source of its own.
+func from(source string) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	return (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(source)}}).DialContext
+}
+
+// flood opens n TCP connections that say nothing.
+func flood(t *testing.T, source, addr string, n int) []net.Conn {
+	t.Helper()
+	var conns []net.Conn
+	for range n {
+		c, err := from(source)(t.Context(), "tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conns = append(conns, c)
+		t.Cleanup(func() { _ = c.Close() })
+	}
+	return conns
+}
+
+// closed counts the connections that the server has closed, and waits for no more than d.
+func closed(t *testing.T, conns []net.Conn, d time.Duration) (n int) {
+	t.Helper()
+	until := time.Now().Add(d)
+	for _, c := range conns {
+		if err := c.SetReadDeadline(until); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(make([]byte, 1)); err != nil && !isTimeout(err) {
+			n++
+		}
+	}
+	return n
+}
+
+func isTimeout(err error) bool {
+	e, ok := err.(net.Error) //nolint:errorlint // of our own read
+	return ok && e.Timeout()
+}
+
+// dropped waits for n connections that were closed before TLS, all for that cause.
+func (x *target) dropped(t *testing.T, n int, cause string) {
+	t.Helper()
+	timeout := time.After(10 * time.Second)
+	for i := 0; i < n; {
+		select {
+		case s := <-x.seen:
+			if s.Dropped == "" {
+				continue
+			}
+			if s.Dropped != cause {
+				t.Fatalf("dropped for %s, want %s", s.Dropped, cause)
+			}
+			i++
+		case <-timeout:
+			t.Fatalf("%d of %d connections dropped for %s", i, n, cause)
+		}
+	}
+}
+
+// One source cannot keep the others out: it has its own bucket.
+func TestAFloodFromOneSource(t *testing.T) {
+	t.Parallel()
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50} })
+	conns := flood(t, "127.0.0.2", x.addr, 500)
+	x.dropped(t, 450, "source_rate")
+	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+		t.Errorf("another source: %v", err)
+	}
+	if err := reach(t, x.transport(t, func(c *atls.ClientConfig) { c.DialContext = from("127.0.0.2") }), x.addr); err == nil {
+		t.Error("the flooding source got through")
+	}
+	if n := closed(t, conns, 8*time.Second); n != len(conns) {
+		t.Errorf("%d of %d idle connections were closed within 8 s", n, len(conns))
+	}
+}
+
+// Many sources together fill what there is, and get it for 5 s at most.
+func TestAFloodFromManySources(t *testing.T) {
+	t.Parallel()
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50, SetUp: 64} })
+	var conns []net.Conn
+	for _, source := range []string{"127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"} {
+		conns = append(conns, flood(t, source, x.addr, 50)...)
+	}
+	x.dropped(t, 200-64, "setup_full")
+	if err := reach(t, x.transport(t, nil), x.addr); err == nil {
+		t.Error("a connection more than the limit was served")
+	}
+	if n := closed(t, conns, 8*time.Second); n != len(conns) {
+		t.Errorf("%d of %d idle connections were closed within 8 s", n, len(conns))
+	}
+	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+		t.Errorf("once the idle ones are gone: %v", err)
+	}
+}
+
+// Many machines that attested and then idle cost a bounded number of connections, and the
+// service goes on.
+func TestManyIdleSessions(t *testing.T) {
+	const sessions = 150
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.Open = sessions })
+	quotes := x.client.Quotes()
+	var wg sync.WaitGroup
+	idle := make(chan *http.Client, sessions)
+	for range sessions / 10 {
+		clients := make([]*http.Client, 10)
+		for i := range clients {
+			clients[i] = x.transport(t, nil)
+		}
+		wg.Go(func() {
+			for _, c := range clients {
+				if err := reach(t, c, x.addr); err != nil {
+					t.Error(err)
+				}
+				idle <- c
+			}
+		})
+	}
+	wg.Wait()
+	if got := x.client.Quotes() - quotes; got > sessions {
+		t.Errorf("%d quotes for %d sessions", got, sessions)
+	}
+	if err := reach(t, x.transport(t, nil), x.addr); err == nil {
+		t.Error("a connection more than the limit was served")
+	}
+	one := <-idle
+	if err := reach(t, one, x.addr); err != nil {
+		t.Errorf("a session that idled: %v", err)
+	}
+	one.CloseIdleConnections()
+	until := time.Now().Add(5 * time.Second)
+	var err error
+	for err = reach(t, x.transport(t, nil), x.addr); err != nil && time.Now().Before(until); {
+		err = reach(t, x.transport(t, nil), x.addr)
+	}
+	if err != nil {
+		t.Errorf("once one is gone: %v", err)
+	}
+}
+
+// A peer that stops in the middle of anything does not keep the server from stopping: the
+// clean-up of each test here waits for that, and this one leaves as much as it can.
+func TestPeersThatStopInTheMiddle(t *testing.T) {
+	x := newTarget(t, func(c *rpc.Config) { c.Grace = 2 * time.Second })
+	flood(t, "127.0.0.2", x.addr, 10)
+	for i := range 5 {
+		w := open(t, x.addr, nil)
+		if i == 0 {
+			continue // no offer
+		}
+		sent := w.send(t, &attestv1.Offer{Gives: tpm2})
+		_, theirs, err := w.receive()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 1 {
+			continue // no evidence
+		}
+		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, w.bind(client, sent, theirs), false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		frame := encode(t, ev)
+		if i == 2 {
+			raw(t, w, frame[:len(frame)/2])
+			continue
+		}
+		raw(t, w, frame)
+		if _, _, err := w.receive(); err != nil { // its challenge
+			t.Fatal(err)
+		}
+		if i == 3 {
+			continue // no response
+		}
+		raw(t, w, []byte{0})
+	}
+	w := open(t, x.addr, nil)
+	if got := w.play(t, honest(x.machine())); got != accepted {
+		t.Fatal(got)
+	}
+	if _, err := io.WriteString(w, "PRI * HTTP/2.0\r\n"); err != nil { // half a preface
+		t.Fatal(err)
+	}
+}

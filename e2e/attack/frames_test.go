@@ -1,0 +1,339 @@
+package attack
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"io"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+const invalid = attestv1.Reason_REASON_FRAME_INVALID
+
+// Frames that are too many, of the wrong kind, too early, or none at all. Each script gets
+// a session of its own; `then` reads the verdict.
+func TestFramesThatMayNotCome(t *testing.T) {
+	x := newTarget(t, nil)
+	gives := &attestv1.Offer{Gives: tpm2}
+	genuine := func(t *testing.T, w *wire) (*attestv1.Evidence, attest.Binding) {
+		sent := w.send(t, gives)
+		_, theirs, err := w.receive()
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := w.bind(client, sent, theirs)
+		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ev, b
+	}
+	for name, tt := range map[string]struct {
+		play  func(t *testing.T, w *wire)
+		want  attestv1.Reason
+		fresh bool // the server must not know the machine yet, so that it challenges
+	}{
+		"an offer twice": {play: func(t *testing.T, w *wire) { w.send(t, gives); w.send(t, gives) }},
+		"evidence first": {play: func(t *testing.T, w *wire) { w.send(t, &attestv1.Evidence{}) }},
+		"a verdict first": {play: func(t *testing.T, w *wire) {
+			w.send(t, &attestv1.Verdict{Reason: accepted})
+		}},
+		"a response without a challenge": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			w.send(t, &attestv1.Response{Mac: make([]byte, 32)})
+		}},
+		"a challenge where nobody attests": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			w.send(t, &attestv1.Challenge{CredentialBlob: []byte("b"), EncryptedSecret: []byte("s")})
+		}},
+		"acceptance before evidence": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			w.send(t, &attestv1.Verdict{Reason: accepted})
+		}},
+		"evidence twice": {fresh: true, play: func(t *testing.T, w *wire) {
+			ev, _ := genuine(t, w)
+			w.send(t, ev)
+			w.send(t, ev)
+		}},
+		"a response twice": {fresh: true, play: func(t *testing.T, w *wire) {
+			// The second, which would be right, comes too late.
+			ev, b := genuine(t, w)
+			w.send(t, ev)
+			f, _, err := w.receive()
+			if err != nil || f.GetChallenge() == nil {
+				t.Fatalf("%v, %v; want a challenge", f, err)
+			}
+			mac, err := x.machine().Respond(t.Context(), f.GetChallenge(), b)
+			if err != nil {
+				t.Fatal(err)
+			}
+			w.send(t, &attestv1.Response{Mac: mac[:31]})
+			w.send(t, &attestv1.Response{Mac: mac})
+		}, want: attestv1.Reason_REASON_ACTIVATION_FAILED},
+		"FORMAT_UNSPECIFIED in an offer": {play: func(t *testing.T, w *wire) {
+			w.send(t, &attestv1.Offer{Gives: []attestv1.Format{0, 1}})
+		}},
+		"17 formats": {play: func(t *testing.T, w *wire) {
+			w.send(t, &attestv1.Offer{Gives: make([]attestv1.Format, 17)})
+		}},
+		"formats that nobody knows": {play: func(t *testing.T, w *wire) {
+			w.send(t, &attestv1.Offer{Gives: []attestv1.Format{77}})
+		}, want: attestv1.Reason_REASON_FORMAT_NONE},
+		"evidence of another format than agreed": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			w.send(t, &attestv1.Evidence{Format: 77})
+		}, want: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
+		"evidence without a body": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			w.send(t, &attestv1.Evidence{Format: attestv1.Format_FORMAT_TPM2})
+		}, want: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
+		"a length of four gigabytes": {play: func(t *testing.T, w *wire) { raw(t, w, []byte{255, 255, 255, 255}) }},
+		"an offer of 64 KiB and a byte": {play: func(t *testing.T, w *wire) {
+			raw(t, w, []byte{0, 1, 0, 1})
+		}},
+		"evidence of 1 MiB and a byte": {play: func(t *testing.T, w *wire) {
+			w.send(t, gives)
+			raw(t, w, []byte{0, 0x10, 0, 1})
+		}},
+		"nothing in a frame":     {play: func(t *testing.T, w *wire) { raw(t, w, []byte{0, 0, 0, 0}) }},
+		"no protobuf in a frame": {play: func(t *testing.T, w *wire) { raw(t, w, []byte{0, 0, 0, 2, 255, 255}) }},
+		"HTTP in place of frames": {play: func(t *testing.T, w *wire) {
+			raw(t, w, []byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+		}},
+		"half a frame": {play: func(t *testing.T, w *wire) {
+			frame := encode(t, gives)
+			raw(t, w, frame[:len(frame)-1])
+			if err := w.CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"half a length": {play: func(t *testing.T, w *wire) {
+			raw(t, w, []byte{0, 0})
+			if err := w.CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"nothing of it": {play: func(t *testing.T, w *wire) {
+			s := honest(x.machine())
+			if got := w.play(t, s); got != accepted {
+				t.Errorf("%v", got)
+			}
+		}, want: accepted},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if tt.fresh {
+				defer func(known *target) { x = known }(x)
+				x = newTarget(t, nil)
+			}
+			w := open(t, x.addr, nil)
+			tt.play(t, w)
+			switch {
+			case tt.want == accepted: // play has read it
+			case tt.want == attestv1.Reason_REASON_UNSPECIFIED:
+				tt.want = invalid
+				fallthrough
+			default:
+				if got := w.verdict(t); got != tt.want {
+					t.Errorf("%v, want %v", got, tt.want)
+				}
+			}
+		})
+	}
+}
+
+func raw(t *testing.T, w *wire, b []byte) {
+	t.Helper()
+	if _, err := w.Write(b); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A frame that comes a byte at a time does not prolong the exchange.
+func TestSlowFrames(t *testing.T) {
+	t.Parallel()
+	x := newTarget(t, nil)
+	slow := func(every time.Duration) (attestv1.Reason, time.Duration) {
+		w := open(t, x.addr, nil)
+		began := time.Now()
+		sent := encode(t, &attestv1.Offer{})
+		// An unknown field that this version ignores makes the frame long.
+		sent = append(sent, bytes.Repeat([]byte{15<<3 | 2, 0}, 60)...)
+		binary.BigEndian.PutUint32(sent, uint32(len(sent)-4)) //nolint:gosec // small
+		var wg sync.WaitGroup
+		stop := make(chan struct{})
+		wg.Go(func() {
+			tick := time.NewTicker(every)
+			defer tick.Stop()
+			for i := range sent {
+				select {
+				case <-tick.C:
+				case <-stop:
+					return
+				}
+				if _, err := w.Write(sent[i : i+1]); err != nil {
+					return
+				}
+			}
+		})
+		got := w.verdict(t)
+		close(stop)
+		wg.Wait()
+		return got, time.Since(began)
+	}
+	if got, took := slow(200 * time.Millisecond); got != attestv1.Reason_REASON_DEADLINE || took > 11*time.Second {
+		t.Errorf("%v after %s, want DEADLINE after less than 10 s", got, took)
+	}
+	if got, took := slow(time.Millisecond); got != accepted {
+		t.Errorf("faster: %v after %s", got, took)
+	}
+}
+
+// A peer that takes nothing of what it asked for is not waited for either.
+func TestAPeerThatDoesNotRead(t *testing.T) {
+	t.Parallel()
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Attester = padded{c.ATLS.Attester} })
+	w := open(t, x.addr, nil)
+	w.send(t, &attestv1.Offer{Accepts: tpm2})
+	select {
+	case s := <-x.seen:
+		// The whole exchange may fit into the buffers of the kernel; if not, time is up.
+		if r := attest.ReasonOf(s.Err); r != attestv1.Reason_REASON_DEADLINE {
+			t.Errorf("%v, want DEADLINE", s.Err)
+		}
+	case <-time.After(15 * time.Second):
+		t.Error("the server waits for ever")
+	}
+}
+
+// padded makes evidence of almost 1 MiB: what a joinservice presents is not judged here.
+type padded struct{ attest.Attester }
+
+func (p padded) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+	ev, err := p.Attester.Attest(ctx, f, b, eventLog)
+	if err != nil {
+		return nil, err
+	}
+	ev.SignedPolicy = &attestv1.SignedPolicy{Policy: make([]byte, 1<<20-8<<10)}
+	if n := proto.Size(ev); n > 1<<20 || n < 1<<20-10<<10 {
+		panic("not almost 1 MiB")
+	}
+	return ev, nil
+}
+
+// Two sides that first write a megabyte each, through buffers that hold little of it.
+func TestAMegabyteBothWays(t *testing.T) {
+	x := newTarget(t, func(c *rpc.Config) {
+		c.ATLS.Attester = padded{c.ATLS.Attester}
+		c.Listener = narrow{c.Listener}
+	})
+	err := reach(t, x.transport(t, func(c *atls.ClientConfig) {
+		c.Attester = padded{c.Attester}
+		c.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
+			conn, err := new(net.Dialer).DialContext(ctx, network, addr)
+			return shrink(conn), err
+		}
+	}), x.addr)
+	if err != nil { // DEADLINE, if they stop each other
+		t.Fatal(err)
+	}
+}
+
+type narrow struct{ net.Listener }
+
+func (u narrow) Accept() (net.Conn, error) {
+	c, err := u.Listener.Accept()
+	return shrink(c), err
+}
+
+// shrink gives a connection small buffers.
+func shrink(c net.Conn) net.Conn {
+	if tc, ok := c.(*net.TCPConn); ok {
+		_ = tc.SetReadBuffer(64 << 10)
+		_ = tc.SetWriteBuffer(64 << 10)
+	}
+	return c
+}
+
+// Large evidence takes memory, so only so many may send it at one time.
+func TestTooManyLargeFrames(t *testing.T) {
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.Large = 2 })
+	var hold []*wire
+	for range 2 {
+		w := open(t, x.addr, nil)
+		w.send(t, &attestv1.Offer{Gives: tpm2})
+		raw(t, w, []byte{0, 0x0f, 0, 0, 0}) // a megabyte is promised, and does not come
+		hold = append(hold, w)
+	}
+	large := honest(padded{x.machine()})
+	until := time.Now().Add(5 * time.Second)
+	got := accepted
+	for got == accepted && time.Now().Before(until) { // until both promises are read
+		got = open(t, x.addr, nil).play(t, large)
+	}
+	if got != attestv1.Reason_REASON_BUSY {
+		t.Errorf("%v, want BUSY", got)
+	}
+	if got := open(t, x.addr, nil).play(t, honest(x.machine())); got != accepted {
+		t.Errorf("evidence of the usual size: %v", got)
+	}
+	for _, w := range hold {
+		_ = w.Close()
+	}
+	until = time.Now().Add(5 * time.Second)
+	for got != accepted && time.Now().Before(until) {
+		got = open(t, x.addr, nil).play(t, large)
+	}
+	if got != accepted {
+		t.Errorf("repaired: %v", got)
+	}
+}
+
+// What a stranger is told of a refusal is the reason alone.
+func TestAStrangerLearnsTheReasonAlone(t *testing.T) {
+	x := newTarget(t, nil)
+	changed := attesttest.NewMachine(t, x.ca, attesttest.Options{Image: "one byte differs"})
+	a := changed.Attester(attest.PurposeMachine)
+	w := open(t, x.addr, nil)
+	sent := w.send(t, &attestv1.Offer{Gives: tpm2})
+	_, theirs, err := w.receive()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := w.bind(client, sent, theirs)
+	ev, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.send(t, ev)
+	f, _, err := w.receive()
+	if err != nil || f.GetChallenge() == nil {
+		t.Fatalf("%v, %v; want a challenge", f, err)
+	}
+	mac, err := a.Respond(t.Context(), f.GetChallenge(), b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.send(t, &attestv1.Response{Mac: mac})
+	_, body, err := w.receive()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := encode(t, &attestv1.Verdict{Reason: attestv1.Reason_REASON_POLICY_REFUSED})
+	if !bytes.Equal(body, want) {
+		t.Errorf("the verdict is %x, want %x and nothing else", body, want)
+	}
+	if rest, err := io.ReadAll(w); err != nil || len(rest) > 0 {
+		t.Errorf("%q, %v follow the verdict, want the end", rest, err)
+	}
+}

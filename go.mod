@@ -1,0 +1,238 @@
+module github.com/muster-k8s/muster
+
+go 1.26.0
+
+require (
+	connectrpc.com/connect v1.21.1
+	connectrpc.com/grpcreflect v1.3.1
+	github.com/coreos/go-systemd/v22 v22.7.0
+	github.com/google/cel-go v0.31.0
+	github.com/google/go-attestation v0.6.1
+	github.com/google/go-containerregistry v0.22.1
+	github.com/google/go-sev-guest v0.15.0
+	github.com/google/go-tpm v0.9.8
+	github.com/google/go-tpm-tools v0.4.7
+	github.com/prometheus/client_golang v1.25.0
+	github.com/spf13/cobra v1.10.2
+	go.opentelemetry.io/otel v1.44.0
+	golang.org/x/crypto v0.58.0
+	golang.org/x/net v0.62.0
+	golang.org/x/time v0.16.0
+	helm.sh/helm/v4 v4.2.4
+	k8s.io/client-go v0.36.1
+	k8s.io/kubernetes v1.36.1
+	sigs.k8s.io/controller-runtime v0.24.1
+)
+
+require (
+	github.com/distribution/reference v0.6.0 // indirect
+	github.com/lithammer/dedent v1.1.0 // indirect
+	go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc v0.65.0 // indirect
+	google.golang.org/grpc v1.82.1 // indirect
+	k8s.io/component-helpers v0.36.1 // indirect
+	k8s.io/cri-api v0.36.1 // indirect
+	k8s.io/cri-client v0.0.0 // indirect
+)
+
+require (
+	cel.dev/expr v0.25.1 // indirect
+	dario.cat/mergo v1.0.1 // indirect
+	github.com/BurntSushi/toml v1.6.0 // indirect
+	github.com/MakeNowJust/heredoc v1.0.0 // indirect
+	github.com/Masterminds/goutils v1.1.1 // indirect
+	github.com/Masterminds/semver/v3 v3.5.0 // indirect
+	github.com/Masterminds/sprig/v3 v3.3.0 // indirect
+	github.com/Masterminds/squirrel v1.5.4 // indirect
+	github.com/ProtonMail/go-crypto v1.4.1 // indirect
+	github.com/antlr4-go/antlr/v4 v4.13.1 // indirect
+	github.com/asaskevich/govalidator v0.0.0-20230301143203-a9d515a09cc2 // indirect
+	github.com/beorn7/perks v1.0.1 // indirect
+	github.com/blang/semver/v4 v4.0.0 // indirect
+	github.com/cespare/xxhash/v2 v2.3.0 // indirect
+	github.com/chai2010/gettext-go v1.0.2 // indirect
+	github.com/cloudflare/circl v1.6.3 // indirect
+	github.com/cyphar/filepath-securejoin v0.6.1 // indirect
+	github.com/davecgh/go-spew v1.1.2-0.20180830191138-d8f796af33cc // indirect
+	github.com/dylibso/observe-sdk/go v0.0.0-20240819160327-2d926c5d788a // indirect
+	github.com/emicklei/go-restful/v3 v3.13.0 // indirect
+	github.com/evanphx/json-patch/v5 v5.9.11 // indirect
+	github.com/exponent-io/jsonpath v0.0.0-20210407135951-1de76d718b3f // indirect
+	github.com/extism/go-sdk v1.7.1 // indirect
+	github.com/fatih/color v1.19.0 // indirect
+	github.com/fluxcd/cli-utils v1.2.1 // indirect
+	github.com/fxamacker/cbor/v2 v2.9.0 // indirect
+	github.com/go-errors/errors v1.5.1 // indirect
+	github.com/go-gorp/gorp/v3 v3.1.0 // indirect
+	github.com/go-logr/logr v1.4.3 // indirect
+	github.com/go-logr/stdr v1.2.2 // indirect
+	github.com/go-openapi/jsonpointer v0.21.1 // indirect
+	github.com/go-openapi/jsonreference v0.21.0 // indirect
+	github.com/go-openapi/swag v0.23.1 // indirect
+	github.com/gobwas/glob v0.2.3 // indirect
+	github.com/godbus/dbus/v5 v5.2.2 // indirect
+	github.com/google/btree v1.1.3 // indirect
+	github.com/google/gnostic-models v0.7.0 // indirect
+	github.com/google/go-configfs-tsm v0.3.3-0.20240919001351-b4b5b84fdcbc // indirect
+	github.com/google/go-eventlog v0.0.2-0.20241003021507-01bb555f7cba // indirect
+	github.com/google/go-tdx-guest v0.3.2-0.20241009005452-097ee70d0843 // indirect
+	github.com/google/logger v1.1.1 // indirect
+	github.com/google/uuid v1.6.0 // indirect
+	github.com/gosuri/uitable v0.0.4 // indirect
+	github.com/huandu/xstrings v1.5.0 // indirect
+	github.com/ianlancetaylor/demangle v0.0.0-20240805132620-81f5be970eca // indirect
+	github.com/jmoiron/sqlx v1.4.0 // indirect
+	github.com/josharian/intern v1.0.0 // indirect
+	github.com/json-iterator/go v1.1.12 // indirect
+	github.com/klauspost/compress v1.20.1 // indirect
+	github.com/lann/builder v0.0.0-20180802200727-47ae307949d0 // indirect
+	github.com/lann/ps v0.0.0-20150810152359-62de8c46ede0 // indirect
+	github.com/lib/pq v1.12.3 // indirect
+	github.com/liggitt/tabwriter v0.0.0-20181228230101-89fcab3d43de // indirect
+	github.com/mailru/easyjson v0.9.0 // indirect
+	github.com/mattn/go-colorable v0.1.14 // indirect
+	github.com/mattn/go-isatty v0.0.20 // indirect
+	github.com/mattn/go-runewidth v0.0.9 // indirect
+	github.com/mitchellh/copystructure v1.2.0 // indirect
+	github.com/mitchellh/go-wordwrap v1.0.1 // indirect
+	github.com/mitchellh/reflectwalk v1.0.2 // indirect
+	github.com/moby/term v0.5.2 // indirect
+	github.com/modern-go/concurrent v0.0.0-20180306012644-bacd9c7ef1dd // indirect
+	github.com/modern-go/reflect2 v1.0.3-0.20250322232337-35a7c28c31ee // indirect
+	github.com/monochromegane/go-gitignore v0.0.0-20200626010858-205db1a8cc00 // indirect
+	github.com/munnerz/goautoneg v0.0.0-20191010083416-a7dc8b61c822 // indirect
+	github.com/muster-k8s/muster/gen v0.0.0
+	github.com/muster-k8s/muster/trust v0.0.0
+	github.com/opencontainers/go-digest v1.0.0 // indirect
+	github.com/opencontainers/image-spec v1.1.1 // indirect
+	github.com/peterbourgon/diskv v2.0.1+incompatible // indirect
+	github.com/pmezard/go-difflib v1.0.1-0.20181226105442-5d4384ee4fb2 // indirect
+	github.com/prometheus/client_model v0.6.3 // indirect
+	github.com/prometheus/common v0.72.0 // indirect
+	github.com/prometheus/procfs v0.22.0 // indirect
+	github.com/rogpeppe/go-internal v1.16.0
+	github.com/rubenv/sql-migrate v1.8.1 // indirect
+	github.com/russross/blackfriday/v2 v2.1.0 // indirect
+	github.com/santhosh-tekuri/jsonschema/v6 v6.0.2 // indirect
+	github.com/shopspring/decimal v1.4.0 // indirect
+	github.com/spf13/cast v1.7.0 // indirect
+	github.com/spf13/pflag v1.0.10 // indirect
+	github.com/tetratelabs/wabin v0.0.0-20230304001439-f6f874872834 // indirect
+	github.com/tetratelabs/wazero v1.12.0 // indirect
+	github.com/x448/float16 v0.8.4 // indirect
+	github.com/xlab/treeprint v1.2.0 // indirect
+	go.opentelemetry.io/auto/sdk v1.2.1 // indirect
+	go.opentelemetry.io/otel/metric v1.44.0 // indirect
+	go.opentelemetry.io/otel/trace v1.44.0 // indirect
+	go.opentelemetry.io/proto/otlp v1.10.0 // indirect
+	go.uber.org/goleak v1.3.0
+	go.uber.org/multierr v1.11.0 // indirect
+	go.yaml.in/yaml/v2 v2.4.4 // indirect
+	go.yaml.in/yaml/v3 v3.0.5 // indirect
+	golang.org/x/exp v0.0.0-20251219203646-944ab1f22d93 // indirect
+	golang.org/x/oauth2 v0.37.0 // indirect
+	golang.org/x/sync v0.24.0 // indirect
+	golang.org/x/sys v0.49.0 // indirect
+	golang.org/x/term v0.47.0 // indirect
+	golang.org/x/text v0.43.0 // indirect
+	google.golang.org/genproto/googleapis/api v0.0.0-20260414002931-afd174a4e478 // indirect
+	google.golang.org/genproto/googleapis/rpc v0.0.0-20260414002931-afd174a4e478 // indirect
+	google.golang.org/protobuf v1.36.12 // indirect
+	gopkg.in/evanphx/json-patch.v4 v4.13.0 // indirect
+	gopkg.in/inf.v0 v0.9.1 // indirect
+	gopkg.in/yaml.v3 v3.0.1 // indirect
+	k8s.io/api v0.36.1
+	k8s.io/apiextensions-apiserver v0.36.1 // indirect
+	k8s.io/apimachinery v0.36.1 // indirect
+	k8s.io/apiserver v0.36.1 // indirect
+	k8s.io/cli-runtime v0.36.1 // indirect
+	k8s.io/cluster-bootstrap v0.0.0 // indirect
+	k8s.io/component-base v0.36.1 // indirect
+	k8s.io/klog/v2 v2.140.0 // indirect
+	k8s.io/kube-openapi v0.0.0-20260317180543-43fb72c5454a // indirect
+	k8s.io/kube-proxy v0.36.1
+	k8s.io/kubectl v0.36.1 // indirect
+	k8s.io/kubelet v0.36.1
+	k8s.io/utils v0.0.0-20260210185600-b8788abfbbc2 // indirect
+	oras.land/oras-go/v2 v2.6.1 // indirect
+	pgregory.net/rapid v1.3.0
+	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
+	sigs.k8s.io/kustomize/api v0.21.1 // indirect
+	sigs.k8s.io/kustomize/kyaml v0.21.1 // indirect
+	sigs.k8s.io/randfill v1.0.0 // indirect
+	sigs.k8s.io/structured-merge-diff/v6 v6.3.2 // indirect
+	sigs.k8s.io/yaml v1.6.0
+)
+
+replace github.com/google/go-tdx-guest => github.com/google/go-tdx-guest v0.3.2-0.20241009005452-097ee70d0843
+
+replace github.com/google/go-eventlog => github.com/google/go-eventlog v0.0.2-0.20241003021507-01bb555f7cba
+
+replace k8s.io/api => k8s.io/api v0.36.1
+
+replace k8s.io/apiextensions-apiserver => k8s.io/apiextensions-apiserver v0.36.1
+
+replace k8s.io/apimachinery => k8s.io/apimachinery v0.36.1
+
+replace k8s.io/apiserver => k8s.io/apiserver v0.36.1
+
+replace k8s.io/cli-runtime => k8s.io/cli-runtime v0.36.1
+
+replace k8s.io/client-go => k8s.io/client-go v0.36.1
+
+replace k8s.io/cloud-provider => k8s.io/cloud-provider v0.36.1
+
+replace k8s.io/cluster-bootstrap => k8s.io/cluster-bootstrap v0.36.1
+
+replace k8s.io/code-generator => k8s.io/code-generator v0.36.1
+
+replace k8s.io/component-base => k8s.io/component-base v0.36.1
+
+replace k8s.io/component-helpers => k8s.io/component-helpers v0.36.1
+
+replace k8s.io/controller-manager => k8s.io/controller-manager v0.36.1
+
+replace k8s.io/cri-api => k8s.io/cri-api v0.36.1
+
+replace k8s.io/cri-client => k8s.io/cri-client v0.36.1
+
+replace k8s.io/cri-streaming => k8s.io/cri-streaming v0.36.1
+
+replace k8s.io/csi-translation-lib => k8s.io/csi-translation-lib v0.36.1
+
+replace k8s.io/dynamic-resource-allocation => k8s.io/dynamic-resource-allocation v0.36.1
+
+replace k8s.io/endpointslice => k8s.io/endpointslice v0.36.1
+
+replace k8s.io/externaljwt => k8s.io/externaljwt v0.36.1
+
+replace k8s.io/kms => k8s.io/kms v0.36.1
+
+replace k8s.io/kube-aggregator => k8s.io/kube-aggregator v0.36.1
+
+replace k8s.io/kube-controller-manager => k8s.io/kube-controller-manager v0.36.1
+
+replace k8s.io/kube-proxy => k8s.io/kube-proxy v0.36.1
+
+replace k8s.io/kube-scheduler => k8s.io/kube-scheduler v0.36.1
+
+replace k8s.io/kubectl => k8s.io/kubectl v0.36.1
+
+replace k8s.io/kubelet => k8s.io/kubelet v0.36.1
+
+replace k8s.io/metrics => k8s.io/metrics v0.36.1
+
+replace k8s.io/mount-utils => k8s.io/mount-utils v0.36.1
+
+replace k8s.io/pod-security-admission => k8s.io/pod-security-admission v0.36.1
+
+replace k8s.io/sample-apiserver => k8s.io/sample-apiserver v0.36.1
+
+replace k8s.io/sample-cli-plugin => k8s.io/sample-cli-plugin v0.36.1
+
+replace k8s.io/sample-controller => k8s.io/sample-controller v0.36.1
+
+replace k8s.io/streaming => k8s.io/streaming v0.36.1
+
+replace github.com/muster-k8s/muster/gen => ./gen
+
+replace github.com/muster-k8s/muster/trust => ./trust

@@ -1,0 +1,165 @@
+// Package layering holds no code: its tests keep what docs/architecture.md says about which
+// package may import which.
+package layering
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/muster-k8s/muster"
+
+type pkg struct {
+	ImportPath   string
+	Standard     bool
+	Imports      []string
+	TestImports  []string
+	XTestImports []string
+	Deps         []string
+}
+
+func root(t *testing.T) string {
+	t.Helper()
+	dir, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func list(t *testing.T, dir string, args ...string) []pkg {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "go", append([]string{"list", "-json=ImportPath,Standard,Imports,TestImports,XTestImports,Deps"}, args...)...)
+	cmd.Dir = dir
+	// What ships is built without cgo.
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("go list: %v\n%s", err, stderr.String())
+	}
+	var pkgs []pkg
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
+			return pkgs
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		pkgs = append(pkgs, p)
+	}
+}
+
+func TestTrustedPackagesAreTheListedOnes(t *testing.T) {
+	var got []string
+	for _, p := range list(t, filepath.Join(root(t), "trust"), "-deps", "./attest/...", "./atls/...", "./keys/...", "./tpm/...") {
+		// Test helpers are in the module, but in nothing that ships; see below.
+		if !p.Standard && !isTestPackage(p.ImportPath) {
+			got = append(got, p.ImportPath)
+		}
+	}
+	slices.Sort(got)
+	path := filepath.Join(root(t), "docs", "trusted-packages.txt")
+	text := "# Every package outside the standard library that is trusted with secrets: go list -deps of the module trust.\n" + strings.Join(got, "\n") + "\n"
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text != string(want) {
+		t.Errorf("docs/trusted-packages.txt is not what trust imports. If the change is meant, review it and write this to the file:\n%s", text)
+	}
+}
+
+func TestWhoImportsWhom(t *testing.T) {
+	pkgs := list(t, root(t), "./...", "./gen/...", "./trust/...")
+	if len(pkgs) < 20 {
+		t.Fatalf("only %d packages found", len(pkgs))
+	}
+	for _, p := range pkgs {
+		from := strings.TrimPrefix(p.ImportPath, module+"/")
+		for _, imp := range p.Imports {
+			to, ours := strings.CutPrefix(imp, module+"/")
+			if !ours {
+				continue
+			}
+			if why := forbidden(from, to); why != "" {
+				t.Errorf("%s imports %s: %s", from, to, why)
+			}
+		}
+	}
+}
+
+// forbidden says why a package may not import another, both without the module's path.
+func forbidden(from, to string) string {
+	service := func(p string) string {
+		parts := strings.Split(p, "/")
+		if len(parts) > 1 && parts[0] == "services" {
+			return parts[1]
+		}
+		return ""
+	}
+	top := func(p string) string { return strings.Split(p, "/")[0] }
+	switch {
+	case top(from) == "gen" && top(to) != "gen":
+		return "gen holds what buf writes and nothing else"
+	case top(from) == "trust" && top(to) != "trust" && to != "gen/muster/attest/v1":
+		return "trust is the audited core"
+	case service(from) != "" && service(to) != "" && service(from) != service(to):
+		return "a service never imports another"
+	case service(to) != "" && service(from) == "" && top(from) != "cmd" && top(from) != "lab" && top(from) != "e2e":
+		return "services are wired in cmd alone"
+	case top(to) == "cmd" || (top(to) == "e2e" && top(from) != "e2e") || (top(to) == "lab" && top(from) != "lab" && top(from) != "e2e"):
+		return "programs and laboratories are imported by nobody"
+	case isTestPackage(to) && !isTestPackage(from) && top(from) != "e2e":
+		return "test packages are for tests"
+	}
+	return ""
+}
+
+// isTestPackage says whether a package exists for tests: its name ends in "test", as net/http/httptest's.
+func isTestPackage(path string) bool {
+	return slices.ContainsFunc(strings.Split(path, "/"), func(s string) bool { return strings.HasSuffix(s, "test") && s != "attest" })
+}
+
+func TestForbiddenSaysNoWhereItShould(t *testing.T) {
+	for _, pair := range [][2]string{
+		{"trust/atls", "internal/rpc"},
+		{"services/kms", "services/joinservice"},
+		{"internal/owner", "services/kms"},
+		{"services/kms", "trust/attest/attesttest"},
+		{"cmd/kms", "internal/envtest"},
+		{"gen/muster/kms/v1", "trust/attest"},
+	} {
+		if forbidden(pair[0], pair[1]) == "" {
+			t.Errorf("%s may import %s", pair[0], pair[1])
+		}
+	}
+	for _, pair := range [][2]string{
+		{"cmd/kms", "services/kms"},
+		{"services/joinservice", "services/joinservice/kube"},
+		{"trust/atls", "gen/muster/attest/v1"},
+		{"e2e/attack", "trust/attest/attesttest"},
+	} {
+		if why := forbidden(pair[0], pair[1]); why != "" {
+			t.Errorf("%s may not import %s: %s", pair[0], pair[1], why)
+		}
+	}
+}
+
+func TestNothingThatShipsHoldsTestCode(t *testing.T) {
+	for _, p := range list(t, root(t), "./cmd/...") {
+		for _, d := range p.Deps {
+			if strings.HasPrefix(d, "github.com/google/go-tpm-tools") || d == "testing" || strings.HasPrefix(d, module) && isTestPackage(d) {
+				t.Errorf("%s links %s", p.ImportPath, d)
+			}
+		}
+	}
+}

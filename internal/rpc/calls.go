@@ -1,0 +1,168 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"time"
+
+	"connectrpc.com/connect"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// call is what is known of a request, from its first byte on.
+type call struct {
+	procedure string
+	began     time.Time
+	log       *slog.Logger
+	recorded  bool // counted and logged; only the goroutine of the request looks
+}
+
+type callKey struct{}
+
+// Logger gives the logger of the call: it has the procedure, the caller's address and, if
+// it is attested, its machine.
+func Logger(ctx context.Context) *slog.Logger {
+	if c, ok := ctx.Value(callKey{}).(*call); ok {
+		return c.log
+	}
+	return slog.Default()
+}
+
+// guard is connect's side of a Server: gate, limits of time, error table, metrics, log.
+type guard struct {
+	metrics *Metrics
+	timeout time.Duration
+}
+
+// options are those of every handler of a Server.
+func (g *guard) options(maxRequest int) []connect.HandlerOption {
+	return []connect.HandlerOption{
+		// The gate runs before a message is read, let alone decoded; the interceptor asks
+		// again, so that no way around the one is a way in.
+		connect.WithRequestGate(g.gate),
+		connect.WithInterceptors(g),
+		connect.WithRecover(func(_ context.Context, _ connect.Spec, _ http.Header, v any) error {
+			return fmt.Errorf("a handler panicked: %v\n%s", v, debug.Stack())
+		}),
+		connect.WithReadMaxBytes(maxRequest),
+	}
+}
+
+func (g *guard) gate(ctx context.Context, spec connect.Spec, _ connect.Peer, _ http.Header) (context.Context, error) {
+	if err := authorize(ctx, spec.Procedure); err != nil {
+		return ctx, g.done(ctx, spec.Procedure, err)
+	}
+	return ctx, nil
+}
+
+// WrapUnary implements [connect.Interceptor].
+func (g *guard) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
+	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
+		procedure := req.Spec().Procedure
+		if err := authorize(ctx, procedure); err != nil {
+			return nil, g.done(ctx, procedure, err)
+		}
+		ctx, cancel := context.WithTimeout(ctx, g.timeout)
+		defer cancel()
+		resp, err := next(ctx, req)
+		return resp, g.done(ctx, procedure, err)
+	}
+}
+
+// WrapStreamingHandler implements [connect.Interceptor].
+func (g *guard) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
+	return func(ctx context.Context, conn connect.StreamingHandlerConn) error {
+		procedure := conn.Spec().Procedure
+		if err := authorize(ctx, procedure); err != nil {
+			return g.done(ctx, procedure, err)
+		}
+		return g.done(ctx, procedure, next(ctx, conn))
+	}
+}
+
+// WrapStreamingClient implements [connect.Interceptor].
+func (g *guard) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
+	return next
+}
+
+// done counts and logs a call and gives the error that leaves.
+func (g *guard) done(ctx context.Context, procedure string, err error) error {
+	out := Error(err)
+	code, reason := "ok", attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)
+	if out != nil {
+		code, reason = connect.CodeOf(out).String(), ""
+		if info, ok := infoFrom(out); ok {
+			reason = attest.ReasonName(info.GetReason())
+		}
+	}
+	took := time.Duration(0)
+	log := Logger(ctx)
+	if c, ok := ctx.Value(callKey{}).(*call); ok {
+		c.recorded = true
+		took = time.Since(c.began)
+	}
+	g.metrics.call(procedure, code, reason, took)
+	attrs := []any{"code", code, "reason", reason, "seconds", took.Seconds()}
+	switch {
+	case err == nil:
+		log.DebugContext(ctx, "call answered", attrs...)
+	case connect.CodeOf(out) == connect.CodeInternal:
+		log.ErrorContext(ctx, "call failed", append(attrs, "err", err)...)
+	case connect.CodeOf(out) == connect.CodeCanceled:
+		log.DebugContext(ctx, "caller hung up", attrs...)
+	default:
+		log.WarnContext(ctx, "call refused", append(attrs, "err", err)...)
+	}
+	return out
+}
+
+// observe begins a call, bounds the time of its body and its answer, and counts what never
+// reached a handler: an unknown path, a message too large or not decodable.
+func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		c := &call{procedure: r.URL.Path, began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
+		if p, ok := attest.PeerFrom(r.Context()); ok {
+			c.log = c.log.With("machine", p.Machine().String(), "purpose", string(p.Purpose()))
+		}
+		if _, ok := levels[c.procedure]; !ok {
+			// Unknown paths are one label value, and none of their text is logged.
+			c.procedure, c.log = "unknown", log.With("remote", r.RemoteAddr)
+		}
+		if err := g.deadlines(w, r); err != nil {
+			c.log.Error("cannot bound a request's time", "err", err)
+			http.Error(w, "internal error", http.StatusInternalServerError)
+			return
+		}
+		next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), callKey{}, c)))
+		if !c.recorded {
+			g.metrics.call(c.procedure, "not_handled", "", time.Since(c.began))
+			c.log.Debug("request without an RPC", "method", r.Method)
+		}
+	})
+}
+
+// streamLimit is how long a stream of a plain client may last: it has shown nothing.
+const streamLimit = 10 * time.Minute
+
+// deadlines bounds how slowly a request may come in and its answer be taken. It must not
+// fail open, so a connection that knows no deadlines is not served.
+func (g *guard) deadlines(w http.ResponseWriter, r *http.Request) error {
+	c := http.NewResponseController(w)
+	now := time.Now()
+	switch {
+	case !streams[r.URL.Path]:
+		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
+	case levels[r.URL.Path] == Plain:
+		return errors.Join(c.SetReadDeadline(now.Add(streamLimit)), c.SetWriteDeadline(now.Add(streamLimit+time.Second)))
+	default:
+		// Over muster-atls/1 all streams are answers to one message: it must come soon, the
+		// answer may take as long as it likes while pings come back.
+		return c.SetReadDeadline(now.Add(g.timeout))
+	}
+}

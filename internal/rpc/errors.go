@@ -1,0 +1,200 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// onWire says what a caller learns of a refusal.
+type onWire struct {
+	code connect.Code
+	// tell lets the refusal's own text out. Without it a caller learns the reason alone:
+	// which PCR or which value it was stands in our log.
+	tell bool
+	// remedy is what the caller can do, one sentence; empty if only its owner knows.
+	remedy string
+}
+
+// reasons is all that a caller can learn of an error. A test walks the enum and fails on a
+// missing entry.
+var reasons = map[attestv1.Reason]onWire{
+	attestv1.Reason_REASON_FORMAT_NONE:          {connect.CodeFailedPrecondition, false, "Use a version of Muster on both sides that shares an evidence format, and check that the address is that of a Muster service."},
+	attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST: {connect.CodeUnauthenticated, false, "Call from a machine that has a TPM and runs Muster's attester."},
+	attestv1.Reason_REASON_FRAME_INVALID:        {connect.CodeInvalidArgument, false, "Use a client that speaks muster-atls/1."},
+	attestv1.Reason_REASON_EVIDENCE_MALFORMED:   {connect.CodeInvalidArgument, false, "Use a version of Muster on the attesting side that fits the verifier's."},
+	attestv1.Reason_REASON_BINDING_MISMATCH:     {connect.CodeUnauthenticated, false, "Connect directly: something between the two sides ended the TLS session, or the evidence was made for another."},
+	attestv1.Reason_REASON_SIGNATURE_INVALID:    {connect.CodePermissionDenied, false, ""},
+	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, ""},
+	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "Add the authority that issued the machine's EK certificate to the policy's tpm2.ekRoots, if it is one of yours."},
+	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, ""},
+	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine: its event log does not lead to its PCR values."},
+	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "If the machine's TPM was cleared on purpose, let an operator approve it again."},
+	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "Compare what the machine booted with the policy; the verifier's log names the PCRs that differ."},
+	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "Lift the ban on the machine's AttestedNode, if it was a mistake."},
+	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later."},
+	attestv1.Reason_REASON_DEADLINE:             {connect.CodeDeadlineExceeded, false, "Try again; if it goes on, look at the load of the TPM and the network."},
+	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
+	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
+	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
+	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "Reboot the machine to clear its node lock, if it should change clusters."},
+
+	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
+	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
+	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "Correct the policy; `muster policy check` names the line."},
+	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Sign the policy with the key of the cluster's owner."},
+
+	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
+	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Restart the machine, then use the right init secret."},
+	attestv1.Reason_REASON_NODE_LOCKED:           {connect.CodeFailedPrecondition, true, "If the machine should start over, reset and reboot it."},
+	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash in the metadata of the machine that should become the first."},
+	attestv1.Reason_REASON_COMPONENT_HASH:        {connect.CodeFailedPrecondition, true, "Check the mirror: the file is not the one that was asked for."},
+	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
+	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL."},
+	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
+	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "Correct stateDisk in the image's configuration, or the disk."},
+	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
+
+	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enrol the machine first: `muster enroll NAME --role control-plane --machine-id ID`."},
+	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
+	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
+	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
+	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with, or let it be forgotten with `muster forget NAME`."},
+	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
+	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
+	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that nobody else has."},
+	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the pods of muster-kms."},
+	attestv1.Reason_REASON_API_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the Kubernetes API server."},
+	attestv1.Reason_REASON_AUDIT_UNAVAILABLE:   {connect.CodeUnavailable, false, "Make room on the control plane's disk for the audit log."},
+	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
+	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
+	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
+
+	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
+	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
+	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root."},
+}
+
+// refusalOf gives the refusal that err is: its own, or the one that stands for it. What
+// nobody refused on purpose is INTERNAL.
+func refusalOf(err error) *attest.Refusal {
+	if r, ok := errors.AsType[*attest.Refusal](err); ok {
+		return r
+	}
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		return &attest.Refusal{Reason: attestv1.Reason_REASON_DEADLINE, Err: err}
+	default:
+		return &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Err: err}
+	}
+}
+
+// Error makes of a handler's error what its caller gets: a [connect.Error] whose code, text
+// and [attestv1.ErrorInfo] come from the one table. Of an error that is no
+// [attest.Refusal] nothing leaves. Handlers behind [Server] need not call it.
+//
+// A refusal that came from another peer of ours (Remote) is not the caller's: it becomes
+// INTERNAL here unless the handler wrapped it in a reason of its own.
+func Error(err error) error {
+	if err == nil {
+		return nil
+	}
+	// An error made here by connect or by a generic handler, as health's NotFound, says
+	// what it is. One that came over the wire from somewhere else does not pass.
+	if ce, ok := err.(*connect.Error); ok && !connect.IsWireError(err) { //nolint:errorlint // outermost only
+		return ce
+	}
+	if errors.Is(err, context.Canceled) && !isRefusal(err) {
+		return connect.NewError(connect.CodeCanceled, context.Canceled)
+	}
+	r := refusalOf(err)
+	if r.Remote {
+		r = &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Err: err}
+	}
+	w, ok := reasons[r.Reason]
+	if !ok {
+		r = &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Err: err}
+		w = reasons[r.Reason]
+	}
+	text := attest.ReasonName(r.Reason)
+	if w.tell && r.Err != nil {
+		text += ": " + r.Err.Error()
+	}
+	ce := connect.NewError(w.code, errors.New(text))
+	info := &attestv1.ErrorInfo{Reason: r.Reason, Remedy: w.remedy}
+	if r.RetryAfter > 0 {
+		info.RetryAfter = durationpb.New(r.RetryAfter)
+	}
+	if d, err := connect.NewErrorDetail(info); err == nil {
+		ce.AddDetail(d)
+	}
+	return ce
+}
+
+func isRefusal(err error) bool {
+	_, ok := errors.AsType[*attest.Refusal](err)
+	return ok
+}
+
+// infoFrom gives the detail that a server of Muster's added to err.
+func infoFrom(err error) (*attestv1.ErrorInfo, bool) {
+	ce, ok := errors.AsType[*connect.Error](err)
+	if !ok {
+		return nil, false
+	}
+	for _, d := range ce.Details() {
+		if v, err := d.Value(); err == nil {
+			if info, ok := v.(*attestv1.ErrorInfo); ok {
+				return info, true
+			}
+		}
+	}
+	return nil, false
+}
+
+// ReasonFrom gives the reason of a call's error: that of the refusal which kept the
+// connection from being made, ours or the server's, or the one that the RPC returned.
+// ACCEPTED for nil; UNSPECIFIED for an error without one, as a connection that broke, after
+// which to try again is all right.
+func ReasonFrom(err error) attestv1.Reason {
+	if err == nil {
+		return attestv1.Reason_REASON_ACCEPTED
+	}
+	if r, ok := errors.AsType[*attest.Refusal](err); ok {
+		return r.Reason
+	}
+	if info, ok := infoFrom(err); ok {
+		return info.GetReason()
+	}
+	return attestv1.Reason_REASON_UNSPECIFIED
+}
+
+// RemedyFrom gives what the caller can do about a call's error; empty if it is not known.
+func RemedyFrom(err error) string {
+	if info, ok := infoFrom(err); ok && info.GetRemedy() != "" {
+		return info.GetRemedy()
+	}
+	return reasons[ReasonFrom(err)].remedy
+}
+
+// maxRetryAfter bounds what a server can make a client wait.
+const maxRetryAfter = 10 * time.Minute
+
+// RetryAfterFrom gives how long a call's error asks to wait before the next; 0 if it does
+// not ask.
+func RetryAfterFrom(err error) time.Duration {
+	if r, ok := errors.AsType[*attest.Refusal](err); ok {
+		return r.RetryAfter
+	}
+	if info, ok := infoFrom(err); ok && info.GetRetryAfter().CheckValid() == nil {
+		return min(max(info.GetRetryAfter().AsDuration(), 0), maxRetryAfter)
+	}
+	return 0
+}

@@ -1,0 +1,119 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"connectrpc.com/connect"
+
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+)
+
+// Health is grpc.health.v1.Health. Services that nobody has set are unknown; the empty name
+// stands for the process as a whole. Its zero value is not usable.
+type Health struct {
+	mu      sync.Mutex
+	status  map[string]healthv1.HealthCheckResponse_ServingStatus
+	changed chan struct{} // closed and replaced at each change
+	stopped bool
+}
+
+// NewHealth knows the process as a whole, and says that it cannot serve yet.
+func NewHealth() *Health {
+	return &Health{
+		status:  map[string]healthv1.HealthCheckResponse_ServingStatus{"": healthv1.HealthCheckResponse_NOT_SERVING},
+		changed: make(chan struct{}),
+	}
+}
+
+// Set says whether a service, by its full name, can serve.
+func (h *Health) Set(service string, serving bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.stopped {
+		return
+	}
+	h.set(service, serving)
+}
+
+// SetAll says it of every service that is known.
+func (h *Health) SetAll(serving bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.stopped {
+		return
+	}
+	for service := range h.status {
+		h.set(service, serving)
+	}
+}
+
+// set is called with the lock held.
+func (h *Health) set(service string, serving bool) {
+	s := healthv1.HealthCheckResponse_NOT_SERVING
+	if serving {
+		s = healthv1.HealthCheckResponse_SERVING
+	}
+	if old, ok := h.status[service]; ok && old == s {
+		return
+	}
+	h.status[service] = s
+	close(h.changed)
+	h.changed = make(chan struct{})
+}
+
+// stop says for good that nothing can serve, and ends every Watch.
+func (h *Health) stop() {
+	h.SetAll(false)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.stopped {
+		return
+	}
+	h.stopped = true
+	close(h.changed)
+	h.changed = make(chan struct{})
+}
+
+func (h *Health) look(service string) (s healthv1.HealthCheckResponse_ServingStatus, known, stopped bool, changed <-chan struct{}) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s, known = h.status[service]
+	return s, known, h.stopped, h.changed
+}
+
+// Check implements [healthv1connect.HealthHandler].
+func (h *Health) Check(_ context.Context, req *healthv1.HealthCheckRequest) (*healthv1.HealthCheckResponse, error) {
+	s, known, _, _ := h.look(req.GetService())
+	if !known {
+		return nil, connect.NewError(connect.CodeNotFound, errors.New("no such service"))
+	}
+	return &healthv1.HealthCheckResponse{Status: s}, nil
+}
+
+// Watch implements [healthv1connect.HealthHandler]: it tells the status now and at each
+// change, until the caller hangs up or the server stops.
+func (h *Health) Watch(ctx context.Context, req *healthv1.HealthCheckRequest, stream *connect.ServerStream[healthv1.HealthCheckResponse]) error {
+	last := healthv1.HealthCheckResponse_UNKNOWN
+	for {
+		s, known, stopped, changed := h.look(req.GetService())
+		if !known {
+			s = healthv1.HealthCheckResponse_SERVICE_UNKNOWN
+		}
+		if s != last {
+			if err := stream.Send(&healthv1.HealthCheckResponse{Status: s}); err != nil {
+				return connect.NewError(connect.CodeCanceled, err)
+			}
+			last = s
+		}
+		if stopped {
+			return connect.NewError(connect.CodeUnavailable, errors.New("the server is stopping"))
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}

@@ -1,0 +1,109 @@
+package rpc
+
+import (
+	"context"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Level is how much a connection must have shown for an RPC to be served on it. The zero
+// value is refused to everybody.
+type Level int
+
+const (
+	// Plain is any HTTPS client: curl, grpcurl, a probe.
+	Plain Level = iota + 1
+	// Session is a connection over muster-atls/1 whose client did not attest: it has judged
+	// us, and shows by other means that it may call.
+	Session
+	// Attested is a connection whose client is a machine that was judged acceptable.
+	Attested
+)
+
+func (l Level) String() string {
+	switch l {
+	case Plain:
+		return "plain"
+	case Session:
+		return "session"
+	case Attested:
+		return "attested"
+	}
+	return "nobody"
+}
+
+// Procedures of the reflection protocol, which has no generated code here.
+const (
+	reflectionV1      = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+	reflectionV1Alpha = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+)
+
+// levels is the one table of who may call what. An RPC that is not in it is refused to
+// everybody (A3); a test walks the descriptors and fails on a missing entry.
+var levels = map[string]Level{
+	healthv1connect.HealthCheckProcedure: Plain,
+	healthv1connect.HealthWatchProcedure: Plain,
+	reflectionV1:                         Plain,
+	reflectionV1Alpha:                    Plain,
+
+	attestv1connect.EvidenceServiceGetEvidenceProcedure: Plain,
+
+	initv1connect.InitServiceInitProcedure: Session,
+
+	joinv1connect.JoinServiceIssueJoinTicketProcedure:  Attested,
+	joinv1connect.JoinServiceReturnJoinTicketProcedure: Attested,
+
+	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,
+	kmsv1connect.KeyServiceDeriveClusterIdProcedure: Attested,
+}
+
+// streams lists the RPCs whose answer is a stream, so that it may take its time. A test
+// compares it with the descriptors.
+var streams = map[string]bool{
+	healthv1connect.HealthWatchProcedure:   true,
+	reflectionV1:                           true,
+	reflectionV1Alpha:                      true,
+	initv1connect.InitServiceInitProcedure: true,
+}
+
+// LevelOf gives the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket";
+// false if it has none, so that nobody may call it.
+func LevelOf(procedure string) (Level, bool) {
+	l, ok := levels[procedure]
+	return l, ok
+}
+
+// levelFrom gives what the connection of a request has shown.
+func levelFrom(ctx context.Context) Level {
+	if _, ok := atls.SessionFrom(ctx); !ok {
+		return Plain
+	}
+	if _, ok := attest.PeerFrom(ctx); !ok {
+		return Session
+	}
+	return Attested
+}
+
+// authorize says whether the connection of a request may call the procedure (J1).
+func authorize(ctx context.Context, procedure string) error {
+	need, ok := levels[procedure]
+	have := levelFrom(ctx)
+	switch {
+	case !ok:
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level, so nobody may call it", procedure)
+	case have >= need:
+		return nil
+	case have < Session:
+		return attest.Refuse(attestv1.Reason_REASON_SESSION_REQUIRED, "%s needs the level %s", procedure, need)
+	default:
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%s needs the level %s", procedure, need)
+	}
+}

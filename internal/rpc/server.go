@@ -1,0 +1,235 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"connectrpc.com/grpcreflect"
+
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Service is one RPC service of a [Server]; [Serve] makes it.
+type Service struct {
+	name string
+	make func(...connect.HandlerOption) (string, http.Handler)
+}
+
+// Serve names a service and gives its implementation and its generated constructor, as in
+// Serve(kmsv1connect.KeyServiceName, svc, kmsv1connect.NewKeyServiceHandler). It takes the
+// constructor, not a handler, so that no handler is without the Server's options.
+func Serve[H any](name string, impl H, constructor func(H, ...connect.HandlerOption) (string, http.Handler)) Service {
+	return Service{name: name, make: func(o ...connect.HandlerOption) (string, http.Handler) {
+		return constructor(impl, o...)
+	}}
+}
+
+// Config says what a [Server] serves. All fields are required unless they say otherwise.
+type Config struct {
+	// Listener is where it listens; Run closes it.
+	Listener net.Listener
+	// ATLS says what the server gives and asks for. Its Observe and Log may be left out:
+	// Metrics and Log take their place.
+	ATLS atls.ServerConfig
+	// Services are served beside health and reflection.
+	Services []Service
+	// Health is told of each service; it begins as not serving.
+	Health *Health
+	// Metrics counts.
+	Metrics *Metrics
+	// Log takes what callers are not told.
+	Log *slog.Logger
+	// Timeout bounds a unary call; 0: 30 s.
+	Timeout time.Duration
+	// MaxRequest bounds a message of a caller's, in bytes after decompression; 0: 256 KiB.
+	MaxRequest int
+	// Grace is how long calls that are under way may take once Run's context has ended; 0:
+	// 10 s.
+	Grace time.Duration
+}
+
+// Server serves RPCs on one port: over muster-atls/1 to those who speak it, over plain
+// HTTPS to others, and to each what its [Level] allows.
+type Server struct {
+	cfg      Config
+	listener *atls.Listener
+	attested *http.Server
+	plain    *http.Server
+
+	mu    sync.Mutex
+	fresh map[net.Conn]struct{} // handed to net/http, and nothing was read from it yet
+	quits bool
+}
+
+const (
+	readHeaderTimeout = 5 * time.Second
+	idleTimeout       = 5 * time.Minute
+	maxHeaderBytes    = 32 << 10
+	maxStreams        = 64
+)
+
+// NewServer begins to accept connections, which wait until [Server.Run]. It says what of
+// cfg is missing; cfg.Listener is then closed.
+func NewServer(cfg Config) (*Server, error) {
+	if cfg.Listener == nil {
+		return nil, errors.New("rpc: Listener is missing")
+	}
+	if cfg.Health == nil || cfg.Metrics == nil || cfg.Log == nil || len(cfg.Services) == 0 {
+		return nil, errors.Join(errors.New("rpc: Services, Health, Metrics and Log are required"), cfg.Listener.Close())
+	}
+	if cfg.Timeout <= 0 {
+		cfg.Timeout = 30 * time.Second
+	}
+	if cfg.MaxRequest <= 0 {
+		cfg.MaxRequest = 256 << 10
+	}
+	if cfg.Grace <= 0 {
+		cfg.Grace = 10 * time.Second
+	}
+	if cfg.ATLS.Observe == nil {
+		cfg.ATLS.Observe = cfg.Metrics.SetUp
+	}
+	if cfg.ATLS.Log == nil {
+		cfg.ATLS.Log = cfg.Log
+	}
+	l, err := atls.NewListener(cfg.Listener, cfg.ATLS)
+	if err != nil {
+		return nil, errors.Join(err, cfg.Listener.Close())
+	}
+	s := &Server{cfg: cfg, listener: l, fresh: make(map[net.Conn]struct{})}
+	handler := s.handler()
+	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // strangers' mistakes
+	http2 := &http.HTTP2Config{
+		MaxConcurrentStreams: maxStreams,
+		SendPingTimeout:      30 * time.Second,
+		PingTimeout:          15 * time.Second,
+		WriteByteTimeout:     30 * time.Second,
+	}
+	s.attested = &http.Server{
+		Handler:           l.Handler(handler),
+		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
+		ReadHeaderTimeout: readHeaderTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeaderBytes,
+		HTTP2:             http2,
+		ConnContext:       l.ConnContext,
+		ConnState:         s.state,
+		ErrorLog:          errorLog,
+	}
+	s.plain = &http.Server{
+		Handler:           handler,
+		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
+		ReadHeaderTimeout: readHeaderTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeaderBytes,
+		HTTP2:             http2,
+		ConnState:         s.state,
+		ErrorLog:          errorLog,
+	}
+	return s, nil
+}
+
+func protocols(set ...func(*http.Protocols, bool)) *http.Protocols {
+	p := new(http.Protocols)
+	for _, f := range set {
+		f(p, true)
+	}
+	return p
+}
+
+func (s *Server) handler() http.Handler {
+	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout}
+	options := g.options(s.cfg.MaxRequest)
+	mux := http.NewServeMux()
+	names := []string{healthv1connect.HealthName}
+	for _, svc := range s.cfg.Services {
+		mux.Handle(svc.make(options...))
+		names = append(names, svc.name)
+		s.cfg.Health.Set(svc.name, false)
+	}
+	mux.Handle(healthv1connect.NewHealthHandler(s.cfg.Health, options...))
+	reflector := grpcreflect.NewStaticReflector(names...)
+	mux.Handle(grpcreflect.NewHandlerV1(reflector, options...))
+	mux.Handle(grpcreflect.NewHandlerV1Alpha(reflector, options...))
+	return g.observe(s.cfg.Log, mux)
+}
+
+// Addr gives the address that is listened on.
+func (s *Server) Addr() net.Addr { return s.listener.Addr() }
+
+// CloseMachine closes every connection of a machine that was banned; see
+// [atls.Listener.CloseMachine].
+func (s *Server) CloseMachine(m attest.MachineID) int { return s.listener.CloseMachine(m) }
+
+// Run serves until ctx ends. Then it stops accepting, lets calls end within the time of
+// grace, and closes everything. A peer that is silent is not waited for.
+func (s *Server) Run(ctx context.Context) error {
+	failed := make(chan error, 2)
+	go func() { failed <- s.attested.Serve(s.listener.Attested()) }()
+	go func() { failed <- s.plain.Serve(s.listener.Plain()) }()
+	running := 2
+	var err error
+	select {
+	case err = <-failed:
+		running--
+		err = fmt.Errorf("serve %s: %w", s.Addr(), err)
+	case <-ctx.Done():
+	}
+	s.cfg.Health.stop()
+	closed := s.listener.Close()
+	s.closeFresh()
+
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.cfg.Grace)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, srv := range []*http.Server{s.attested, s.plain} {
+		wg.Go(func() {
+			if srv.Shutdown(grace) != nil {
+				_ = srv.Close()
+			}
+		})
+	}
+	wg.Wait()
+	for range running {
+		<-failed
+	}
+	return errors.Join(err, closed)
+}
+
+// state keeps account of connections that have not sent a byte of HTTP yet. net/http waits
+// for those up to 5 s when it shuts down, since a request could be on its way; a peer that
+// just connected can as well connect to somebody else.
+func (s *Server) state(c net.Conn, st http.ConnState) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if st != http.StateNew {
+		delete(s.fresh, c)
+		return
+	}
+	if s.quits {
+		_ = c.Close()
+		return
+	}
+	s.fresh[c] = struct{}{}
+}
+
+func (s *Server) closeFresh() {
+	s.mu.Lock()
+	s.quits = true
+	fresh := slices.Collect(maps.Keys(s.fresh))
+	s.mu.Unlock()
+	for _, c := range fresh {
+		_ = c.Close()
+	}
+}

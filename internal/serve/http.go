@@ -1,0 +1,108 @@
+package serve
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Probes is the plain HTTP server for those who watch a process from outside: /metrics,
+// /healthz and /readyz. Nothing that it serves is secret, and it belongs on the pod network
+// or on loopback. All fields are required.
+type Probes struct {
+	// Listener is where it serves; it is closed when Run ends.
+	Listener net.Listener
+	// Metrics is what /metrics shows, in Prometheus's text format.
+	Metrics prometheus.Gatherer
+	// Ready says by name what must hold for the process to serve: /readyz asks each and
+	// answers 503 with the names of those that give an error. /healthz does not ask: a
+	// process that waits for something should not be restarted for it.
+	Ready map[string]func(ctx context.Context) error
+	// Log takes the errors of the server.
+	Log *slog.Logger
+}
+
+const (
+	// probeTimeout bounds one answer, so that a check that hangs counts as failed.
+	probeTimeout = 5 * time.Second
+	// shutdownTimeout bounds the wait for answers that are under way.
+	shutdownTimeout = 5 * time.Second
+)
+
+// Part gives the server as a part of [All].
+func (p Probes) Part() Part { return Part{Name: "metrics and probes", Run: p.Run} }
+
+// Run serves until ctx ends.
+func (p Probes) Run(ctx context.Context) error {
+	if p.Listener == nil || p.Metrics == nil || p.Ready == nil || p.Log == nil {
+		return errors.New("serve: Probes needs a Listener, Metrics, Ready and Log")
+	}
+	errorLog := slog.NewLogLogger(p.Log.Handler(), slog.LevelWarn)
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(p.Metrics, promhttp.HandlerOpts{
+		ErrorLog:            errorLog,
+		MaxRequestsInFlight: 4,
+		Timeout:             probeTimeout,
+	}))
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { answer(w, nil) })
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) {
+		ctx, cancel := context.WithTimeout(r.Context(), probeTimeout)
+		defer cancel()
+		answer(w, p.failing(ctx))
+	})
+	srv := &http.Server{
+		Handler:           mux,
+		ReadHeaderTimeout: probeTimeout,
+		ReadTimeout:       probeTimeout,
+		WriteTimeout:      2 * probeTimeout,
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    16 << 10,
+		ErrorLog:          errorLog,
+	}
+	failed := make(chan error, 1)
+	go func() { failed <- srv.Serve(p.Listener) }()
+	select {
+	case err := <-failed:
+		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)
+	case <-ctx.Done():
+	}
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+	defer cancel()
+	if srv.Shutdown(grace) != nil {
+		_ = srv.Close()
+	}
+	<-failed
+	return nil
+}
+
+// failing lists what does not hold, each with its cause.
+func (p Probes) failing(ctx context.Context) []string {
+	var out []string
+	for name, check := range p.Ready {
+		if err := check(ctx); err != nil {
+			out = append(out, name+": "+err.Error())
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+func answer(w http.ResponseWriter, failing []string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set("Cache-Control", "no-store")
+	if len(failing) > 0 {
+		w.WriteHeader(http.StatusServiceUnavailable)
+		_, _ = fmt.Fprintln(w, strings.Join(failing, "\n"))
+		return
+	}
+	_, _ = fmt.Fprintln(w, "ok")
+}

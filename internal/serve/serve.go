@@ -1,0 +1,42 @@
+// Package serve runs the parts of a process that start and stop together.
+//
+// Think of a process as a set of parts, each of which runs until its context ends. The
+// first that ends takes the others along, and the process ends when the last has: no part
+// is left behind, and a service whose metrics server died doesn't go on unobserved.
+package serve
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+)
+
+// Part is one of them.
+type Part struct {
+	// Name is for errors.
+	Name string
+	// Run works until ctx ends, then cleans up and returns. An error that only says that
+	// ctx ended counts as none.
+	Run func(ctx context.Context) error
+}
+
+// All runs the parts until ctx ends or one of them does, waits for all of them, and joins
+// their errors, each with its part's name. A part that ends without an error while ctx
+// still lives ends the others too.
+func All(ctx context.Context, parts ...Part) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	errs := make([]error, len(parts))
+	var wg sync.WaitGroup
+	for i, p := range parts {
+		wg.Go(func() {
+			defer cancel()
+			if err := p.Run(ctx); err != nil && !(ctx.Err() != nil && errors.Is(err, ctx.Err())) {
+				errs[i] = fmt.Errorf("%s: %w", p.Name, err)
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}

@@ -1,0 +1,149 @@
+package serve_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/internal/serve"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func waits(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
+
+func TestPartsStartAndStopTogether(t *testing.T) {
+	cause := errors.New("the disk is gone")
+	for name, tt := range map[string]struct {
+		parts []serve.Part
+		want  []string // in the error's text; none: no error
+	}{
+		"a part that fails ends the others, and its name is in the error": {
+			parts: []serve.Part{{Name: "waiter", Run: waits}, {Name: "disk", Run: func(context.Context) error { return cause }}},
+			want:  []string{"disk: the disk is gone"},
+		},
+		"a part that just ends, ends the others": {
+			parts: []serve.Part{{Name: "waiter", Run: waits}, {Name: "short", Run: func(context.Context) error { return nil }}},
+		},
+		"all errors are told": {
+			parts: []serve.Part{
+				{Name: "first", Run: func(context.Context) error { return cause }},
+				{Name: "second", Run: func(ctx context.Context) error { <-ctx.Done(); return errors.New("cannot clean up") }},
+			},
+			want: []string{"first: the disk is gone", "second: cannot clean up"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := serve.All(t.Context(), tt.parts...)
+			if len(tt.want) == 0 && err != nil {
+				t.Fatalf("error %v, want none", err)
+			}
+			for _, want := range tt.want {
+				if err == nil || !strings.Contains(err.Error(), want) {
+					t.Errorf("error %v, want %q in it", err, want)
+				}
+			}
+		})
+	}
+	t.Run("the end of the context is no error", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := serve.All(ctx, serve.Part{Name: "waiter", Run: waits}); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+func TestProbesTellWhatIsNotReady(t *testing.T) {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "muster_test_answer"}, func() float64 { return 42 }))
+	missing := make(chan error, 3)
+	for range cap(missing) {
+		missing <- errors.New("no policy yet")
+	}
+	p := serve.Probes{
+		Listener: l,
+		Metrics:  reg,
+		Ready: map[string]func(context.Context) error{
+			"policy": func(context.Context) error {
+				select {
+				case err := <-missing:
+					return err
+				default:
+					return nil
+				}
+			},
+			"evidence": func(context.Context) error { return nil },
+		},
+		Log: slog.New(slog.DiscardHandler),
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- serve.All(ctx, p.Part()) }()
+
+	base := "http://" + l.Addr().String()
+	if code, body := get(t, base+"/healthz"); code != http.StatusOK || body != "ok\n" {
+		t.Errorf("healthz: %d %q", code, body)
+	}
+	if code, body := get(t, base+"/metrics"); code != http.StatusOK || !strings.Contains(body, "muster_test_answer 42") {
+		t.Errorf("metrics: %d %q", code, body)
+	}
+	for range 3 {
+		if code, body := get(t, base+"/readyz"); code != http.StatusServiceUnavailable || body != "policy: no policy yet\n" {
+			t.Errorf("readyz: %d %q", code, body)
+		}
+	}
+	if code, body := get(t, base+"/readyz"); code != http.StatusOK || body != "ok\n" {
+		t.Errorf("readyz once ready: %d %q", code, body)
+	}
+	if code, _ := get(t, base+"/debug/pprof/"); code != http.StatusNotFound {
+		t.Errorf("pprof: %d, want 404", code)
+	}
+	cancel()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Fatal(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("it does not stop")
+	}
+}
+
+func TestProbesRefuseToCheckNothing(t *testing.T) {
+	if err := (serve.Probes{}).Run(t.Context()); err == nil {
+		t.Fatal("an empty Probes runs")
+	}
+}
+
+func get(t *testing.T, url string) (int, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, string(body)
+}

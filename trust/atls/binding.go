@@ -1,0 +1,68 @@
+package atls
+
+import (
+	"crypto/sha256"
+	"crypto/tls"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// role says who attests. It is part of the binding: the exporter is the same at both ends,
+// so without it a peer's own evidence could be reflected at it.
+type role byte
+
+const (
+	roleClient role = 0x01
+	roleServer role = 0x02
+)
+
+func (r role) peer() role {
+	if r == roleClient {
+		return roleServer
+	}
+	return roleClient
+}
+
+func (r role) String() string {
+	if r == roleClient {
+		return "client"
+	}
+	return "server"
+}
+
+const (
+	exporterLabel = "EXPERIMENTAL-muster-atls/1"
+	bindingLabel  = "muster-atls/1 binding\x00"
+)
+
+// exportKey gives the session's exported keying material (RFC 8446, section 7.5), 32
+// bytes. Two honest ends have the same only if they share one handshake, key shares
+// included; an error fails closed (A1).
+func exportKey(cs tls.ConnectionState) ([32]byte, error) {
+	ekm, err := cs.ExportKeyingMaterial(exporterLabel, nil, 32)
+	if err != nil || len(ekm) != 32 {
+		return [32]byte{}, attest.Refuse(attestv1.Reason_REASON_BINDING_MISMATCH, "the TLS session exports no key: %w", err)
+	}
+	return [32]byte(ekm), nil
+}
+
+// hashOffers covers both Offer frames as sent, length prefixes included, so that an offer
+// that was changed on its way makes all evidence worthless.
+func hashOffers(client, server []byte) [32]byte {
+	h := sha256.New()
+	h.Write(client)
+	h.Write(server)
+	return [32]byte(h.Sum(nil))
+}
+
+// newBinding is the one formula for what evidence is bound to (A1). All parts have a
+// fixed length.
+func newBinding(attester role, ekm, offers [32]byte) attest.Binding {
+	h := sha256.New()
+	h.Write([]byte(bindingLabel))
+	h.Write([]byte{byte(attester)})
+	h.Write(ekm[:])
+	h.Write(offers[:])
+	return attest.Binding(h.Sum(nil))
+}

@@ -1,0 +1,50 @@
+package atls
+
+import (
+	"crypto/tls"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Conn is a connection whose exchange has ended well. It hides the *tls.Conn, so that
+// net/http speaks HTTP/2 on it as it would on a connection without TLS, and nothing looks
+// for trust in certificates.
+type Conn struct {
+	net.Conn // only what the interface names
+
+	peer  *attest.Peer // nil: a session without an attested peer
+	since time.Time
+}
+
+// Peer gives the attested peer; false if the other side did not attest.
+func (c *Conn) Peer() (attest.Peer, bool) {
+	if c.peer == nil {
+		return attest.Peer{}, false
+	}
+	return *c.peer, true
+}
+
+// tracked tells once that the TCP connection under a TLS connection was closed.
+type tracked struct {
+	net.Conn
+	once    sync.Once
+	onClose func(*tracked)
+	session *Conn // set once the exchange has ended well; guarded by its Listener's lock
+}
+
+func (t *tracked) Close() error {
+	err := t.Conn.Close()
+	t.once.Do(func() { t.onClose(t) })
+	return err
+}
+
+// newTLSConfig is what both sides have in common.
+func newTLSConfig() *tls.Config {
+	return &tls.Config{
+		MinVersion:             tls.VersionTLS13,
+		SessionTicketsDisabled: true, // A4
+	}
+}

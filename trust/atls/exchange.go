@@ -1,0 +1,476 @@
+package atls
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"slices"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+// party is one side's will: what it gives and what it asks for.
+type party struct {
+	role     role
+	attester attest.Attester
+	// judges is false for a server with JudgeNobody: it asks for no evidence at all.
+	judges    bool
+	verifier  attest.Verifier
+	appraiser attest.Appraiser
+	// purpose is what the peer's evidence must have been made for (A5).
+	purpose attest.Purpose
+	// eventLog asks for the peer's event log.
+	eventLog bool
+	// unattested lets a peer through that gives nothing, without a Peer: its requests reach
+	// the level "session" only. No client sets it: a client always judges its server.
+	unattested bool
+	// large bounds how many exchanges may hold a frame of more than 64 KiB at one time;
+	// nil at a client, which has only one.
+	large chan struct{}
+}
+
+// channel is what the exchange needs of a TLS connection.
+type channel interface {
+	io.ReadWriter
+	CloseWrite() error
+	SetReadDeadline(t time.Time) error
+	SetWriteDeadline(t time.Time) error
+}
+
+// exchange is one run of the protocol between the handshake and HTTP/2.
+//
+// One goroutine reads and decides, another writes: two sides that first write a megabyte
+// each would otherwise stop each other.
+type exchange struct {
+	party
+	conn     channel
+	ekm      [32]byte
+	deadline time.Time
+
+	out      chan []byte   // at most one frame of each kind, so sending never blocks
+	written  chan struct{} // closed when the writer is done
+	writeErr error         // the writer's; read only after written is closed
+
+	offers  [32]byte
+	gives   attestv1.Format // what we were asked for; FORMAT_UNSPECIFIED: nothing
+	wants   attestv1.Format // what we asked for and the peer has; FORMAT_UNSPECIFIED: nothing
+	logToo  bool            // the peer wants our event log
+	pending attest.Pending
+	seen    map[kind]bool
+	judged  bool   // our verdict is out
+	release func() // gives back what holdLarge took
+
+	peer  *attest.Peer
+	times Times
+}
+
+// Times says where an exchange spent its time.
+type Times struct {
+	// Handshake is the TLS handshake, Total the exchange that followed it.
+	Handshake, Total time.Duration
+	// Attest is making our own evidence, Verify checking and appraising the peer's; 0 if
+	// there was none.
+	Attest, Verify time.Duration
+}
+
+type kind int
+
+const (
+	kindOffer kind = iota
+	kindEvidence
+	kindChallenge
+	kindResponse
+	kindVerdict
+)
+
+func (k kind) String() string {
+	return [...]string{"Offer", "Evidence", "Challenge", "Response", "Verdict"}[k]
+}
+
+func kindOf(f *attestv1.Frame) kind {
+	switch f.GetMessage().(type) {
+	case *attestv1.Frame_Evidence:
+		return kindEvidence
+	case *attestv1.Frame_Challenge:
+		return kindChallenge
+	case *attestv1.Frame_Response:
+		return kindResponse
+	case *attestv1.Frame_Verdict:
+		return kindVerdict
+	default:
+		return kindOffer // decodeFrame lets no other through
+	}
+}
+
+// run exchanges until both verdicts are there. It gives the peer, nil if that was not
+// judged. After a refusal of ours the peer was told the reason; the connection is then of
+// no more use, as after any error.
+func (p party) run(ctx context.Context, conn channel, ekm [32]byte) (*attest.Peer, Times, error) {
+	start := time.Now()
+	x := &exchange{
+		party:    p,
+		conn:     conn,
+		ekm:      ekm,
+		deadline: start.Add(exchangeTimeout),
+		out:      make(chan []byte, int(kindVerdict)+1),
+		written:  make(chan struct{}),
+		seen:     make(map[kind]bool),
+		release:  func() {},
+	}
+	defer func() { x.release() }()
+	work := x.deadline.Add(-verdictReserve)
+	ctx, cancel := context.WithDeadline(ctx, work)
+	defer cancel()
+	if err := errors.Join(conn.SetReadDeadline(work), conn.SetWriteDeadline(x.deadline)); err != nil {
+		return nil, x.times, err
+	}
+	go x.write()
+	err := x.finish(x.decide(ctx))
+	x.times.Total = time.Since(start)
+	if err != nil {
+		return nil, x.times, err
+	}
+	if err := errors.Join(conn.SetReadDeadline(time.Time{}), conn.SetWriteDeadline(time.Time{})); err != nil {
+		return nil, x.times, err
+	}
+	return x.peer, x.times, nil
+}
+
+func (x *exchange) write() {
+	defer close(x.written)
+	for b := range x.out {
+		if _, err := x.conn.Write(b); err != nil {
+			x.writeErr = err
+			return
+		}
+	}
+}
+
+func (x *exchange) send(f *attestv1.Frame) ([]byte, error) {
+	raw, err := encodeFrame(f)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
+	}
+	x.out <- raw
+	return raw, nil
+}
+
+// finish sends the verdict that is still due, waits until all is written, and lets a
+// refused peer read its reason.
+func (x *exchange) finish(err error) error {
+	refusal, ours := errors.AsType[*attest.Refusal](err)
+	ours = ours && !refusal.Remote
+	if ours {
+		v := &attestv1.Verdict{Reason: refusal.Reason}
+		if refusal.RetryAfter > 0 {
+			v.RetryAfter = durationpb.New(refusal.RetryAfter)
+		}
+		if !x.judged { // else it was accepted already, and closing must do
+			_, _ = x.send(verdictFrame(v))
+		}
+	}
+	close(x.out)
+	if err != nil && !ours {
+		// Nothing more to say: the writer may be stuck with a peer that does not read.
+		_ = x.conn.SetWriteDeadline(time.Unix(1, 0))
+	}
+	<-x.written
+	if err == nil {
+		return classify(x.writeErr)
+	}
+	if ours && x.writeErr == nil {
+		x.linger()
+	}
+	return err
+}
+
+// linger waits a moment for the refused peer to hang up. Closing while its bytes lie
+// unread would make TCP reset the connection and take our verdict along.
+func (x *exchange) linger() {
+	if x.conn.CloseWrite() != nil {
+		return
+	}
+	until := time.Now().Add(lingerTimeout)
+	if until.After(x.deadline) {
+		until = x.deadline
+	}
+	if x.conn.SetReadDeadline(until) == nil {
+		_, _ = io.CopyN(io.Discard, x.conn, 2*maxEvidenceFrame)
+	}
+}
+
+// classify makes a timeout a refusal; other errors of the network are none, since a peer
+// that went away may be back in a moment.
+func classify(err error) error {
+	var timeout net.Error
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, new(*attest.Refusal)):
+		return err
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded),
+		errors.As(err, &timeout) && timeout.Timeout():
+		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the exchange was not over after %s", exchangeTimeout)
+	default:
+		return err
+	}
+}
+
+// decide reads and answers frames until both verdicts are "accepted", or says why not.
+func (x *exchange) decide(ctx context.Context) error {
+	own := &attestv1.Offer{Gives: x.attester.Formats(), EventLog: x.judges && x.eventLog}
+	if x.judges {
+		own.Accepts = x.verifier.Formats()
+	}
+	sent, err := x.send(offerFrame(own))
+	if err != nil {
+		return err
+	}
+	f, received, err := readFrame(x.conn, maxFrame, x.holdLarge)
+	if err != nil {
+		return classify(err)
+	}
+	if kindOf(f) != kindOffer {
+		return invalidFrame("the first frame is %s, not an Offer", kindOf(f))
+	}
+	x.seen[kindOffer] = true
+	if x.role == roleClient {
+		x.offers = hashOffers(sent, received)
+	} else {
+		x.offers = hashOffers(received, sent)
+	}
+	if err := x.agree(own, f.GetOffer()); err != nil {
+		return err
+	}
+	if x.gives != attestv1.Format_FORMAT_UNSPECIFIED {
+		if err := x.attest(ctx); err != nil {
+			return err
+		}
+	}
+	if x.wants == attestv1.Format_FORMAT_UNSPECIFIED {
+		if err := x.accept(); err != nil {
+			return err
+		}
+	}
+	for !x.seen[kindVerdict] || !x.judged {
+		if err := x.next(ctx); err != nil {
+			return classify(err)
+		}
+	}
+	return nil
+}
+
+// next reads one frame and acts on it.
+func (x *exchange) next(ctx context.Context) error {
+	limit := maxFrame
+	if x.expects(kindEvidence) == nil {
+		limit = maxEvidenceFrame
+	}
+	f, _, err := readFrame(x.conn, limit, x.holdLarge)
+	if err != nil {
+		return err
+	}
+	return x.handle(ctx, f)
+}
+
+// holdLarge takes one of the places for large frames until the exchange ends.
+func (x *exchange) holdLarge() error {
+	if x.large == nil {
+		return nil
+	}
+	select {
+	case x.large <- struct{}{}:
+		x.release = func() { <-x.large }
+		return nil
+	default:
+		return attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "too many peers send large evidence at the moment")
+	}
+}
+
+// agree settles what each side has to show. The prover takes its first format that the
+// verifier accepts.
+func (x *exchange) agree(own, peer *attestv1.Offer) error {
+	none := attestv1.Format_FORMAT_UNSPECIFIED
+	if slices.Contains(peer.GetGives(), none) || slices.Contains(peer.GetAccepts(), none) {
+		return invalidFrame("the offer lists FORMAT_UNSPECIFIED")
+	}
+	x.logToo = peer.GetEventLog()
+	if len(own.GetGives()) > 0 && len(peer.GetAccepts()) > 0 {
+		if x.gives = choose(own.GetGives(), peer.GetAccepts()); x.gives == none {
+			return attest.Refuse(attestv1.Reason_REASON_FORMAT_NONE, "we give %v, the peer accepts %v", own.GetGives(), peer.GetAccepts())
+		}
+	}
+	if !x.judges {
+		return nil
+	}
+	if len(peer.GetGives()) == 0 {
+		if x.unattested {
+			return nil
+		}
+		return attest.Refuse(attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST, "the peer offers no evidence")
+	}
+	if x.wants = choose(peer.GetGives(), own.GetAccepts()); x.wants == none {
+		return attest.Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the peer gives %v, we accept %v", peer.GetGives(), own.GetAccepts())
+	}
+	return nil
+}
+
+func choose(gives, accepts []attestv1.Format) attestv1.Format {
+	for _, f := range gives {
+		if slices.Contains(accepts, f) {
+			return f
+		}
+	}
+	return attestv1.Format_FORMAT_UNSPECIFIED
+}
+
+// attest makes and sends our evidence. It is called once both offers are known, not
+// before: they are in the binding.
+func (x *exchange) attest(ctx context.Context) error {
+	start := time.Now()
+	ev, err := x.attester.Attest(ctx, x.gives, newBinding(x.role, x.ekm, x.offers), x.logToo)
+	x.times.Attest = time.Since(start)
+	if err != nil {
+		return ownFault(err, "make evidence")
+	}
+	_, err = x.send(evidenceFrame(ev))
+	return err
+}
+
+// ownFault is for errors of our own attester: the peer learns its reason if it has one.
+func ownFault(err error, doing string) error {
+	if err := classify(err); errors.As(err, new(*attest.Refusal)) {
+		return err
+	}
+	return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s: %w", doing, err)
+}
+
+// expects says why a frame of that kind may not come now; nil: it may. Each kind comes
+// once at most.
+func (x *exchange) expects(k kind) error {
+	var ok bool
+	switch k {
+	case kindOffer:
+	case kindEvidence:
+		ok = x.wants != attestv1.Format_FORMAT_UNSPECIFIED
+	case kindChallenge:
+		// Only our evidence can be challenged, and only before the peer's verdict on it.
+		ok = x.gives != attestv1.Format_FORMAT_UNSPECIFIED && !x.seen[kindVerdict]
+	case kindResponse:
+		ok = x.pending != nil && x.pending.Challenge() != nil
+	case kindVerdict:
+		ok = true
+	}
+	if !ok || x.seen[k] {
+		return invalidFrame("an unexpected frame: %s", k)
+	}
+	return nil
+}
+
+func (x *exchange) handle(ctx context.Context, f *attestv1.Frame) error {
+	k := kindOf(f)
+	if err := x.expects(k); err != nil {
+		return err
+	}
+	x.seen[k] = true
+	switch k {
+	case kindEvidence:
+		return x.verify(ctx, f.GetEvidence())
+	case kindChallenge:
+		mac, err := x.attester.Respond(ctx, f.GetChallenge(), newBinding(x.role, x.ekm, x.offers))
+		if err != nil {
+			return ownFault(err, "answer the challenge")
+		}
+		_, err = x.send(responseFrame(mac))
+		return err
+	case kindResponse:
+		return x.complete(ctx, f.GetResponse())
+	case kindVerdict:
+		return x.verdict(f.GetVerdict())
+	default:
+		return invalidFrame("an unexpected frame: %s", k)
+	}
+}
+
+// verify answers "is it genuine?" for evidence of this session, of the peer's role, and of
+// the one purpose that we expect (A1, A5).
+func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
+	start := time.Now()
+	defer func() { x.times.Verify += time.Since(start) }()
+	if ev.GetFormat() != x.wants {
+		return attest.Refuse(attestv1.Reason_REASON_EVIDENCE_MALFORMED, "the evidence is %s, agreed was %s", ev.GetFormat(), x.wants)
+	}
+	b := newBinding(x.role.peer(), x.ekm, x.offers)
+	pending, err := x.verifier.Verify(ctx, ev, attest.NewStatement(x.purpose, b), b)
+	if err != nil {
+		return x.doubt(err)
+	}
+	x.pending = pending
+	if c := pending.Challenge(); c != nil {
+		_, err := x.send(challengeFrame(c))
+		return err
+	}
+	return x.appraise(ctx, nil)
+}
+
+func (x *exchange) complete(ctx context.Context, r *attestv1.Response) error {
+	start := time.Now()
+	defer func() { x.times.Verify += time.Since(start) }()
+	return x.appraise(ctx, r)
+}
+
+// appraise answers "is it acceptable?", which is asked of genuine claims only (A1, A2).
+func (x *exchange) appraise(ctx context.Context, r *attestv1.Response) error {
+	claims, err := x.pending.Complete(r)
+	if err != nil {
+		return x.doubt(err)
+	}
+	appraisal, err := x.appraiser.Appraise(ctx, claims)
+	if err != nil {
+		return x.doubt(err)
+	}
+	p := attest.NewPeer(claims, appraisal, checked.Session{Purpose: string(x.purpose), VerifiedAt: time.Now()})
+	x.peer = &p
+	return x.accept()
+}
+
+// doubt keeps refusals, and makes a fault of ours one: no error of a verifier lets a peer
+// pass (A3).
+func (x *exchange) doubt(err error) error { return ownFault(err, "judge the peer") }
+
+func (x *exchange) accept() error {
+	x.judged = true
+	_, err := x.send(verdictFrame(&attestv1.Verdict{Reason: attestv1.Reason_REASON_ACCEPTED}))
+	return err
+}
+
+// verdict takes the peer's. It may not be "accepted" before the peer has shown what it was
+// asked for.
+func (x *exchange) verdict(v *attestv1.Verdict) error {
+	switch v.GetReason() {
+	case attestv1.Reason_REASON_ACCEPTED:
+		if x.wants != attestv1.Format_FORMAT_UNSPECIFIED && !x.seen[kindEvidence] {
+			return invalidFrame("the peer's verdict came before its evidence")
+		}
+		return nil
+	case attestv1.Reason_REASON_UNSPECIFIED:
+		return &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Remote: true}
+	default:
+		return &attest.Refusal{Reason: v.GetReason(), RetryAfter: retryAfter(v.GetRetryAfter()), Remote: true}
+	}
+}
+
+// retryAfter bounds what the peer asks for, which is not trusted.
+func retryAfter(d *durationpb.Duration) time.Duration {
+	if d.CheckValid() != nil {
+		return 0
+	}
+	return min(max(d.AsDuration(), 0), maxRetryAfter)
+}

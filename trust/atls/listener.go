@@ -1,0 +1,419 @@
+package atls
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/big"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Listener accepts connections, and hands them on once it is known what they are: those
+// over muster-atls/1, after their exchange, at [Listener.Attested], those of plain HTTPS
+// clients, after their handshake, at [Listener.Plain].
+//
+// Two [http.Server]s belong behind it. The one for Attested has Protocols
+// UnencryptedHTTP2 alone and ConnContext [Listener.ConnContext]; the one for Plain has
+// HTTP1 and HTTP2. Set ReadHeaderTimeout at both.
+type Listener struct {
+	inner   net.Listener
+	cfg     ServerConfig
+	party   party
+	tls     *tls.Config
+	buckets *buckets
+
+	attested, plain *branch
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	mu       sync.Mutex
+	closed   bool
+	setUp    map[net.Conn]struct{}
+	open     int
+	sessions map[*Conn]struct{}
+	bans     []ban
+}
+
+// ban remembers a machine until every exchange that began before its ban has ended.
+type ban struct {
+	machine attest.MachineID
+	at      time.Time
+}
+
+// NewListener takes over inner and begins to accept. It says what of cfg is missing.
+func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
+	p, err := cfg.party()
+	if err != nil {
+		return nil, err
+	}
+	if cfg.MaxAge <= 0 {
+		cfg.MaxAge = DefaultMaxAge
+	}
+	cfg.Limits = cfg.Limits.withDefaults()
+	p.large = make(chan struct{}, cfg.Limits.Large)
+	cert := cfg.Certificate
+	if cert == nil {
+		if cert, err = processCertificate(); err != nil {
+			return nil, err
+		}
+	}
+	conf := newTLSConfig()
+	conf.Certificates = []tls.Certificate{*cert}
+	conf.NextProtos = []string{ALPN, "h2", "http/1.1"}
+
+	// A listener lives until Close, as a net.Listener does.
+	ctx, cancel := context.WithCancel(context.Background())
+	l := &Listener{
+		inner:    inner,
+		cfg:      cfg,
+		party:    p,
+		tls:      conf,
+		buckets:  newBuckets(cfg.Limits, time.Now()),
+		attested: newBranch(inner.Addr()),
+		plain:    newBranch(inner.Addr()),
+		ctx:      ctx,
+		cancel:   cancel,
+		setUp:    make(map[net.Conn]struct{}),
+		sessions: make(map[*Conn]struct{}),
+	}
+	l.wg.Go(l.accept)
+	return l, nil
+}
+
+// processCertificate makes the key of this process. Nobody trusts it: evidence is bound to
+// the session's key exchange, so who steals it gains nothing.
+var processCertificate = sync.OnceValues(func() (*tls.Certificate, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("make a TLS key: %w", err)
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1),
+		Subject:      pkix.Name{CommonName: "muster, self-signed: trust comes from attestation"},
+		DNSNames:     []string{"muster"},
+		// Clocks of machines that boot for the first time are wrong; nobody checks these.
+		NotBefore: time.Unix(0, 0),
+		NotAfter:  time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC), // RFC 5280: no expiry
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		return nil, fmt.Errorf("make a TLS certificate: %w", err)
+	}
+	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, nil
+})
+
+// Attested gives the connections over muster-atls/1, each a [*Conn].
+func (l *Listener) Attested() net.Listener { return l.attested }
+
+// Plain gives the connections of plain HTTPS clients, each a [*tls.Conn] whose handshake
+// is done.
+func (l *Listener) Plain() net.Listener { return l.plain }
+
+// Addr gives the address that is listened on.
+func (l *Listener) Addr() net.Addr { return l.inner.Addr() }
+
+// ConnContext is for the [http.Server] behind Attested: it puts the session and the peer
+// into the context of every request (J1).
+func (l *Listener) ConnContext(ctx context.Context, c net.Conn) context.Context {
+	if ac, ok := c.(*Conn); ok {
+		return withSession(ctx, ac)
+	}
+	return ctx
+}
+
+// Handler winds up connections whose verdict has aged: past MaxAge, or by another
+// generation of the policy than is in force, a response carries Connection: close, which
+// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end as they would.
+func (l *Listener) Handler(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if s, ok := SessionFrom(r.Context()); ok && l.aged(s.conn) {
+			windUp(w)
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+func (l *Listener) aged(c *Conn) bool {
+	if time.Since(c.since) > l.cfg.MaxAge {
+		return true
+	}
+	return c.peer != nil && c.peer.Appraisal().Generation != l.cfg.Generation()
+}
+
+// CloseMachine closes every connection of that machine at once, and those whose exchange is
+// under way. It is for a ban, which the Appraiser must know before: later connections are
+// its to refuse. It gives the number of connections that were open.
+func (l *Listener) CloseMachine(m attest.MachineID) int {
+	now := time.Now()
+	l.mu.Lock()
+	keep := l.bans[:0]
+	for _, b := range l.bans {
+		if now.Sub(b.at) < handshakeTimeout+exchangeTimeout {
+			keep = append(keep, b)
+		}
+	}
+	l.bans = append(keep, ban{m, now})
+	var gone []*Conn
+	for c := range l.sessions {
+		if c.peer != nil && c.peer.Machine() == m {
+			gone = append(gone, c)
+		}
+	}
+	l.mu.Unlock()
+	for _, c := range gone {
+		_ = c.Close()
+	}
+	return len(gone)
+}
+
+// Close stops accepting, closes what is still in handshake or exchange, and waits for
+// those to end. Connections that were handed on belong to their server.
+func (l *Listener) Close() error {
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		l.wg.Wait()
+		return nil
+	}
+	l.closed = true
+	var pending []net.Conn
+	for c := range l.setUp {
+		pending = append(pending, c)
+	}
+	l.mu.Unlock()
+	err := l.inner.Close()
+	l.cancel()
+	for _, c := range pending {
+		_ = c.Close()
+	}
+	_ = l.attested.Close()
+	_ = l.plain.Close()
+	l.wg.Wait()
+	return err
+}
+
+func (l *Listener) accept() {
+	var pause time.Duration
+	for {
+		raw, err := l.inner.Accept()
+		if err != nil {
+			if l.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+				l.cancel()
+				_ = l.attested.Close()
+				_ = l.plain.Close()
+				return
+			}
+			// Out of file descriptors, or a client that gave up: neither is a reason to stop.
+			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
+			l.cfg.Log.Warn("accept a connection", "err", err, "pause", pause)
+			select {
+			case <-time.After(pause):
+			case <-l.ctx.Done():
+			}
+			continue
+		}
+		pause = 0
+		if dropped := l.admit(raw); dropped != "" {
+			_ = raw.Close()
+			l.observe(SetUp{Remote: raw.RemoteAddr().String(), Dropped: dropped})
+			continue
+		}
+		l.wg.Go(func() { l.serve(raw) })
+	}
+}
+
+// admit decides before TLS, which is where a stranger begins to cost something.
+func (l *Listener) admit(raw net.Conn) (dropped string) {
+	if !l.buckets.allow(sourceOf(raw.RemoteAddr()), time.Now()) {
+		return "source_rate"
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.closed:
+		return "closed"
+	case len(l.setUp) >= l.cfg.Limits.SetUp:
+		return "setup_full"
+	case l.open >= l.cfg.Limits.Open:
+		return "open_full"
+	}
+	l.setUp[raw] = struct{}{}
+	l.open++
+	return ""
+}
+
+func (l *Listener) serve(raw net.Conn) {
+	conn := &tracked{Conn: raw, onClose: l.forget}
+	s := SetUp{Remote: raw.RemoteAddr().String()}
+	ready, to := l.prepare(conn, &s)
+	l.mu.Lock()
+	delete(l.setUp, raw)
+	l.mu.Unlock()
+	l.observe(s)
+	if s.Err != nil {
+		_ = conn.Close()
+		return
+	}
+	to.hand(ready)
+}
+
+// forget is told once of every connection that was admitted.
+func (l *Listener) forget(t *tracked) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.open--
+	delete(l.sessions, t.session)
+}
+
+// prepare runs the handshake and, if the client asks for it, the exchange. It says whom the
+// connection goes to.
+func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *branch) {
+	began := time.Now()
+	tc := tls.Server(conn, l.tls)
+	ctx, cancel := context.WithTimeout(l.ctx, handshakeTimeout)
+	defer cancel()
+	if s.Err = errors.Join(tc.SetDeadline(began.Add(handshakeTimeout)), tc.HandshakeContext(ctx)); s.Err != nil {
+		s.Err = fmt.Errorf("TLS handshake: %w", classifyHandshake(s.Err))
+		return nil, nil
+	}
+	s.Times.Handshake = time.Since(began)
+	if s.Err = tc.SetDeadline(time.Time{}); s.Err != nil {
+		return nil, nil
+	}
+	if tc.ConnectionState().NegotiatedProtocol != ALPN {
+		s.Plain = true
+		return tc, l.plain
+	}
+	ac, times, err := establish(l.ctx, tc, l.party)
+	times.Handshake = s.Times.Handshake
+	s.Times, s.Err = times, err
+	if err != nil {
+		_ = tc.Close()
+		return nil, nil
+	}
+	s.Peer = ac.peer
+	if s.Err = l.register(ac, conn, began); s.Err != nil {
+		_ = tc.Close()
+		return nil, nil
+	}
+	return ac, l.attested
+}
+
+// register makes a connection known to CloseMachine. A machine that was banned while its
+// exchange ran, perhaps after it was judged, does not get through.
+func (l *Listener) register(ac *Conn, conn *tracked, began time.Time) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, b := range l.bans {
+		if ac.peer != nil && ac.peer.Machine() == b.machine && !b.at.Before(began) {
+			return attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s was banned while it connected", b.machine)
+		}
+	}
+	l.sessions[ac] = struct{}{}
+	conn.session = ac
+	return nil
+}
+
+// establish checks the session and runs the exchange on it: the same at both ends.
+func establish(ctx context.Context, tc *tls.Conn, p party) (*Conn, Times, error) {
+	cs := tc.ConnectionState()
+	if err := checkSession(cs); err != nil {
+		return nil, Times{}, err
+	}
+	ekm, err := exportKey(cs)
+	if err != nil {
+		return nil, Times{}, err
+	}
+	peer, times, err := p.run(ctx, tc, ekm)
+	if err != nil {
+		return nil, times, err
+	}
+	return &Conn{Conn: tc, peer: peer, since: time.Now()}, times, nil
+}
+
+func classifyHandshake(err error) error {
+	if e := classify(err); attest.ReasonOf(e) == attestv1.Reason_REASON_DEADLINE {
+		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "it was not over after %s", handshakeTimeout)
+	}
+	return err
+}
+
+func (l *Listener) observe(s SetUp) {
+	s.Role = roleServer.String()
+	if l.cfg.Observe != nil {
+		l.cfg.Observe(s)
+	}
+	switch {
+	case s.Dropped != "":
+		l.cfg.Log.Debug("connection dropped", "remote", s.Remote, "cause", s.Dropped)
+	case s.Err == nil && s.Plain:
+	case s.Err == nil:
+		l.cfg.Log.Debug("session opened", "remote", s.Remote, "peer", peerName(s.Peer), "seconds", s.Times.Total.Seconds())
+	case errors.As(s.Err, new(*attest.Refusal)):
+		// What a stranger is not told stands here alone.
+		l.cfg.Log.Warn("peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err)
+	default:
+		l.cfg.Log.Debug("connection failed", "remote", s.Remote, "err", s.Err)
+	}
+}
+
+func peerName(p *attest.Peer) slog.Value {
+	if p == nil {
+		return slog.StringValue("not attested")
+	}
+	return slog.StringValue(p.String())
+}
+
+// branch is one of the two listeners that a Listener feeds.
+type branch struct {
+	addr   net.Addr
+	conns  chan net.Conn
+	once   sync.Once
+	closed chan struct{}
+}
+
+func newBranch(a net.Addr) *branch {
+	return &branch{addr: a, conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+func (b *branch) hand(c net.Conn) {
+	select {
+	case b.conns <- c:
+	case <-b.closed:
+		_ = c.Close()
+	}
+}
+
+// Accept implements [net.Listener].
+func (b *branch) Accept() (net.Conn, error) {
+	select {
+	case c := <-b.conns:
+		return c, nil
+	case <-b.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close implements [net.Listener]. The other branch goes on.
+func (b *branch) Close() error {
+	b.once.Do(func() { close(b.closed) })
+	return nil
+}
+
+// Addr implements [net.Listener].
+func (b *branch) Addr() net.Addr { return b.addr }

@@ -1,0 +1,58 @@
+package attesttest
+
+import (
+	"encoding/binary"
+	"testing"
+	"unicode/utf16"
+
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Measurement is one extension of a PCR.
+type Measurement struct {
+	PCR     int
+	Digests map[tpm.Bank][]byte
+}
+
+// BootLog gives the event log of a boot, and what it extends in order.
+func BootLog(t testing.TB, opts Options, banks ...tpm.Bank) ([]byte, []Measurement) {
+	t.Helper()
+	w := eventlog.NewWriter(banks...)
+	var all []Measurement
+	add := func(pcr int, typ eventlog.Type, data []byte) {
+		d, err := w.Measure(pcr, typ, data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, Measurement{pcr, d})
+	}
+	state := byte(0)
+	if opts.SecureBoot {
+		state = 1
+	}
+	add(0, eventlog.SCRTMVersion, []byte("a\x00t\x00\x00\x00"))
+	add(7, eventlog.EFIVariableDriverConfig, Variable("SecureBoot", []byte{state}))
+	add(4, eventlog.EFIAction, []byte("Calling EFI Application from Boot Option"))
+	for pcr := range 8 {
+		add(pcr, eventlog.Separator, make([]byte, 4))
+	}
+	add(4, eventlog.EFIBootApplication, []byte("loader of "+opts.Image+", in place of its device path"))
+	add(5, eventlog.EFIAction, []byte("Exit Boot Services Invocation"))
+	add(5, eventlog.EFIAction, []byte("Exit Boot Services Returned with Success"))
+	add(9, eventlog.IPL, []byte("initrd of "+opts.Image))
+	add(11, eventlog.IPL, []byte("kernel and command line of "+opts.Image))
+	return w.Bytes(), all
+}
+
+// Variable gives a UEFI_VARIABLE_DATA of a global UEFI variable.
+func Variable(name string, value []byte) []byte {
+	out := []byte("\x61\xdf\xe4\x8b\xca\x93\xd2\x11\xaa\x0d\x00\xe0\x98\x03\x2b\x8c") // EFI_GLOBAL_VARIABLE
+	units := utf16.Encode([]rune(name))
+	out = binary.LittleEndian.AppendUint64(out, uint64(len(units)))
+	out = binary.LittleEndian.AppendUint64(out, uint64(len(value)))
+	for _, u := range units {
+		out = binary.LittleEndian.AppendUint16(out, u)
+	}
+	return append(out, value...)
+}

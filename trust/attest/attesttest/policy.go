@@ -1,0 +1,95 @@
+package attesttest
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/hex"
+	"slices"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+)
+
+// Verifier gives a real verifier that trusts ca.
+func Verifier(t testing.TB, ca *CA) *tpm2.Verifier {
+	t.Helper()
+	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return ca.Roots() }, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// Policy gives a policy in JSON that accepts what the machines have booted, in the roles
+// worker and control-plane, with addresses in 192.168.77.0/24 and 10.0.0.0/8. Each change
+// is made to it before it is encoded.
+func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1.Policy)) []byte {
+	t.Helper()
+	if len(machines) == 0 {
+		t.Fatal("attesttest: a policy for no machine")
+	}
+	rules := &attestv1.Tpm2Policy{
+		EkRoots: []*attestv1.EkRoot{{Pem: ca.PEM(), Operator: true}},
+		Bank:    machines[0].Bank().String(),
+	}
+	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {
+		rule := &attestv1.PcrRule{Index: pcr, Mode: "Enforce"}
+		for _, m := range machines {
+			if v := hex.EncodeToString(m.PCRs()[pcr]); !slices.Contains(rule.GetValues(), v) {
+				rule.Values = append(rule.Values, v)
+			}
+		}
+		rules.Pcrs = append(rules.Pcrs, rule)
+	}
+	p := &attestv1.Policy{
+		Version:   1,
+		Serial:    1,
+		Tpm2:      rules,
+		Roles:     []string{"worker", "control-plane"},
+		NodeCidrs: []string{"192.168.77.0/24", "10.0.0.0/8"},
+	}
+	for _, change := range changes {
+		change(p)
+	}
+	b, err := protojson.Marshal(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// ParsedPolicy is [Policy], parsed.
+func ParsedPolicy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1.Policy)) *attest.Policy {
+	t.Helper()
+	p, err := attest.ParsePolicy(Policy(t, ca, machines, changes...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// Claims takes evidence of a machine through the whole exchange with a fresh binding,
+// without a connection, and gives what the verifier made of it.
+func Claims(ctx context.Context, a attest.Attester, v attest.Verifier, p attest.Purpose, b attest.Binding, eventLog bool) (attest.Claims, error) {
+	ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b, eventLog)
+	if err != nil {
+		return attest.Claims{}, err
+	}
+	pending, err := v.Verify(ctx, ev, attest.NewStatement(p, b), b)
+	if err != nil {
+		return attest.Claims{}, err
+	}
+	if pending.Challenge() == nil {
+		return pending.Complete(nil)
+	}
+	mac, err := a.Respond(ctx, pending.Challenge(), b)
+	if err != nil {
+		return attest.Claims{}, err
+	}
+	return pending.Complete(&attestv1.Response{Mac: mac})
+}

@@ -1,0 +1,260 @@
+package tpm2
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Config lists what an Attester needs. TPM, Purpose and Bank are required.
+type Config struct {
+	// TPM makes the quotes.
+	TPM tpm.Device
+	// Purpose is what every quote of this Attester says that it is for (A5). It is fixed
+	// here, where the process that owns the TPM starts; no request can change it.
+	Purpose attest.Purpose
+	// Bank is the bank that is quoted.
+	Bank tpm.Bank
+	// EventLog is the path of the firmware's event log, mostly
+	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and
+	// none is sent.
+	EventLog string
+}
+
+// Attester implements [attest.Attester] with a TPM. One quote is in flight at a time, and
+// who comes meanwhile shares the next one.
+type Attester struct {
+	cfg    Config
+	flight chan struct{} // holds one token: the right to quote
+	next   time.Time     // when the next quote for the public may begin; the token's holder's
+
+	mu      sync.Mutex
+	waiting *batch // takes statements until its quote begins; nil: none
+}
+
+// publicInterval lies between quotes for the public. Everybody may ask for one, and a TPM
+// that is busy with them would have no time for machines that join.
+const publicInterval = time.Second
+
+// batch is the statements that share a quote.
+type batch struct {
+	leaves  []digest
+	callers int // that still want the result
+	cancel  context.CancelFunc
+	done    chan struct{} // closed when quote and err are set
+	quote   tpm.Quote
+	err     error
+}
+
+// NewAttester returns an Attester, or says which part of cfg is missing or wrong.
+func NewAttester(cfg Config) (*Attester, error) {
+	switch {
+	case cfg.TPM == nil:
+		return nil, errors.New("tpm2: NewAttester: TPM is missing")
+	case cfg.Bank.Size() == 0:
+		return nil, fmt.Errorf("tpm2: NewAttester: unknown %s", cfg.Bank)
+	}
+	switch cfg.Purpose {
+	case attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic:
+	default:
+		return nil, fmt.Errorf("tpm2: NewAttester: unknown purpose %q", cfg.Purpose)
+	}
+	a := &Attester{cfg: cfg, flight: make(chan struct{}, 1)}
+	a.flight <- struct{}{}
+	return a, nil
+}
+
+// Formats implements [attest.Attester].
+func (a *Attester) Formats() []attestv1.Format {
+	return []attestv1.Format{attestv1.Format_FORMAT_TPM2}
+}
+
+// Attest implements [attest.Attester].
+func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+	if f != attestv1.Format_FORMAT_TPM2 {
+		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
+	}
+	ek, err := a.cfg.TPM.EndorsementKey(ctx)
+	if err != nil {
+		return nil, err
+	}
+	batch, i, err := a.join(ctx, attest.NewStatement(a.cfg.Purpose, b)) // A5
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case <-batch.done:
+	case <-ctx.Done():
+		a.leave(batch)
+		return nil, fmt.Errorf("waiting for a quote: %w", context.Cause(ctx))
+	}
+	if batch.err != nil {
+		return nil, batch.err
+	}
+	return a.evidence(ek, batch, i, eventLog)
+}
+
+// AttestAll makes evidence over several bindings with one quote, 1 to 1,024 of them. It is
+// for who may quote only so often and collects those that ask: see [Attester.Attest] for
+// the rest.
+func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []attest.Binding, eventLog bool) ([]*attestv1.Evidence, error) {
+	if f != attestv1.Format_FORMAT_TPM2 {
+		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
+	}
+	if len(bindings) == 0 || len(bindings) > maxLeaves {
+		return nil, fmt.Errorf("tpm2: a quote cannot be made over %d statements", len(bindings))
+	}
+	ek, err := a.cfg.TPM.EndorsementKey(ctx)
+	if err != nil {
+		return nil, err
+	}
+	b := &batch{done: make(chan struct{}), cancel: func() {}}
+	for _, binding := range bindings {
+		b.leaves = append(b.leaves, leaf(attest.NewStatement(a.cfg.Purpose, binding))) // A5
+	}
+	if a.run(ctx, b); b.err != nil {
+		return nil, b.err
+	}
+	out := make([]*attestv1.Evidence, len(bindings))
+	for i := range out {
+		if out[i], err = a.evidence(ek, b, i, eventLog); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// evidence is for statement i of a batch that has its quote.
+func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, eventLog bool) (*attestv1.Evidence, error) {
+	e := &attestv1.Tpm2Evidence{
+		EkCertificates: ek.Certificates,
+		AkPublic:       batch.quote.AKPublic,
+		Attest:         batch.quote.Attest,
+		Signature:      batch.quote.Signature,
+		Bank:           uint32(batch.quote.Bank),
+		Pcrs:           batch.quote.PCRs,
+		LeafIndex:      uint32(i),
+	}
+	for _, h := range path(batch.leaves, i) {
+		e.Path = append(e.Path, h[:])
+	}
+	if eventLog && a.cfg.EventLog != "" {
+		log, err := readLog(a.cfg.EventLog)
+		if err != nil {
+			return nil, err
+		}
+		e.EventLog = log
+	}
+	return &attestv1.Evidence{
+		Format: attestv1.Format_FORMAT_TPM2,
+		Body:   &attestv1.Evidence_Tpm2{Tpm2: e},
+	}, nil
+}
+
+// join adds a statement to the batch that waits, or begins one.
+func (a *Attester) join(ctx context.Context, s attest.Statement) (*batch, int, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.cfg.Purpose == attest.PurposePublic && a.waiting != nil && len(a.waiting.leaves) == maxLeaves {
+		return nil, 0, attest.RefuseFor(publicInterval, attestv1.Reason_REASON_BUSY, "%d callers wait for public evidence", maxLeaves)
+	}
+	if a.waiting == nil || len(a.waiting.leaves) == maxLeaves {
+		// Not the caller's context: others share the quote. It is cancelled when nobody
+		// wants the result any more.
+		shared, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		a.waiting = &batch{done: make(chan struct{}), cancel: cancel}
+		go a.run(shared, a.waiting)
+	}
+	b := a.waiting
+	b.leaves = append(b.leaves, leaf(s))
+	b.callers++
+	return b, len(b.leaves) - 1, nil
+}
+
+// leave is what a caller does that gives up.
+func (a *Attester) leave(b *batch) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if b.callers--; b.callers == 0 {
+		if a.waiting == b {
+			a.waiting = nil // nobody may join a batch that is cancelled
+		}
+		b.cancel()
+	}
+}
+
+// run makes the batch's quote when its turn comes. It ends with the quote.
+func (a *Attester) run(ctx context.Context, b *batch) {
+	defer close(b.done)
+	defer b.cancel()
+	select {
+	case <-a.flight:
+		defer func() { a.flight <- struct{}{} }()
+	case <-ctx.Done():
+		b.err = context.Cause(ctx)
+		return
+	}
+	if a.cfg.Purpose == attest.PurposePublic {
+		timer := time.NewTimer(time.Until(a.next))
+		select {
+		case <-timer.C:
+			a.next = time.Now().Add(publicInterval)
+		case <-ctx.Done():
+			timer.Stop()
+			b.err = context.Cause(ctx)
+			return
+		}
+	}
+	a.mu.Lock()
+	if a.waiting == b {
+		a.waiting = nil // from here on its leaves are fixed
+	}
+	a.mu.Unlock()
+	b.quote, b.err = a.cfg.TPM.Quote(ctx, root(b.leaves), a.cfg.Bank)
+}
+
+// readLog reads the event log. Files in securityfs tell no size.
+func readLog(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("event log: %w", err)
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxEventLog+1))
+	if err != nil {
+		return nil, fmt.Errorf("event log: %w", err)
+	}
+	if len(b) > maxEventLog {
+		return nil, fmt.Errorf("event log %s is longer than %d bytes", path, maxEventLog)
+	}
+	return b, nil
+}
+
+// Respond implements [attest.Attester]. The challenge's secret does not leave this
+// function: what it returns is worth nothing in another session. A challenge that this TPM
+// cannot open is refused with ACTIVATION_FAILED.
+func (a *Attester) Respond(ctx context.Context, c *attestv1.Challenge, b attest.Binding) ([]byte, error) {
+	if len(c.GetCredentialBlob()) > 256 || len(c.GetEncryptedSecret()) > 512 {
+		return nil, refuse(attestv1.Reason_REASON_FRAME_INVALID, "a challenge of %d and %d bytes", len(c.GetCredentialBlob()), len(c.GetEncryptedSecret()))
+	}
+	secret, err := a.cfg.TPM.ActivateCredential(ctx, c.GetCredentialBlob(), c.GetEncryptedSecret())
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil, err
+		}
+		return nil, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "%w", err)
+	}
+	if len(secret) != sha256.Size {
+		return nil, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the challenge's secret has %d bytes, want %d", len(secret), sha256.Size)
+	}
+	return ActivationMAC(secret, b), nil
+}

@@ -1,0 +1,322 @@
+package eventlog_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"strings"
+	"testing"
+	"unicode/utf16"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const (
+	accepted  = attestv1.Reason_REASON_ACCEPTED
+	malformed = attestv1.Reason_REASON_EVIDENCE_MALFORMED
+	replay    = attestv1.Reason_REASON_EVENTLOG_REPLAY
+)
+
+// entry is one event of a log that a test writes.
+type entry struct {
+	pcr    int
+	typ    eventlog.Type
+	data   string
+	digest []byte // empty: the hash of data
+}
+
+// build writes a log in the SHA-256 bank, and gives what its digests lead to.
+func build(t testing.TB, entries ...entry) ([]byte, [tpm.PCRCount][]byte) {
+	t.Helper()
+	w := eventlog.NewWriter(tpm.SHA256)
+	for _, e := range entries {
+		if e.digest != nil {
+			if err := w.Append(e.pcr, e.typ, map[tpm.Bank][]byte{tpm.SHA256: e.digest}, []byte(e.data)); err != nil {
+				t.Fatal(err)
+			}
+		} else if _, err := w.Measure(e.pcr, e.typ, []byte(e.data)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	l, err := eventlog.Parse(w.Bytes(), tpm.SHA256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w.Bytes(), l.PCRs()
+}
+
+const (
+	separator  = "\x00\x00\x00\x00"
+	exitedBoot = "Exit Boot Services Returned with Success"
+)
+
+func secureBoot(v ...byte) entry {
+	return entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable("SecureBoot", v))}
+}
+
+func TestReplay(t *testing.T) {
+	end := entry{pcr: 7, typ: eventlog.Separator, data: separator}
+	other := bytes.Repeat([]byte{7}, 32)
+	for name, tt := range map[string]struct {
+		entries []entry
+		want    attestv1.Reason
+		boot    string
+	}{
+		"an empty log says nothing":                         {want: accepted},
+		"a log that leads to the quote is accepted":         {entries: []entry{{pcr: 4, typ: eventlog.EFIBootApplication, data: "x"}}, want: accepted},
+		"Secure Boot before the separator is believed":      {entries: []entry{secureBoot(1), end}, want: accepted, boot: "on"},
+		"Secure Boot that is off is off":                    {entries: []entry{secureBoot(0), end}, want: accepted, boot: "off"},
+		"a value that is neither means off":                 {entries: []entry{secureBoot(2), end}, want: accepted, boot: "off"},
+		"no value means off":                                {entries: []entry{secureBoot(), end}, want: accepted, boot: "off"},
+		"Secure Boot without a separator is refused":        {entries: []entry{secureBoot(1)}, want: replay},
+		"Secure Boot behind the separator is refused":       {entries: []entry{end, secureBoot(1)}, want: replay},
+		"Secure Boot told twice is refused":                 {entries: []entry{secureBoot(0), secureBoot(1), end}, want: replay},
+		"a second separator is refused":                     {entries: []entry{secureBoot(1), end, end}, want: replay},
+		"Secure Boot in another PCR is not believed":        {entries: []entry{{pcr: 8, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data}}, want: accepted},
+		"Secure Boot of another vendor is not believed":     {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: "x" + secureBoot(1).data[1:]}, end}, want: accepted},
+		"a variable that is cut off is refused":             {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data[:20]}, end}, want: replay},
+		"a digest that is not of its data is refused":       {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data, digest: other}, end}, want: replay},
+		"a separator that hashes something else is refused": {entries: []entry{{pcr: 7, typ: eventlog.Separator, data: separator, digest: other}}, want: replay},
+		"an action that hashes something else is refused":   {entries: []entry{{pcr: 5, typ: eventlog.EFIAction, data: "x", digest: other}}, want: replay},
+		"a loader's digest need not be of the event's data": {entries: []entry{{pcr: 4, typ: eventlog.EFIBootApplication, data: "x", digest: other}}, want: accepted},
+		"firmware events after ExitBootServices are refused": {
+			entries: []entry{{pcr: 5, typ: eventlog.EFIAction, data: exitedBoot}, {pcr: 4, typ: eventlog.EFIBootApplication, data: "x"}}, want: replay,
+		},
+		"the kernel's events after ExitBootServices are not": {
+			entries: []entry{{pcr: 5, typ: eventlog.EFIAction, data: exitedBoot}, {pcr: 9, typ: eventlog.EventTag, data: "x"}}, want: accepted,
+		},
+		"events of PCRs that are not quoted are left out": {entries: []entry{{pcr: 16, typ: eventlog.IPL, data: "x"}, {pcr: 23, typ: eventlog.IPL, data: "x"}}, want: accepted},
+	} {
+		t.Run(name, func(t *testing.T) {
+			raw, pcrs := build(t, tt.entries...)
+			got, err := eventlog.Replay(raw, tpm.SHA256, pcrs)
+			if attest.ReasonOf(err) != tt.want {
+				t.Fatalf("%v, want %s", err, tt.want)
+			}
+			if err != nil {
+				return
+			}
+			boot := ""
+			if got.SecureBoot != nil {
+				boot = map[bool]string{true: "on", false: "off"}[*got.SecureBoot]
+			}
+			if boot != tt.boot {
+				t.Errorf("Secure Boot %q, want %q", boot, tt.boot)
+			}
+		})
+	}
+}
+
+func TestALogThatLeadsElsewhereIsRefused(t *testing.T) {
+	raw, pcrs := build(t, entry{pcr: 4, typ: eventlog.IPL, data: "x"}, entry{pcr: 9, typ: eventlog.IPL, data: "y"})
+	for _, i := range []int{4, 9} {
+		changed := pcrs
+		changed[i] = bytes.Repeat([]byte{1}, 32)
+		if _, err := eventlog.Replay(raw, tpm.SHA256, changed); attest.ReasonOf(err) != replay {
+			t.Errorf("PCR %d: %v", i, err)
+		}
+	}
+	pcrs[15] = bytes.Repeat([]byte{1}, 32) // the node lock is not the firmware's to explain
+	if _, err := eventlog.Replay(raw, tpm.SHA256, pcrs); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestStartupLocality(t *testing.T) {
+	base, _ := build(t)
+	noAction := func(data string) []byte {
+		b := binary.LittleEndian.AppendUint32(nil, 0)
+		b = binary.LittleEndian.AppendUint32(b, 3)
+		b = binary.LittleEndian.AppendUint32(b, 1)
+		b = binary.LittleEndian.AppendUint16(b, 0x000B)
+		b = append(b, make([]byte, 32)...)
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(data)))
+		return append(b, data...)
+	}
+	full, _ := build(t, entry{pcr: 0, typ: eventlog.SCRTMVersion, data: "v"})
+	event := full[len(base):]
+	locality3 := noAction("StartupLocality\x00\x03")
+	l, err := eventlog.Parse(append(append(bytes.Clone(base), locality3...), event...), tpm.SHA256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := make([]byte, 32)
+	start[31] = 3
+	plain, err := eventlog.Parse(full, tpm.SHA256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	digest := event[4+4+4+2:][:32]
+	if want := tpm.SHA256.Extended(start, digest); !bytes.Equal(l.PCRs()[0], want) {
+		t.Errorf("PCR 0 is %x, want %x", l.PCRs()[0], want)
+	}
+	if bytes.Equal(l.PCRs()[0], plain.PCRs()[0]) {
+		t.Error("the startup locality made no difference")
+	}
+	for name, raw := range map[string][]byte{
+		"behind a measurement": append(bytes.Clone(full), locality3...),
+		"twice":                append(append(bytes.Clone(base), locality3...), locality3...),
+		"of an odd value":      append(bytes.Clone(base), noAction("StartupLocality\x00\x07")...),
+		"cut off":              append(bytes.Clone(base), noAction("StartupLocality\x00")...),
+	} {
+		if _, err := eventlog.Parse(raw, tpm.SHA256); attest.ReasonOf(err) != malformed {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestParseRefusesWhatIsMalformed(t *testing.T) {
+	good, _ := build(t, entry{pcr: 4, typ: eventlog.IPL, data: "data"})
+	base, _ := build(t)
+	at := len(base) // where the event begins
+	put := func(offset int, v uint32) []byte {
+		b := bytes.Clone(good)
+		binary.LittleEndian.PutUint32(b[offset:], v)
+		return b
+	}
+	empty := good[at : len(good)-4]
+	empty = bytes.Clone(empty)
+	binary.LittleEndian.PutUint32(empty[len(empty)-4:], 0)
+	two := bytes.Clone(good)
+	binary.LittleEndian.PutUint32(two[at+8:], 2)
+	for name, raw := range map[string][]byte{
+		"nothing":                                     {},
+		"a header alone that is cut off":              good[:20],
+		"zeros":                                       make([]byte, 100),
+		"the old format":                              append(make([]byte, 4), append([]byte{8, 0, 0, 0}, make([]byte, 30)...)...),
+		"a header as long as an integer can say":      put(28, 0xFFFFFFFF),
+		"more algorithms than there can be":           put(32+16+8, 0xFFFFFFFF),
+		"no algorithm":                                put(32+16+8, 0),
+		"digests of 65535 bytes":                      put(32+16+12, 0xFFFF000B),
+		"vendor information that is longer than said": append(put(28, 34)[:at], 0),
+		"PCR 24":                             put(at, 24),
+		"PCR 4294967295":                     put(at, 0xFFFFFFFF),
+		"no digest":                          put(at+8, 0),
+		"4294967295 digests":                 put(at+8, 0xFFFFFFFF),
+		"a digest of another algorithm":      put(at+12, 0x000C),
+		"data as long as an integer can say": put(len(good)-8, 0xFFFFFFFF),
+		"data that end too early":            put(len(good)-8, 5),
+		"two digests of the same algorithm":  append(two[:at+12+34], append(bytes.Clone(good[at+12:at+12+34]), good[at+12+34:]...)...),
+		"bytes behind the last event":        append(bytes.Clone(good), 1),
+		"4097 empty events":                  append(bytes.Clone(base), bytes.Repeat(empty, 4097)...),
+		"more than 512 KiB":                  append(bytes.Clone(base), make([]byte, eventlog.MaxSize)...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := eventlog.Parse(raw, tpm.SHA256); attest.ReasonOf(err) != malformed {
+				t.Errorf("%v, want EVIDENCE_MALFORMED", err)
+			}
+		})
+	}
+	for i := 1; i < len(good); i++ {
+		if i == at {
+			continue // a log without events
+		}
+		if _, err := eventlog.Parse(good[:i], tpm.SHA256); attest.ReasonOf(err) != malformed {
+			t.Errorf("cut off at %d of %d: %v", i, len(good), err)
+		}
+	}
+	if _, err := eventlog.Parse(good, tpm.SHA384); attest.ReasonOf(err) != malformed {
+		t.Errorf("a bank that the log does not have: %v", err)
+	}
+}
+
+func TestTextIsForPeople(t *testing.T) {
+	wide := func(s string) string {
+		var b []byte
+		for _, u := range utf16.Encode([]rune(s)) {
+			b = binary.LittleEndian.AppendUint16(b, u)
+		}
+		return string(b)
+	}
+	file := wide("\\EFI\\BOOT\\BOOTX64.EFI") + "\x00\x00"
+	path := strings.Repeat("\x00", 32) + "\x04\x04" + string(binary.LittleEndian.AppendUint16(nil, uint16(4+len(file)))) + file + "\x7f\xff\x04\x00"
+	for want, e := range map[string]entry{
+		"SecureBoot=1":             secureBoot(1),
+		"quiet splash":             {pcr: 8, typ: eventlog.IPL, data: "quiet splash\x00"},
+		"root=/dev/sda1":           {pcr: 12, typ: eventlog.IPL, data: wide("root=/dev/sda1") + "\x00\x00"},
+		"00000000":                 {pcr: 4, typ: eventlog.Separator, data: separator},
+		"\\EFI\\BOOT\\BOOTX64.EFI": {pcr: 4, typ: eventlog.EFIBootApplication, data: path},
+		".[31mred":                 {pcr: 8, typ: eventlog.IPL, data: "\x1b[31mred"},
+		strings.Repeat("a", 256):   {pcr: 8, typ: eventlog.IPL, data: strings.Repeat("a", 100000)},
+	} {
+		entries := []entry{e}
+		if e.pcr == 7 {
+			entries = append(entries, entry{pcr: 7, typ: eventlog.Separator, data: separator})
+		}
+		raw, pcrs := build(t, entries...)
+		got, err := eventlog.Replay(raw, tpm.SHA256, pcrs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got.Events[0].Text != want {
+			t.Errorf("text %q, want %q", got.Events[0].Text, want)
+		}
+	}
+}
+
+func TestWhatIsWrittenIsRead(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		w := eventlog.NewWriter(tpm.SHA256, tpm.SHA384)
+		values := map[tpm.Bank][][]byte{}
+		for _, b := range []tpm.Bank{tpm.SHA256, tpm.SHA384} {
+			values[b] = make([][]byte, tpm.PCRCount)
+		}
+		for range rapid.IntRange(0, 20).Draw(rt, "events") {
+			pcr := rapid.IntRange(0, 15).Draw(rt, "pcr")
+			digests, err := w.Measure(pcr, eventlog.IPL, rapid.SliceOf(rapid.Byte()).Draw(rt, "data"))
+			if err != nil {
+				rt.Fatal(err)
+			}
+			for b, d := range digests {
+				if values[b][pcr] == nil {
+					values[b][pcr] = make([]byte, b.Size())
+				}
+				values[b][pcr] = b.Extended(values[b][pcr], d)
+			}
+		}
+		for b, want := range values {
+			if _, err := eventlog.Replay(w.Bytes(), b, [tpm.PCRCount][]byte(want)); err != nil {
+				rt.Fatalf("%s: %v", b, err)
+			}
+		}
+	})
+}
+
+func FuzzReplay(f *testing.F) {
+	full, _ := attesttest.BootLog(f, attesttest.Options{SecureBoot: true}, tpm.SHA256)
+	f.Add(full)
+	both, _ := attesttest.BootLog(f, attesttest.Options{}, tpm.SHA256, tpm.SHA384)
+	f.Add(both)
+	empty, _ := build(f)
+	f.Add(empty)
+	f.Add([]byte("Spec ID Event03"))
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		l, err := eventlog.Parse(raw, tpm.SHA256)
+		if err != nil {
+			if attest.ReasonOf(err) != malformed {
+				t.Fatal(err)
+			}
+			return
+		}
+		got, err := eventlog.Replay(raw, tpm.SHA256, l.PCRs())
+		if err != nil {
+			if attest.ReasonOf(err) != replay {
+				t.Fatal(err)
+			}
+			return
+		}
+		for _, e := range got.Events {
+			if n := len([]rune(e.Text)); n > 256 {
+				t.Fatalf("text of %d characters", n)
+			}
+		}
+	})
+}

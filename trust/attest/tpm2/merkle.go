@@ -1,0 +1,81 @@
+package tpm2
+
+import (
+	"crypto/sha256"
+	"math/bits"
+
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Statements that wait for the TPM share a quote: it is made over the root of a Merkle
+// tree of the shape of RFC 6962, section 2.1. Leaf: SHA-256(0x00 || statement); node:
+// SHA-256(0x01 || left || right). One statement alone: the root is its leaf.
+const (
+	maxLeaves = 1024 // statements of one quote
+	maxPath   = 10   // log2 of that
+)
+
+type digest = [sha256.Size]byte
+
+func leaf(s attest.Statement) digest {
+	return sha256.Sum256(append([]byte{0x00}, s[:]...))
+}
+
+func node(left, right digest) digest {
+	b := make([]byte, 0, 1+2*sha256.Size)
+	b = append(b, 0x01)
+	b = append(b, left[:]...)
+	return sha256.Sum256(append(b, right[:]...))
+}
+
+// split gives the largest power of two below n, for n > 1.
+func split(n int) int { return 1 << (bits.Len(uint(n-1)) - 1) }
+
+func root(leaves []digest) digest {
+	if len(leaves) == 1 {
+		return leaves[0]
+	}
+	k := split(len(leaves))
+	return node(root(leaves[:k]), root(leaves[k:]))
+}
+
+// path gives the siblings from leaf i up to the root.
+func path(leaves []digest, i int) []digest {
+	if len(leaves) == 1 {
+		return nil
+	}
+	k := split(len(leaves))
+	if i < k {
+		return append(path(leaves[:k], i), root(leaves[k:]))
+	}
+	return append(path(leaves[k:], i-k), root(leaves[:k]))
+}
+
+// rootFrom gives the root that a leaf, its index and its path lead to; false if no tree
+// has such a path. The number of leaves is not sent, and need not be: index and length of
+// the path give each sibling's side. From the bottom up, a 1 bit of the index means a left
+// sibling and a 0 bit a right one, until the node is the last of its level; from there on
+// only left siblings follow, one for each 1 bit, so that is where as many hashes are left
+// as 1 bits. (So the last leaf of a tree may also call itself by the index that it has in a
+// smaller one. Nothing rests on the index: the verifier starts from its own statement.)
+func rootFrom(l digest, index uint32, siblings []digest) (digest, bool) {
+	if index >= maxLeaves || len(siblings) > maxPath {
+		return digest{}, false
+	}
+	for i, sibling := range siblings {
+		ones, left := bits.OnesCount32(index), len(siblings)-i
+		if ones > left {
+			return digest{}, false
+		}
+		if ones == left {
+			index >>= bits.TrailingZeros32(index)
+		}
+		if index&1 == 1 {
+			l = node(sibling, l)
+		} else {
+			l = node(l, sibling)
+		}
+		index >>= 1
+	}
+	return l, index == 0
+}

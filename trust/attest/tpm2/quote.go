@@ -1,0 +1,260 @@
+package tpm2
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rsa"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"math"
+	"math/big"
+	"time"
+
+	gotpm "github.com/google/go-tpm/tpm2"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Limits of attest.proto, in bytes unless said otherwise.
+const (
+	maxCertificates = 8 // certificates
+	maxCertificate  = 8 << 10
+	maxStructure    = 1 << 10 // TPMT_PUBLIC, TPMS_ATTEST, TPMT_SIGNATURE
+	maxEventLog     = 512 << 10
+)
+
+// refuse keeps call sites short enough to read as a list of checks.
+func refuse(r attestv1.Reason, format string, args ...any) error {
+	return attest.Refuse(r, format, args...)
+}
+
+const (
+	malformed  = attestv1.Reason_REASON_EVIDENCE_MALFORMED
+	badSig     = attestv1.Reason_REASON_SIGNATURE_INVALID
+	badAK      = attestv1.Reason_REASON_AK_TEMPLATE
+	badBinding = attestv1.Reason_REASON_BINDING_MISMATCH
+)
+
+// checkSizes enforces the limits before anything is parsed.
+func checkSizes(e *attestv1.Tpm2Evidence) error {
+	if n := len(e.GetEkCertificates()); n < 1 || n > maxCertificates {
+		return refuse(malformed, "%d EK certificates, want 1 to %d", n, maxCertificates)
+	}
+	for i, c := range e.GetEkCertificates() {
+		if len(c) > maxCertificate {
+			return refuse(malformed, "EK certificate %d has %d bytes, more than %d", i, len(c), maxCertificate)
+		}
+	}
+	for name, b := range map[string][]byte{"ak_public": e.GetAkPublic(), "attest": e.GetAttest(), "signature": e.GetSignature()} {
+		if len(b) > maxStructure {
+			return refuse(malformed, "%s has %d bytes, more than %d", name, len(b), maxStructure)
+		}
+	}
+	if len(e.GetEventLog()) > maxEventLog {
+		return refuse(malformed, "the event log has %d bytes, more than %d", len(e.GetEventLog()), maxEventLog)
+	}
+	if e.GetBank() > math.MaxUint16 || tpm.Bank(e.GetBank()).Size() == 0 {
+		return refuse(malformed, "unknown bank 0x%04x", e.GetBank())
+	}
+	if n := len(e.GetPcrs()); n != tpm.PCRCount {
+		return refuse(malformed, "%d PCR values, want %d", n, tpm.PCRCount)
+	}
+	for i, v := range e.GetPcrs() {
+		if len(v) != tpm.Bank(e.GetBank()).Size() {
+			return refuse(malformed, "PCR %d has %d bytes in %s", i, len(v), tpm.Bank(e.GetBank()))
+		}
+	}
+	if e.GetLeafIndex() >= maxLeaves || len(e.GetPath()) > maxPath {
+		return refuse(malformed, "leaf %d with a path of %d hashes: no such tree", e.GetLeafIndex(), len(e.GetPath()))
+	}
+	for _, h := range e.GetPath() {
+		if len(h) != sha256.Size {
+			return refuse(malformed, "a hash of %d bytes in the path", len(h))
+		}
+	}
+	return nil
+}
+
+// akPrefix is the marshalled template up to its unique part, by kind of key.
+var (
+	akPrefixECC = templatePrefix(tpm.AKTemplate(false), 4) // two empty TPM2Bs
+	akPrefixRSA = templatePrefix(tpm.AKTemplate(true), 2)  // one
+)
+
+func templatePrefix(t gotpm.TPMTPublic, unique int) []byte {
+	b := gotpm.Marshal(t)
+	return b[:len(b)-unique]
+}
+
+// AttestationKey is a public key whose whole public area is that of the template.
+type AttestationKey struct {
+	// Key is an *ecdsa.PublicKey on P-256 or an *rsa.PublicKey of 2048 bits.
+	Key crypto.PublicKey
+	// Name is the TPM's name of the key, computed here: nameAlg || H(public area)
+	// (Part 1, section 16).
+	Name []byte
+}
+
+// ParseAttestationKey reads a TPMT_PUBLIC and compares all of it but the key itself with
+// the template. The refusal is AK_TEMPLATE, or EVIDENCE_MALFORMED if it is no public area.
+func ParseAttestationKey(public []byte) (AttestationKey, error) {
+	sum := sha256.Sum256(public)
+	ak := AttestationKey{Name: append([]byte{0x00, 0x0B}, sum[:]...)}
+	if rest, ok := bytes.CutPrefix(public, akPrefixECC); ok {
+		r := reader{b: rest}
+		x, y := r.sized(), r.sized()
+		if !r.done() || len(x) > 32 || len(y) > 32 {
+			return AttestationKey{}, refuse(malformed, "the AK's point is malformed")
+		}
+		point := make([]byte, 65)
+		point[0] = 4
+		copy(point[33-len(x):33], x)
+		copy(point[65-len(y):], y)
+		key, err := ecdsa.ParseUncompressedPublicKey(elliptic.P256(), point)
+		if err != nil {
+			return AttestationKey{}, refuse(malformed, "the AK: %w", err)
+		}
+		ak.Key = key
+		return ak, nil
+	}
+	if rest, ok := bytes.CutPrefix(public, akPrefixRSA); ok {
+		r := reader{b: rest}
+		n := new(big.Int).SetBytes(r.sized())
+		if !r.done() || n.BitLen() != 2048 || n.Bit(0) == 0 {
+			return AttestationKey{}, refuse(malformed, "the AK's modulus is malformed")
+		}
+		ak.Key = &rsa.PublicKey{N: n, E: 65537} // the template's exponent 0 means 65537
+		return ak, nil
+	}
+	t, err := gotpm.Unmarshal[gotpm.TPMTPublic](public)
+	if err != nil || !bytes.Equal(gotpm.Marshal(t), public) {
+		return AttestationKey{}, refuse(malformed, "ak_public is no TPMT_PUBLIC")
+	}
+	return AttestationKey{}, refuse(badAK, "the AK's public area differs from the template: %s", describe(t))
+}
+
+// describe names the first difference to the template, for our own log.
+func describe(t *gotpm.TPMTPublic) string {
+	want := tpm.AKTemplate(t.Type == gotpm.TPMAlgRSA)
+	switch {
+	case t.Type != want.Type || t.NameAlg != want.NameAlg:
+		return fmt.Sprintf("type 0x%04x with name algorithm 0x%04x", uint16(t.Type), uint16(t.NameAlg))
+	case t.ObjectAttributes != want.ObjectAttributes:
+		return fmt.Sprintf("attributes %+v", t.ObjectAttributes)
+	case !bytes.Equal(t.AuthPolicy.Buffer, want.AuthPolicy.Buffer):
+		return fmt.Sprintf("authPolicy %x: is it another agent's key?", t.AuthPolicy.Buffer)
+	}
+	return "algorithm parameters"
+}
+
+// Quoted is what a quote says, once its signature was checked.
+type Quoted struct {
+	// Clock, ResetCount, RestartCount and Safe are TPMS_CLOCK_INFO.
+	Clock                    time.Duration
+	ResetCount, RestartCount uint32
+	Safe                     bool
+	// FirmwareVersion is the TPM's.
+	FirmwareVersion uint64
+	// PCRs are PCR 0 to 15: their digest is the one that was signed.
+	PCRs [tpm.PCRCount][]byte
+}
+
+const (
+	tpmGenerated  = 0xFF544347 // TPM_GENERATED_VALUE, Part 2, 6.2
+	stAttestQuote = 0x8018     // TPM_ST_ATTEST_QUOTE, Part 2, 6.9
+	algSHA256     = 0x000B
+	algRSASSA     = 0x0014
+	algECDSA      = 0x0018
+	rhEndorsement = "\x40\x00\x00\x0B"
+	pcr0to15      = "\xFF\xFF\x00" // PCR 0 to 15 of 24
+)
+
+// VerifyQuote checks a quote by a primary key of the endorsement hierarchy: its signature,
+// that it is a quote of exactly PCR 0 to 15 of the bank, extraData, and that the
+// PCR values are those that were signed. It does not ask whose key it is: that is
+// [Verifier]'s part, and a quote alone proves nothing.
+func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte) (*Quoted, error) {
+	if err := verifySignature(ak.Key, e.GetAttest(), e.GetSignature()); err != nil {
+		return nil, err
+	}
+	r := reader{b: e.GetAttest()}
+	if magic, typ := r.u32(), r.u16(); magic != tpmGenerated || typ != stAttestQuote {
+		return nil, refuse(malformed, "magic 0x%08x, type 0x%04x: not a quote", magic, typ)
+	}
+	signer, extra := r.sized(), r.sized()
+	q := &Quoted{}
+	clock := r.u64()
+	q.ResetCount, q.RestartCount = r.u32(), r.u32()
+	safe := r.u8()
+	q.FirmwareVersion = r.u64()
+	selections := r.u32()
+	hash, size := r.u16(), int(r.u8())
+	selected := r.take(size)
+	pcrDigest := r.sized()
+	if !r.done() || safe > 1 {
+		return nil, refuse(malformed, "TPMS_ATTEST is malformed")
+	}
+	q.Safe = safe == 1
+	q.Clock = time.Duration(min(clock, uint64(math.MaxInt64/time.Millisecond))) * time.Millisecond
+
+	// The hierarchy is in the qualified name only. Another one than endorsement would
+	// scramble the counters.
+	qualified := sha256.Sum256(append([]byte(rhEndorsement), ak.Name...))
+	if !bytes.Equal(signer, append([]byte{0x00, 0x0B}, qualified[:]...)) {
+		return nil, refuse(badAK, "the signing key is no primary key of the endorsement hierarchy")
+	}
+	if !bytes.Equal(extra, extraData[:]) {
+		return nil, refuse(badBinding, "the quote is over %x, want %x", extra, extraData)
+	}
+	if selections != 1 || uint32(hash) != e.GetBank() || string(selected) != pcr0to15 {
+		return nil, refuse(malformed, "the quote selects %d banks, 0x%04x: %x; want PCR 0 to 15 of bank 0x%04x", selections, hash, selected, e.GetBank())
+	}
+	// Part 3, 18.4: the digest's hash is that of the signing scheme, SHA-256 for both
+	// templates, whatever the bank.
+	if sum := sha256.Sum256(bytes.Join(e.GetPcrs(), nil)); !bytes.Equal(sum[:], pcrDigest) {
+		return nil, refuse(badSig, "the PCR values sent are not those that were signed")
+	}
+	for i, v := range e.GetPcrs() {
+		q.PCRs[i] = bytes.Clone(v) // A2: nothing but these leaves this function
+	}
+	return q, nil
+}
+
+// verifySignature checks a TPMT_SIGNATURE with the scheme of the key's template.
+func verifySignature(key crypto.PublicKey, message, signature []byte) error {
+	r := reader{b: signature}
+	scheme, hash := r.u16(), r.u16()
+	sum := sha256.Sum256(message)
+	switch k := key.(type) {
+	case *ecdsa.PublicKey:
+		if !r.failed && (scheme != algECDSA || hash != algSHA256) {
+			return refuse(badSig, "signature scheme 0x%04x with hash 0x%04x, want ECDSA with SHA-256", scheme, hash)
+		}
+		rr, ss := r.sized(), r.sized()
+		if !r.done() {
+			return refuse(malformed, "TPMT_SIGNATURE is malformed")
+		}
+		if len(rr) > 32 || len(ss) > 32 || !ecdsa.Verify(k, sum[:], new(big.Int).SetBytes(rr), new(big.Int).SetBytes(ss)) {
+			return refuse(badSig, "the quote's signature does not verify")
+		}
+		return nil
+	case *rsa.PublicKey:
+		if !r.failed && (scheme != algRSASSA || hash != algSHA256) {
+			return refuse(badSig, "signature scheme 0x%04x with hash 0x%04x, want RSASSA with SHA-256", scheme, hash)
+		}
+		sig := r.sized()
+		if !r.done() {
+			return refuse(malformed, "TPMT_SIGNATURE is malformed")
+		}
+		if err := rsa.VerifyPKCS1v15(k, crypto.SHA256, sum[:], sig); err != nil {
+			return refuse(badSig, "the quote's signature does not verify")
+		}
+		return nil
+	}
+	return refuse(badSig, "%w", errors.New("no key to check the signature with"))
+}

@@ -1,0 +1,203 @@
+package tpm2
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
+	"errors"
+	"time"
+
+	gotpm "github.com/google/go-tpm/tpm2"
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// VerifierConfig lists what a Verifier needs. All fields are required, but for
+// KnownPairs.
+type VerifierConfig struct {
+	// Roots gives the certificates that vouch for endorsement keys. It is asked for each
+	// evidence anew, so that a changed policy takes effect at once. None: nobody is
+	// genuine (A3).
+	Roots func() []*x509.Certificate
+	// Now tells the time for certificates' validity and for forgetting known pairs.
+	Now func() time.Time
+	// KnownPairs is how many pairs of EK and AK are remembered; 0 stands for 16,384,
+	// which takes about 3 MiB.
+	KnownPairs int
+}
+
+// Verifier implements [attest.Verifier] for the format TPM2.
+type Verifier struct {
+	roots func() []*x509.Certificate
+	now   func() time.Time
+	known *pairs
+}
+
+// NewVerifier returns a Verifier, or says which part of cfg is missing.
+func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
+	if cfg.Roots == nil {
+		return nil, errors.New("tpm2: NewVerifier: Roots is missing: without roots nobody could be trusted")
+	}
+	if cfg.Now == nil {
+		return nil, errors.New("tpm2: NewVerifier: Now is missing: use time.Now")
+	}
+	if cfg.KnownPairs < 0 {
+		return nil, errors.New("tpm2: NewVerifier: KnownPairs is negative")
+	}
+	if cfg.KnownPairs == 0 {
+		cfg.KnownPairs = 16384
+	}
+	return &Verifier{roots: cfg.Roots, now: cfg.Now, known: newPairs(cfg.KnownPairs)}, nil
+}
+
+// Formats implements [attest.Verifier].
+func (v *Verifier) Formats() []attestv1.Format {
+	return []attestv1.Format{attestv1.Format_FORMAT_TPM2}
+}
+
+// Verify implements [attest.Verifier]. Refusals: EVIDENCE_MALFORMED, AK_TEMPLATE,
+// SIGNATURE_INVALID, BINDING_MISMATCH, EK_UNTRUSTED, EVENTLOG_REPLAY, DEADLINE.
+func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.Statement, b attest.Binding) (attest.Pending, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, refuse(attestv1.Reason_REASON_DEADLINE, "%w", err)
+	}
+	e := ev.GetTpm2()
+	if ev.GetFormat() != attestv1.Format_FORMAT_TPM2 || e == nil {
+		return nil, refuse(malformed, "format %s without its body", ev.GetFormat())
+	}
+	if err := checkSizes(e); err != nil {
+		return nil, err
+	}
+	ak, err := ParseAttestationKey(e.GetAkPublic())
+	if err != nil {
+		return nil, err
+	}
+	siblings := make([]digest, len(e.GetPath()))
+	for i, h := range e.GetPath() {
+		siblings[i] = digest(h)
+	}
+	top, ok := rootFrom(leaf(s), e.GetLeafIndex(), siblings)
+	if !ok {
+		return nil, refuse(malformed, "no tree has leaf %d with a path of %d hashes", e.GetLeafIndex(), len(siblings))
+	}
+	q, err := VerifyQuote(ak, e, top) // A1: over the statement of this session
+	if err != nil {
+		return nil, err
+	}
+	ek, err := verifyEK(e.GetEkCertificates(), v.roots(), v.now())
+	if err != nil {
+		return nil, err
+	}
+	facts, err := v.facts(ev, ak, q, ek)
+	if err != nil {
+		return nil, err
+	}
+	p := &pending{verifier: v, facts: facts, binding: b, pair: pairOf(ek.cert.RawSubjectPublicKeyInfo, ak.Name)}
+	if v.known.has(p.pair, v.now()) {
+		return p, nil
+	}
+	return p, p.challengeFor(ek, ak)
+}
+
+// facts collects what was checked. It is the only place that makes [checked.Facts].
+func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek *endorsement) (*checked.Facts, error) {
+	bank := tpm.Bank(ev.GetTpm2().GetBank())
+	hash, _ := bank.Hash() // checkSizes knows it
+	raw, err := proto.MarshalOptions{Deterministic: true}.Marshal(ev)
+	if err != nil {
+		return nil, refuse(malformed, "%w", err)
+	}
+	f := &checked.Facts{
+		Format:          attestv1.Format_FORMAT_TPM2,
+		Bank:            hash,
+		PCRs:            q.PCRs,
+		EKPublic:        ek.cert.RawSubjectPublicKeyInfo,
+		EKRoot:          ek.root,
+		AKName:          ak.Name,
+		ResetCount:      q.ResetCount,
+		RestartCount:    q.RestartCount,
+		Clock:           q.Clock,
+		Safe:            q.Safe,
+		FirmwareVersion: q.FirmwareVersion,
+		EvidenceDigest:  sha256.Sum256(raw),
+		SignedPolicy:    ev.GetSignedPolicy(),
+	}
+	if log := ev.GetTpm2().GetEventLog(); len(log) > 0 {
+		replayed, err := eventlog.Replay(log, bank, q.PCRs)
+		if err != nil {
+			return nil, err
+		}
+		f.SecureBoot = replayed.SecureBoot
+		for _, e := range replayed.Events {
+			f.Events = append(f.Events, checked.Event{PCR: e.PCR, Type: e.Type.String(), Digest: e.Digest, Text: e.Text})
+		}
+	}
+	return f, nil
+}
+
+// pending is evidence whose quote checked out. It implements [attest.Pending].
+type pending struct {
+	verifier  *Verifier
+	facts     *checked.Facts
+	binding   attest.Binding
+	pair      pair
+	challenge *attestv1.Challenge
+	secret    []byte
+}
+
+// challengeFor makes the credential that only the TPM with ek and ak opens
+// (TPM2_MakeCredential, Part 1, section 24).
+func (p *pending) challengeFor(ek *endorsement, ak AttestationKey) error {
+	key, err := tpm.EncapsulationKey(ek.cert.PublicKey)
+	if err != nil {
+		return refuse(badEK, "%w", err)
+	}
+	p.secret = make([]byte, sha256.Size)
+	rand.Read(p.secret)
+	blob, encrypted, err := gotpm.CreateCredential(rand.Reader, key, ak.Name, p.secret)
+	if err != nil {
+		return refuse(attestv1.Reason_REASON_INTERNAL, "make credential: %w", err)
+	}
+	p.challenge = &attestv1.Challenge{CredentialBlob: blob, EncryptedSecret: encrypted}
+	return nil
+}
+
+// Challenge implements [attest.Pending].
+func (p *pending) Challenge() *attestv1.Challenge { return p.challenge }
+
+// Complete implements [attest.Pending]. The refusal is ACTIVATION_FAILED; after one, every
+// further call is refused too.
+func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
+	if p.challenge == nil {
+		if r != nil {
+			return attest.Claims{}, refuse(attestv1.Reason_REASON_FRAME_INVALID, "a response without a challenge")
+		}
+		return attest.NewClaims(p.facts), nil
+	}
+	secret := p.secret
+	p.secret = nil
+	if secret == nil {
+		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the challenge was answered before")
+	}
+	if !hmac.Equal(ActivationMAC(secret, p.binding), r.GetMac()) {
+		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x does not live in the TPM of machine %s", p.facts.AKName, attest.MachineIDOf(p.facts.EKPublic))
+	}
+	p.verifier.known.add(p.pair, p.verifier.now())
+	return attest.NewClaims(p.facts), nil
+}
+
+// ActivationMAC answers a challenge: HMAC-SHA256(secret, "muster-atls/1 activation" ||
+// 0x00 || binding). Bound to the session, it is worth nothing in another one.
+func ActivationMAC(secret []byte, b attest.Binding) []byte {
+	m := hmac.New(sha256.New, secret)
+	m.Write([]byte("muster-atls/1 activation\x00"))
+	m.Write(b[:])
+	return m.Sum(nil)
+}

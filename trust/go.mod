@@ -1,0 +1,14 @@
+module github.com/muster-k8s/muster/trust
+
+go 1.26.0
+
+require (
+	github.com/google/go-tpm v0.9.8
+	github.com/muster-k8s/muster/gen v0.0.0
+	go.uber.org/goleak v1.3.0
+	google.golang.org/protobuf v1.36.12
+	pgregory.net/rapid v1.3.0
+)
+
+// The three modules ship together from one repository.
+replace github.com/muster-k8s/muster/gen => ../gen

@@ -1,0 +1,223 @@
+package keys_test
+
+import (
+	"bytes"
+	"encoding/gob"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"reflect"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
+	raw, err := os.ReadFile("testdata/vectors.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []struct{ Root, Salt, DiskID, DiskKey, MeasurementSalt, ClusterID string }
+	if err := json.Unmarshal(raw, &vectors); err != nil {
+		t.Fatal(err)
+	}
+	if len(vectors) < 3 {
+		t.Fatalf("%d vectors, want at least 3", len(vectors))
+	}
+	for _, v := range vectors {
+		root, err := keys.ParseRoot(unhex(t, v.Root), unhex(t, v.Salt))
+		if err != nil {
+			t.Fatal(err)
+		}
+		id, err := keys.ParseDiskID(v.DiskID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk, err := root.Disk(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := hex.EncodeToString(disk.Expose()); got != v.DiskKey {
+			t.Errorf("disk %s: %s, want %s", id, got, v.DiskKey)
+		}
+		if got := root.ClusterID([32]byte(unhex(t, v.MeasurementSalt))).String(); got != v.ClusterID {
+			t.Errorf("cluster ID %s, want %s", got, v.ClusterID)
+		}
+	}
+}
+
+func TestOneDiskHasOneSpelling(t *testing.T) {
+	const good = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
+	if _, err := keys.ParseDiskID(good); err != nil {
+		t.Fatal(err)
+	}
+	for name, s := range map[string]string{
+		"empty":                        "",
+		"upper case":                   strings.ToUpper(good),
+		"without dashes":               strings.ReplaceAll(good, "-", "") + "0000",
+		"in braces":                    "{" + good + "}",
+		"a dash too early":             "5f0c95b-62a3d-4c7e-9f10-0123456789ab",
+		"a purpose smuggled in":        "../cluster-id/0000-0000-000000000000",
+		"one character too many":       good + "0",
+		"one character too few":        good[:35],
+		"a NUL":                        good[:35] + "\x00",
+		"full-width digits":            "５f0c95b6-2a3d-4c7e-9f10-0123456789",
+		"a newline at the end":         good + "\n",
+		"a letter that is no digit":    "gf0c95b6-2a3d-4c7e-9f10-0123456789ab",
+		"a digit where a dash must be": "5f0c95b602a3d-4c7e-9f10-0123456789ab",
+	} {
+		if id, err := keys.ParseDiskID(s); !errors.Is(err, keys.ErrDiskID) || id != (keys.DiskID{}) {
+			t.Errorf("%s: %q gave %q, %v", name, s, id, err)
+		}
+	}
+}
+
+func TestEveryDiskHasItsOwnKey(t *testing.T) {
+	root := keys.NewRoot([32]byte{1}, [32]byte{2})
+	seen := map[string]string{}
+	rapid.Check(t, func(t *rapid.T) {
+		b := rapid.SliceOfN(rapid.Byte(), 16, 16).Draw(t, "uuid")
+		id, err := keys.ParseDiskID(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk, err := root.Disk(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		key := string(disk.Expose())
+		if other, ok := seen[key]; ok && other != id.String() {
+			t.Fatalf("disks %s and %s have one key", other, id)
+		}
+		seen[key] = id.String()
+	})
+}
+
+func TestWrongLengthsAreRefused(t *testing.T) {
+	full := bytes.Repeat([]byte{7}, 32)
+	for _, n := range []int{0, 1, 31, 33, 64} {
+		if _, err := keys.ParseRoot(bytes.Repeat([]byte{7}, n), full); !errors.Is(err, keys.ErrLength) {
+			t.Errorf("root of %d bytes: %v", n, err)
+		}
+		if _, err := keys.ParseRoot(full, bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
+			t.Errorf("salt of %d bytes: %v", n, err)
+		}
+		if _, err := keys.ParseDisk(bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
+			t.Errorf("disk key of %d bytes: %v", n, err)
+		}
+	}
+	if _, err := keys.ParseRoot(make([]byte, 32), full); err == nil {
+		t.Error("a root secret of zeroes was accepted")
+	}
+	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}); !errors.Is(err, keys.ErrDiskID) {
+		t.Errorf("a key for no disk: %v", err)
+	}
+	if (keys.Disk{}).Expose() != nil {
+		t.Error("the zero Disk has a key")
+	}
+}
+
+func TestAnExposedKeyIsACopy(t *testing.T) {
+	d, err := keys.ParseDisk(bytes.Repeat([]byte{7}, 32))
+	if err != nil {
+		t.Fatal(err)
+	}
+	clear(d.Expose())
+	if d.Expose()[0] != 7 {
+		t.Error("writing to an exposed key changed the key")
+	}
+}
+
+// Each way of printing or marshalling is tried on the secrets and on structs around them; the
+// bytes are looked for raw, in hexadecimal in both cases and as decimal numbers.
+func TestSecretsNeverPrint(t *testing.T) {
+	raw := [32]byte{0xde, 0xad, 0xbe, 0xef, 0xfe, 0xed, 0xfa, 0xce}
+	root := keys.NewRoot(raw, raw)
+	disk, err := keys.ParseDisk(raw[:])
+	if err != nil {
+		t.Fatal(err)
+	}
+	type exported struct {
+		Root *keys.Root
+		Disk keys.Disk
+	}
+	type unexported struct {
+		root *keys.Root
+		disk keys.Disk
+		deep map[string][]any
+	}
+	values := map[string]any{
+		"root": root, "root value": reflect.ValueOf(root).Elem().Interface(), "disk": disk, "pointer to a disk": &disk,
+		"struct": exported{root, disk}, "pointer to a struct": &exported{root, disk},
+		"unexported fields": unexported{root, disk, map[string][]any{"x": {disk, root}}},
+		"slice":             []keys.Disk{disk}, "error": fmt.Errorf("wrapped: %v", disk),
+	}
+	for name, v := range values {
+		var out bytes.Buffer
+		for _, verb := range strings.Split("v +v #v s q x X # x # X d o b c U e g t p T", " ") {
+			if verb != "#" {
+				fmt.Fprintf(&out, "%"+verb+"\n", v)
+			}
+		}
+		fmt.Fprint(&out, v)
+		for _, h := range []slog.Handler{slog.NewJSONHandler(&out, nil), slog.NewTextHandler(&out, nil)} {
+			slog.New(h).Info("x", "v", v, "group", slog.GroupValue(slog.Any("inner", v)))
+		}
+		if b, err := json.Marshal(v); err == nil {
+			out.Write(b)
+		}
+		_ = gob.NewEncoder(&out).Encode(v)
+		for kind, leak := range map[string]string{
+			"raw": "\xde\xad\xbe\xef", "hexadecimal": "deadbeef", "decimal": "222 173 190", "with commas": "0xde, 0xad", "base64": "3q2+7",
+		} {
+			if strings.Contains(strings.ToLower(out.String()), strings.ToLower(leak)) {
+				t.Errorf("%s leaks as %s: %q", name, kind, out.String())
+			}
+		}
+	}
+	for name, marshal := range map[string]func() ([]byte, error){
+		"root JSON": func() ([]byte, error) { return json.Marshal(root) }, "disk JSON": func() ([]byte, error) { return json.Marshal(disk) },
+		"root text": root.MarshalText, "disk text": disk.MarshalText,
+		"root binary": root.MarshalBinary, "disk binary": disk.MarshalBinary,
+	} {
+		if b, err := marshal(); err == nil {
+			t.Errorf("%s was marshalled: %q", name, b)
+		}
+	}
+}
+
+func TestSecretsAreNotComparable(t *testing.T) {
+	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk]()} {
+		if typ.Comparable() {
+			t.Errorf("%s is comparable with ==", typ)
+		}
+	}
+}
+
+func unhex(t *testing.T, s string) []byte {
+	t.Helper()
+	b, err := hex.DecodeString(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func FuzzParseDiskID(f *testing.F) {
+	f.Add("5f0c95b6-2a3d-4c7e-9f10-0123456789ab")
+	f.Add("")
+	f.Fuzz(func(t *testing.T, s string) {
+		if id, err := keys.ParseDiskID(s); err == nil && (id.String() != s || len(s) != 36) {
+			t.Errorf("%q was read as %q", s, id)
+		}
+	})
+}

@@ -1,0 +1,37 @@
+#!/usr/bin/env python3
+"""Computes vectors.json from RFC 5869 with nothing but hmac: a second, independent
+implementation of what package keys derives. Run: python3 vectors.py > vectors.json"""
+
+import hashlib
+import hmac
+import json
+
+
+def hkdf(key: bytes, salt: bytes, info: bytes, length: int) -> bytes:
+    prk = hmac.new(salt, key, hashlib.sha256).digest()
+    out, block, n = b"", b"", 1
+    while len(out) < length:
+        block = hmac.new(prk, block + info + bytes([n]), hashlib.sha256).digest()
+        out, n = out + block, n + 1
+    return out[:length]
+
+
+vectors = []
+for i, disk in enumerate((
+    "00000000-0000-0000-0000-000000000000",
+    "5f0c95b6-2a3d-4c7e-9f10-0123456789ab",
+    "ffffffff-ffff-ffff-ffff-ffffffffffff",
+)):
+    root = hashlib.sha256(b"root %d" % i).digest()
+    salt = hashlib.sha256(b"salt %d" % i).digest()
+    measurement_salt = hashlib.sha256(b"measurement salt %d" % i).digest()
+    measurement = hkdf(root, salt, b"muster/v1/measurement-secret", 32)
+    vectors.append({
+        "root": root.hex(),
+        "salt": salt.hex(),
+        "diskID": disk,
+        "diskKey": hkdf(root, salt, b"muster/v1/disk/" + disk.encode(), 32).hex(),
+        "measurementSalt": measurement_salt.hex(),
+        "clusterID": hkdf(measurement, measurement_salt, b"muster/v1/cluster-id", 32).hex(),
+    })
+print(json.dumps(vectors, indent=2))

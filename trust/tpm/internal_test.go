@@ -1,0 +1,47 @@
+package tpm
+
+import (
+	gotpm "github.com/google/go-tpm/tpm2"
+	"github.com/google/go-tpm/tpm2/transport"
+)
+
+// Slot is a place where the EK Credential Profile stores a certificate.
+type Slot struct {
+	Name     string
+	Index    uint32
+	Template gotpm.TPMTPublic
+	Nonce    uint32 // 0: none
+}
+
+// Slots lists the places and templates that EndorsementKey knows.
+func Slots() []Slot {
+	names := []string{"L-2", "H-2", "H-3", "L-1", "H-1"}
+	var out []Slot
+	for i, s := range ekSlots {
+		out = append(out, Slot{names[i], uint32(s.index), s.kind.template(s.high, s.kind.unique(s.high)), uint32(s.nonce)})
+	}
+	return out
+}
+
+// NonceTemplate is the template of a slot with a nonce in its unique part.
+func NonceTemplate(i int, nonce []byte) gotpm.TPMTPublic {
+	s := ekSlots[i]
+	return s.kind.template(s.high, s.kind.uniqueFromNonce(nonce))
+}
+
+// Forget drops what t remembers of keys, as a new process would.
+func (t *TPM) Forget() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.ek = nil
+	t.keys = map[keyID]savedKey{}
+}
+
+// What tests of the outside need of the inside.
+var (
+	OpenPath          = openPath
+	SplitCertificates = splitCertificates
+)
+
+// Patient gives a TPM that retries as conn's does.
+func Patient(dev transport.TPM) transport.TPM { return patient{dev} }

@@ -1,0 +1,179 @@
+// Package tpm speaks the few TPM 2.0 commands that Muster needs: who is this TPM
+// (its endorsement key and certificate), what has this machine booted (a quote), is
+// this attestation key yours (activation), and one PCR extension, the node lock.
+//
+// Think of it as a device that is never held. Each call is one sequence: take the
+// machine-wide lock file, open the TPM, run the commands, flush what they loaded,
+// close, release. So several processes of Muster share one TPM without a daemon, and
+// a process that is killed leaves at worst a transient handle, which the next
+// sequence flushes when the TPM has no room left.
+//
+// Structures leave this package as the TPM marshals them (TPM 2.0 Library, Part 2).
+// Nothing here decides whether they are to be believed: that is trust/attest/tpm2.
+package tpm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/google/go-tpm/tpm2/transport"
+)
+
+// PCRCount is how many PCRs a quote covers: 0 to 15, those that a running system can
+// extend but not reset (TCG PC Client Platform TPM Profile, section 4.6).
+const PCRCount = 16
+
+// DefaultLock is the file whose lock serialises all processes that use the TPM.
+const DefaultLock = "/run/muster/tpm.lock"
+
+// commandTimeout bounds one command. Making an RSA primary key is the slowest; on
+// discrete TPMs it takes up to about a minute (PC Client Profile, duration "long").
+const commandTimeout = 2 * time.Minute
+
+// Device is what the rest of Muster asks of a TPM. [*TPM] implements it; tpmtest.Contract
+// says what an implementation promises.
+type Device interface {
+	// EndorsementKey returns the endorsement key that has a certificate, an ECC one
+	// before an RSA one: one TPM must not be two machines.
+	EndorsementKey(ctx context.Context) (EK, error)
+	// AttestationKey returns the TPMT_PUBLIC of the attestation key, the same after
+	// each boot.
+	AttestationKey(ctx context.Context) ([]byte, error)
+	// Quote signs extraData and PCR 0 to 15 of one bank with the attestation key.
+	Quote(ctx context.Context, extraData [32]byte, bank Bank) (Quote, error)
+	// ActivateCredential opens a credential that was made for the endorsement key
+	// and the name of the attestation key: TPMS_ID_OBJECT and the content of
+	// TPM2B_ENCRYPTED_SECRET. The result is a secret.
+	ActivateCredential(ctx context.Context, blob, encryptedSecret []byte) ([]byte, error)
+	// Measure extends one PCR, 0 to 15, by the hash of data, 0 to 1024 bytes: in every
+	// bank that the TPM keeps, by that bank's hash.
+	Measure(ctx context.Context, pcr int, data []byte) error
+	// ReadPCR reads one PCR, unsigned: good for looking at oneself, never for
+	// judging somebody else (A2).
+	ReadPCR(ctx context.Context, bank Bank, pcr int) ([]byte, error)
+}
+
+// EK is an endorsement key.
+type EK struct {
+	// Certificates are X.509 in DER: the key's own first, then the issuers that the
+	// TPM stores, in order and without a self-signed root. 1 to 8.
+	Certificates [][]byte
+	// Public is the key's TPMT_PUBLIC. The TPM holds the private part: the key was
+	// made from the template, and found equal to the certificate's.
+	Public []byte
+}
+
+// Quote is what TPM2_Quote returned, with the PCR values that it covers.
+type Quote struct {
+	// Attest is the TPMS_ATTEST that was signed.
+	Attest []byte
+	// Signature is the TPMT_SIGNATURE over Attest.
+	Signature []byte
+	// AKPublic is the TPMT_PUBLIC of the key that signed.
+	AKPublic []byte
+	// Bank is the quoted bank.
+	Bank Bank
+	// PCRs are the values of PCR 0 to 15. Their digest is the one in Attest.
+	PCRs [][]byte
+}
+
+// Errors that callers tell apart.
+var (
+	// ErrNoCertificate means that the TPM stores no endorsement key certificate. A
+	// machine like that cannot be told from an emulated one.
+	ErrNoCertificate = errors.New("the TPM stores no endorsement key certificate")
+	// ErrCertificateMismatch means that no key template of the TCG EK Credential
+	// Profile gives the key that the stored certificate names.
+	ErrCertificateMismatch = errors.New("the endorsement key certificate is for another key")
+	// ErrBankInactive means that the TPM does not keep PCRs in the bank asked for.
+	ErrBankInactive = errors.New("the TPM keeps no PCRs in this bank")
+	// ErrPCRsMoved means that PCRs were extended during each of several attempts to
+	// read them together with their quote.
+	ErrPCRsMoved = errors.New("PCRs were extended while they were read")
+)
+
+// An Option changes how a TPM is used.
+type Option func(*TPM)
+
+// WithLock sets the lock file in place of [DefaultLock]. Its folder must exist. All
+// processes that use the same TPM must name the same file.
+func WithLock(path string) Option { return func(t *TPM) { t.lock = path } }
+
+// TPM is a TPM that is opened for each sequence of commands. It is safe for
+// concurrent use; sequences queue.
+type TPM struct {
+	open func() (transport.TPMCloser, error)
+	lock string        // empty: no other process can reach this TPM
+	turn chan struct{} // holds one token: the right to run a sequence in this process
+
+	mu   sync.Mutex // guards what follows; never held during commands
+	ek   *knownEK
+	keys map[keyID]savedKey
+}
+
+var _ Device = (*TPM)(nil)
+
+// Open returns the TPM at path: a character device (/dev/tpmrm0), or the unix socket
+// that an emulator (swtpm's data socket) listens on. Nothing is opened before the
+// first call of a method.
+func Open(path string, opts ...Option) *TPM {
+	t := newTPM(func() (transport.TPMCloser, error) { return openPath(path) })
+	t.lock = DefaultLock
+	for _, o := range opts {
+		o(t)
+	}
+	return t
+}
+
+// New returns a TPM that opener opens, such as a simulator in this process. Unlike
+// [Open] it takes no lock file unless [WithLock] names one.
+func New(opener func() (transport.TPMCloser, error), opts ...Option) *TPM {
+	t := newTPM(opener)
+	for _, o := range opts {
+		o(t)
+	}
+	return t
+}
+
+func newTPM(open func() (transport.TPMCloser, error)) *TPM {
+	t := &TPM{open: open, turn: make(chan struct{}, 1), keys: make(map[keyID]savedKey)}
+	t.turn <- struct{}{}
+	return t
+}
+
+// sequence runs use with the TPM open and the machine-wide lock held. ctx is honoured
+// while waiting for its turn; once commands run they run to their end, so that what
+// they loaded is flushed.
+func (t *TPM) sequence(ctx context.Context, what string, use func(*conn) error) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("tpm: %s: %w", what, err)
+		}
+	}()
+	select {
+	case <-t.turn:
+		defer func() { t.turn <- struct{}{} }()
+	case <-ctx.Done():
+		return fmt.Errorf("waiting for the TPM: %w", context.Cause(ctx))
+	}
+	if t.lock != "" {
+		unlock, err := lockFile(ctx, t.lock)
+		if err != nil {
+			return err
+		}
+		defer unlock()
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	dev, err := t.open()
+	if err != nil {
+		return fmt.Errorf("open: %w", err)
+	}
+	c := &conn{owner: t, tpm: patient{dev}}
+	defer func() { err = errors.Join(err, c.flush(), dev.Close()) }()
+	return use(c)
+}
