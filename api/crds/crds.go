@@ -1,0 +1,10 @@
+// Package crds carries the CustomResourceDefinitions of Muster's API as controller-gen writes
+// them from package v1alpha1.
+package crds
+
+import "embed"
+
+// FS holds one YAML file for each CustomResourceDefinition.
+//
+//go:embed *.yaml
+var FS embed.FS

@@ -1,0 +1,222 @@
+package v1alpha1
+
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+// PolicyName is the name of the one AttestationPolicy that services read.
+const PolicyName = "default"
+
+// AttestationPolicy is what the owner of a cluster accepts as evidence. Services read the
+// one named "default". A policy whose signature or content is wrong, or whose serial is lower than
+// that of the one in force, does not replace a good one; status.reason says so.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=apol
+// +kubebuilder:printcolumn:name="Accepted",type=boolean,JSONPath=`.status.accepted`
+// +kubebuilder:printcolumn:name="Serial",type=integer,JSONPath=`.status.serial`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.reason`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type AttestationPolicy struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is the policy as its owner signed it.
+	Spec AttestationPolicySpec `json:"spec"`
+	// Status is what the services made of it.
+	Status AttestationPolicyStatus `json:"status,omitempty"`
+}
+
+// AttestationPolicySpec is a policy and its signature.
+type AttestationPolicySpec struct {
+	// Policy is a muster.attest.v1.Policy in protobuf's JSON mapping: the very bytes that were
+	// signed, at most 256 KiB.
+	//
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=262144
+	Policy string `json:"policy"`
+	// Signature is Ed25519 (RFC 8032) by the owner's key over "muster policy v1", a zero byte
+	// and the policy's bytes; 64 bytes, in base64.
+	//
+	// +kubebuilder:validation:MinLength=88
+	// +kubebuilder:validation:MaxLength=88
+	// +kubebuilder:validation:Format=byte
+	Signature string `json:"signature"`
+}
+
+// AttestationPolicyStatus tells whether the policy in spec is the one in force.
+type AttestationPolicyStatus struct {
+	// Accepted is whether the policy of observedGeneration is in force.
+	Accepted bool `json:"accepted"`
+	// ObservedGeneration is the metadata.generation that this status speaks of.
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Generation is the metadata.generation of the policy in force; 0: none is.
+	Generation int64 `json:"generation,omitempty"`
+	// Serial is the serial of the policy in force. A lower one is never accepted again.
+	//
+	// +kubebuilder:validation:Minimum=0
+	Serial int64 `json:"serial,omitempty"`
+	// Reason is empty, or the reason code of the refusal, as in POLICY_SIGNATURE.
+	Reason string `json:"reason,omitempty"`
+	// Message says what is wrong, for people.
+	//
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
+	// Insecure lists the switches that weaken the cluster and are on.
+	//
+	// +listType=set
+	Insecure []string `json:"insecure,omitempty"`
+}
+
+// AttestationPolicyList is a list of policies.
+//
+// +kubebuilder:object:root=true
+type AttestationPolicyList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []AttestationPolicy `json:"items"`
+}
+
+// Role is what a node does in its cluster.
+//
+// +kubebuilder:validation:Enum=worker;control-plane
+type Role string
+
+// The roles.
+const (
+	RoleWorker       Role = "worker"
+	RoleControlPlane Role = "control-plane"
+)
+
+// DiskMode is how a machine keeps its state.
+//
+// +kubebuilder:validation:Enum=plain;luks
+type DiskMode string
+
+// The disk modes.
+const (
+	DiskModePlain DiskMode = "plain"
+	DiskModeLUKS  DiskMode = "luks"
+)
+
+// AttestedNode is the enrolment of one machine: its name is the node's name, which
+// belongs to that machine alone from then on (J4). A worker enrols itself by passing
+// attestation; a control plane is enrolled by the owner beforehand. Deleting it frees the name.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=an
+// +kubebuilder:printcolumn:name="Role",type=string,JSONPath=`.spec.role`
+// +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`,priority=1
+// +kubebuilder:printcolumn:name="Accepted",type=boolean,JSONPath=`.status.lastVerdict.accepted`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.lastVerdict.reason`
+// +kubebuilder:printcolumn:name="Verdict",type=date,JSONPath=`.status.lastVerdict.time`
+// +kubebuilder:printcolumn:name="Banned",type=boolean,JSONPath=`.spec.banned`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:validation:XValidation:rule="size(self.metadata.name) <= 63 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",message="a node name is a DNS label"
+type AttestedNode struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is the enrolment.
+	Spec AttestedNodeSpec `json:"spec"`
+	// Status is what the machine last proved.
+	Status AttestedNodeStatus `json:"status,omitempty"`
+}
+
+// AttestedNodeSpec says which machine has the name, and what it may have.
+type AttestedNodeSpec struct {
+	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
+	// 64 lower-case hexadecimal digits. It never changes.
+	//
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a name belongs to one machine: delete the AttestedNode to free it"
+	MachineID string `json:"machineID"`
+	// Role is what the node does. It never changes.
+	//
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a node's role does not change"
+	Role Role `json:"role"`
+	// DiskID is the UUID of the machine's state disk, in the 36-character lower-case form. Empty
+	// until the machine's first join if the owner enrolled it.
+	//
+	// +kubebuilder:validation:Pattern=`^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})?$`
+	// +kubebuilder:validation:XValidation:rule="oldSelf == '' || self == oldSelf",message="the machine is enrolled with another disk"
+	DiskID string `json:"diskID,omitempty"`
+	// DiskMode is how the machine keeps its state. Empty until its first join if the owner enrolled it.
+	DiskMode DiskMode `json:"diskMode,omitempty"`
+	// Addresses are the IP addresses that the node may have in its serving certificate.
+	//
+	// +kubebuilder:validation:MaxItems=16
+	// +kubebuilder:validation:items:MaxLength=45
+	// +listType=set
+	Addresses []string `json:"addresses,omitempty"`
+	// Banned refuses the machine everything, at once.
+	Banned bool `json:"banned,omitempty"`
+}
+
+// AttestedNodeStatus is what the machine last proved.
+type AttestedNodeStatus struct {
+	// LastVerdict is the verdict on the machine's latest evidence.
+	LastVerdict *Verdict `json:"lastVerdict,omitempty"`
+	// PolicyGeneration is the metadata.generation of the policy that was applied.
+	PolicyGeneration int64 `json:"policyGeneration,omitempty"`
+	// PolicySerial is the serial of the policy that was applied.
+	//
+	// +kubebuilder:validation:Minimum=0
+	PolicySerial int64 `json:"policySerial,omitempty"`
+	// EvidenceDigest is the SHA-256 of the evidence, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxLength=64
+	EvidenceDigest string `json:"evidenceDigest,omitempty"`
+	// PCRs are the quoted values by PCR number, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxProperties=24
+	PCRs map[string]string `json:"pcrs,omitempty"`
+	// AKName is the TPM name of the attestation key, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxLength=136
+	AKName string `json:"akName,omitempty"`
+	// ResetCount is the TPM's count of resets. It does not go down: a TPM that was
+	// cleared needs the owner to enrol the machine anew.
+	//
+	// +kubebuilder:validation:Minimum=0
+	ResetCount *int64 `json:"resetCount,omitempty"`
+	// Ticket is the latest join ticket.
+	Ticket *Ticket `json:"ticket,omitempty"`
+	// Conditions follow the conventions of the Kubernetes API.
+	//
+	// +listType=map
+	// +listMapKey=type
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// Verdict is the judgement on one piece of evidence.
+type Verdict struct {
+	// Accepted is whether the policy accepts the machine.
+	Accepted bool `json:"accepted"`
+	// Reason is the reason code, as in POLICY_REFUSED; ACCEPTED if it was accepted.
+	Reason string `json:"reason"`
+	// Time is when the evidence was judged.
+	Time metav1.Time `json:"time"`
+}
+
+// Ticket is a join ticket that was issued.
+type Ticket struct {
+	// ID names the ticket: 16 random bytes in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxLength=32
+	ID string `json:"id"`
+	// IssuedAt is when it was issued.
+	IssuedAt metav1.Time `json:"issuedAt"`
+	// Enrolled is whether the ticket, or one before it, made this AttestedNode. Returning such
+	// a ticket deletes the AttestedNode.
+	Enrolled bool `json:"enrolled,omitempty"`
+}
+
+// AttestedNodeList is a list of enrolments.
+//
+// +kubebuilder:object:root=true
+type AttestedNodeList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []AttestedNode `json:"items"`
+}

@@ -1,0 +1,442 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/attester"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	attesterservice "github.com/muster-k8s/muster/services/bootstrapper/attester"
+	"github.com/muster-k8s/muster/services/kms"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const namespace = "muster-system"
+
+var shared *membertest.Cluster
+
+func TestMain(m *testing.M) {
+	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
+		if err != nil {
+			return nil, err
+		}
+		return shared.Stop, nil
+	})
+}
+
+// stage is a cluster with one control plane, cp1, that runs the attester, the key service and
+// joinservice, each as on a real machine: over sockets, with tokens, and with the chart's rights.
+type stage struct {
+	*membertest.Cluster
+	ca       *attesttest.CA
+	cp1      *attesttest.Machine
+	join     *membertest.Service
+	kms      *membertest.Service
+	audit    string
+	rootDir  string
+	pki      string
+	token    string
+	sockets  string
+	kubeconf string
+}
+
+type option func(*stage)
+
+// auditAt puts the audit log somewhere else.
+func auditAt(path string) option { return func(s *stage) { s.audit = path } }
+
+func setUp(t *testing.T, options ...option) *stage {
+	t.Helper()
+	shared.Reset(t)
+	dir := t.TempDir()
+	s := &stage{
+		Cluster: shared, ca: attesttest.NewCA(t), audit: filepath.Join(dir, "audit.jsonl"), rootDir: filepath.Join(dir, "root"),
+		pki: filepath.Join(dir, "pki"), token: filepath.Join(dir, "token"), kubeconf: filepath.Join(dir, "kubeconfig"),
+	}
+	for _, o := range options {
+		o(s)
+	}
+	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	s.cp1.LockTo(s.ID)
+	s.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+	s.policy(t)
+	s.writeFiles(t)
+	s.serveAttester(t)
+	s.serveKMS(t)
+	s.serveJoin(t)
+	return s
+}
+
+// policy puts a policy in force that accepts what cp1 booted.
+func (s *stage) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
+	t.Helper()
+	changes = append([]func(*attestv1.Policy){func(p *attestv1.Policy) {
+		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+	}}, changes...)
+	return s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, changes...))
+}
+
+var pkiFiles = []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key"}
+
+func (s *stage) writeFiles(t *testing.T) {
+	t.Helper()
+	files := map[string][]byte{filepath.Join(s.rootDir, "root"): s.Root[:], filepath.Join(s.rootDir, "salt"): s.Salt[:]}
+	for _, name := range pkiFiles {
+		files[filepath.Join(s.pki, name)] = []byte("content of " + name)
+	}
+	for path, content := range files {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, content, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pod, err := s.Pod(t.Context(), namespace, "joinservice", "cp1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := s.Token(t.Context(), namespace, "joinservice", kms.Audience, pod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	api, err := s.As(t.Context(), namespace, "joinservice")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.WriteFile(s.token, []byte(token+"\n"), 0o600), envtest.WriteKubeconfig(s.kubeconf, api)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// serveAttester runs cp1's attester on its sockets.
+func (s *stage) serveAttester(t *testing.T) {
+	t.Helper()
+	// The path of a socket has at most 108 bytes.
+	dir, err := os.MkdirTemp("", "muster")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	s.sockets = dir
+	attesters := map[attest.Purpose]attest.Attester{}
+	for _, p := range attesterservice.Purposes {
+		attesters[p] = s.cp1.Attester(p)
+	}
+	server, err := attesterservice.New(attesterservice.Config{Dir: dir, Attesters: attesters, Metrics: prometheus.NewRegistry(), Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- server.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func (s *stage) serveKMS(t *testing.T) {
+	t.Helper()
+	api, err := s.As(t.Context(), namespace, "kms")
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := attester.New(attester.Socket(s.sockets, attest.PurposeKMS))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(client.Close)
+	s.kms = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
+		return kms.Run(ctx, kms.Options{
+			Listener: rpcs, Metrics: probes, Attester: client, Owner: s.Public, RootDir: s.rootDir, API: api,
+			Audit: audit.NewStream(io.Discard), Log: slog.New(slog.NewJSONHandler(stderr, nil)),
+		})
+	})
+}
+
+// serveJoin runs the program itself, by its flags.
+func (s *stage) serveJoin(t *testing.T) {
+	t.Helper()
+	s.join = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
+		if err := errors.Join(rpcs.Close(), probes.Close()); err != nil {
+			return err
+		}
+		return run(ctx, []string{
+			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
+			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public),
+			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
+		}, stderr)
+	})
+}
+
+// machine is one that boots what cp1 did.
+func (s *stage) machine(t *testing.T) *attesttest.Machine {
+	t.Helper()
+	return attesttest.NewMachine(t, s.ca, attesttest.Options{})
+}
+
+// dial gives a joiner's client. It judges the joinservice by the policy that this presents, as a
+// machine does that knows its owner.
+func (s *stage) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
+	t.Helper()
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
+}
+
+func (s *stage) transport(t *testing.T, a attest.Attester) *atls.Transport {
+	t.Helper()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = transport.Close() })
+	return transport
+}
+
+type presented struct{ s *stage }
+
+func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
+	policy, err := attest.OpenPolicy(p.s.Public, c.SignedPolicy())
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	return policy.Appraise(c, attest.LockedTo(p.s.ID))
+}
+
+// wish is a request with the keys that stay on the machine.
+type wish struct {
+	*joinv1.IssueJoinTicketRequest
+	client, serving *ecdsa.PrivateKey
+}
+
+const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+
+// worker is what a good worker w1 asks for; each change is made before its requests are signed.
+func worker(t *testing.T, changes ...func(*wishes)) *wish {
+	t.Helper()
+	w := &wishes{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
+	for _, c := range changes {
+		c(w)
+	}
+	return w.sign(t)
+}
+
+type wishes struct {
+	name, disk string
+	role       joinv1.Role
+	mode       joinv1.DiskMode
+	addresses  []string
+	template   func(client, serving *x509.CertificateRequest)
+	request    func(*joinv1.IssueJoinTicketRequest)
+}
+
+func named(name, disk string, addresses ...string) func(*wishes) {
+	return func(w *wishes) { w.name, w.disk, w.addresses = name, disk, addresses }
+}
+
+func (w *wishes) sign(t *testing.T) *wish {
+	t.Helper()
+	out := &wish{client: newKey(t), serving: newKey(t)}
+	subject := pkix.Name{CommonName: "system:node:" + w.name, Organization: []string{"system:nodes"}}
+	client := &x509.CertificateRequest{Subject: subject}
+	serving := &x509.CertificateRequest{Subject: subject, DNSNames: []string{w.name}}
+	for _, a := range w.addresses {
+		ip := net.ParseIP(a)
+		if v4 := ip.To4(); v4 != nil {
+			ip = v4
+		}
+		serving.IPAddresses = append(serving.IPAddresses, ip)
+	}
+	if w.template != nil {
+		w.template(client, serving)
+	}
+	out.IssueJoinTicketRequest = &joinv1.IssueJoinTicketRequest{
+		NodeName: w.name, Role: w.role, DiskId: w.disk, DiskMode: w.mode,
+		KubeletClientCsr: csr(t, client, out.client), KubeletServingCsr: csr(t, serving, out.serving),
+	}
+	if w.request != nil {
+		w.request(out.IssueJoinTicketRequest)
+	}
+	return out
+}
+
+func newKey(t *testing.T) *ecdsa.PrivateKey {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+func csr(t *testing.T, template *x509.CertificateRequest, key *ecdsa.PrivateKey) []byte {
+	t.Helper()
+	der, err := x509.CreateCertificateRequest(rand.Reader, template, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return der
+}
+
+// asNode gives the API as a node sees it with its ticket.
+func (s *stage) asNode(t *testing.T, w *wish, ticket *joinv1.IssueJoinTicketResponse) client.Client {
+	t.Helper()
+	der, err := x509.MarshalECPrivateKey(w.client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := client.New(&rest.Config{Host: s.Admin.Host, QPS: -1, TLSClientConfig: rest.TLSClientConfig{
+		CAData: ticket.GetCaCertificate(), CertData: ticket.GetKubeletClientCertificate(),
+		KeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}),
+	}}, client.Options{Scheme: cluster.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func (s *stage) diskKey(t *testing.T, disk string) []byte {
+	t.Helper()
+	id, err := keys.ParseDiskID(disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key.Expose()
+}
+
+// records reads the audit log.
+func (s *stage) records(t *testing.T) []audit.Record {
+	t.Helper()
+	b, err := os.ReadFile(s.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out []audit.Record
+	for lines := bufio.NewScanner(bytes.NewReader(b)); lines.Scan(); {
+		var r audit.Record
+		if err := json.Unmarshal(lines.Bytes(), &r); err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+func (s *stage) recorded(t *testing.T, fits func(audit.Record) bool) bool {
+	t.Helper()
+	for _, r := range s.records(t) {
+		if fits(r) {
+			return true
+		}
+	}
+	return false
+}
+
+func leaf(t *testing.T, chain []byte) *x509.Certificate {
+	t.Helper()
+	block, _ := pem.Decode(chain)
+	if block == nil {
+		t.Fatal("no PEM")
+	}
+	c, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// ticketFor asks for a ticket that must be given.
+func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *wish) *joinv1.IssueJoinTicketResponse {
+	t.Helper()
+	ticket, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ticket
+}
+
+// nothingOf fails the test if anything of a refused machine is left.
+func (s *stage) nothingOf(t *testing.T, m *attesttest.Machine) {
+	t.Helper()
+	l := &v1alpha1.AttestedNodeList{}
+	if err := s.Client.List(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range l.Items {
+		if n.Spec.MachineID == m.ID().String() {
+			t.Errorf("AttestedNode %s is left", n.Name)
+		}
+	}
+	for node, machine := range s.Listed(t) {
+		if machine == m.ID().String() {
+			t.Errorf("node %s may write", node)
+		}
+	}
+}
+
+// noRequests waits until certificate requests are gone; a refused machine makes none.
+func (s *stage) noRequests(t *testing.T) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		left := s.CSRs(t)
+		return membertest.Want(len(left) == 0, "certificate requests are left: %v", left)
+	})
+}
+
+// forget deletes enrolments, and waits until joinservice has seen it.
+func (s *stage) forget(t *testing.T, nodes ...string) {
+	t.Helper()
+	for _, n := range nodes {
+		if err := client.IgnoreNotFound(s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: n}})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	membertest.Eventually(t, func() error {
+		listed := s.Listed(t)
+		for _, n := range nodes {
+			if _, ok := listed[n]; ok {
+				return fmt.Errorf("the forgotten node %s may still write", n)
+			}
+		}
+		return nil
+	})
+}

@@ -1,0 +1,273 @@
+package main
+
+import (
+	"bytes"
+	"crypto/x509"
+	"encoding/hex"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
+	s := setUp(t)
+	m, w := s.machine(t), worker(t)
+	ticket := s.ticketFor(t, m, w)
+
+	if !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
+		t.Error("the disk key is another than the root secret gives")
+	}
+	if !bytes.Equal(ticket.GetClusterId(), s.ID[:]) || len(ticket.GetTicketId()) != 16 || ticket.GetKubernetesVersion() != "1.36.1" || ticket.GetControlPlaneEndpoint() != "192.168.77.1:6443" {
+		t.Errorf("ticket %v", ticket)
+	}
+	if len(ticket.GetControlPlaneFiles()) != 0 {
+		t.Error("a worker got a control plane's files (J6)")
+	}
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(ticket.GetCaCertificate())
+	for kind, tt := range map[string]struct {
+		chain []byte
+		key   any
+		usage x509.ExtKeyUsage
+	}{
+		"client":  {ticket.GetKubeletClientCertificate(), w.client.Public(), x509.ExtKeyUsageClientAuth},
+		"serving": {ticket.GetKubeletServingCertificate(), w.serving.Public(), x509.ExtKeyUsageServerAuth},
+	} {
+		c := leaf(t, tt.chain)
+		if _, err := c.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{tt.usage}}); err != nil {
+			t.Errorf("%s certificate: %v", kind, err)
+		}
+		if len(c.ExtKeyUsage) != 1 || c.Subject.CommonName != "system:node:w1" || !w.client.PublicKey.Equal(c.PublicKey) && !w.serving.PublicKey.Equal(c.PublicKey) {
+			t.Errorf("%s certificate of %s for %v", kind, c.Subject, c.ExtKeyUsage)
+		}
+		if ticket.GetExpiresAt().AsTime().After(c.NotAfter) {
+			t.Errorf("the ticket outlives its %s certificate", kind)
+		}
+	}
+
+	n := s.Node(t, "w1")
+	if n == nil {
+		t.Fatal("not enrolled")
+	}
+	if n.Spec.MachineID != m.ID().String() || n.Spec.Role != v1alpha1.RoleWorker || n.Spec.DiskID != disk1 || n.Spec.DiskMode != v1alpha1.DiskModePlain || !slices.Equal(n.Spec.Addresses, []string{"192.168.77.12"}) {
+		t.Errorf("enrolment %+v", n.Spec)
+	}
+	st := n.Status
+	if st.LastVerdict == nil || !st.LastVerdict.Accepted || st.PolicyGeneration == 0 || st.PolicySerial != 1 || st.PCRs["4"] != hex.EncodeToString(m.PCRs()[4]) || st.Ticket == nil || st.Ticket.ID != hex.EncodeToString(ticket.GetTicketId()) || !st.Ticket.Enrolled {
+		t.Errorf("status %+v", st)
+	}
+	if s.Listed(t)["w1"] != m.ID().String() {
+		t.Errorf("who may write: %v", s.Listed(t))
+	}
+	s.noRequests(t)
+
+	id := hex.EncodeToString(ticket.GetTicketId())
+	for _, event := range []string{"ticket decided", "ticket issued"} {
+		if !s.recorded(t, func(r audit.Record) bool {
+			return r.Event == event && r.Ticket == id && r.Reason == "ACCEPTED" && r.Machine == m.ID().String() && r.Node == "w1" && r.Disk == disk1 && r.PolicySerial == 1
+		}) {
+			t.Errorf("no record %q", event)
+		}
+	}
+	if !s.join.Logged("msg", "ticket issued", "ticket", id) || s.join.Metric(t, "muster_join_tickets_total", "role", "worker", "reason", "ACCEPTED") != 1 {
+		t.Error("the ticket is not in log and metrics")
+	}
+	if s.join.Metric(t, "muster_join_stage_seconds", "stage", "total") != 1 || s.join.Metric(t, "muster_insecure_config", "reason", "allowPlainState") != 1 {
+		t.Error("stages or insecure switches are not in the metrics")
+	}
+	records, err := os.ReadFile(s.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := os.ReadFile(s.token)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for where, text := range map[string]string{"log": s.join.Log.String(), "audit log": string(records)} {
+		for _, secret := range [][]byte{ticket.GetDiskKey(), s.Root[:], bytes.TrimSpace(token)} {
+			if strings.Contains(text, string(secret)) || strings.Contains(text, hex.EncodeToString(secret)) {
+				t.Errorf("a secret is in the %s (K3)", where)
+			}
+		}
+	}
+
+	t.Run("with it the machine is its node, and no other", func(t *testing.T) {
+		api := s.asNode(t, w, ticket)
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+		membertest.Eventually(t, func() error { return api.Create(t.Context(), node) }) // once the admission policy has seen the list
+		other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w2"}}
+		if err := api.Create(t.Context(), other); !apierrors.IsForbidden(err) {
+			t.Errorf("it could make another node: %v", err)
+		}
+		if err := api.List(t.Context(), &corev1.SecretList{}); !apierrors.IsForbidden(err) {
+			t.Errorf("it could read secrets: %v", err)
+		}
+	})
+}
+
+func TestATicketTakesAtMostEightRequests(t *testing.T) {
+	s := setUp(t)
+	s.ticketFor(t, s.machine(t), worker(t)) // the first one also finds out what the API serves
+	s.noRequests(t)
+	count := func() []string {
+		var out []string
+		for _, r := range append(s.Requests(t, "muster-joinservice/"), s.Requests(t, "kms.test")...) {
+			if r.Verb != "watch" {
+				out = append(out, fmt.Sprintf("%s %s/%s %d", r.Verb, r.Object.Resource, r.Object.Subresource, r.Status.Code))
+			}
+		}
+		return out
+	}
+	before := count()
+	s.ticketFor(t, s.machine(t), worker(t, named("w2", strings.Replace(disk1, "1", "2", 1), "192.168.77.13")))
+	var took []string
+	for _, r := range count()[len(before):] {
+		if !strings.HasPrefix(r, "delete certificatesigningrequests") { // these follow the ticket
+			took = append(took, r)
+		}
+	}
+	// The key service's token review is the eighth.
+	if len(took) > 7 {
+		t.Errorf("joinservice made %d requests: %v", len(took), took)
+	}
+	t.Logf("%v", took)
+}
+
+func TestTheSameMachineMayAskAgain(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	first := s.ticketFor(t, m, worker(t))
+	uid := s.Node(t, "w1").UID
+	second := s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID) // and after it has taken the node lock
+	third := s.ticketFor(t, m, worker(t))
+	m.Reboot()
+	fourth := s.ticketFor(t, m, worker(t))
+	for _, again := range []*joinv1.IssueJoinTicketResponse{second, third, fourth} {
+		if !bytes.Equal(again.GetDiskKey(), first.GetDiskKey()) || bytes.Equal(again.GetTicketId(), first.GetTicketId()) {
+			t.Error("another disk key, or the same ticket")
+		}
+	}
+	if n := s.Node(t, "w1"); n.UID != uid || !n.Status.Ticket.Enrolled {
+		t.Error("it was enrolled anew, or the ticket forgot that it made the enrolment")
+	}
+}
+
+func TestOfTwoWhoAskAtOnceOneGetsIt(t *testing.T) {
+	s := setUp(t)
+	for name, tt := range map[string]struct {
+		second func(*wishes)
+		reason attestv1.Reason
+	}{
+		"the same name":    {named("w1", "5f0c95b6-2a3d-4c7e-9f10-00000000000b", "192.168.77.22"), attestv1.Reason_REASON_NAME_TAKEN},
+		"the same disk":    {named("x2", disk1, "192.168.77.22"), attestv1.Reason_REASON_DISK_MISMATCH},
+		"the same address": {named("x2", "5f0c95b6-2a3d-4c7e-9f10-00000000000b", "192.168.77.12"), attestv1.Reason_REASON_ADDRESS_REFUSED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for range 3 {
+				s.forget(t, "w1", "x2")
+				one, two := s.dial(t, s.machine(t).Attester(attest.PurposeMachine)), s.dial(t, s.machine(t).Attester(attest.PurposeMachine))
+				first, second := worker(t), worker(t, tt.second)
+				var wg sync.WaitGroup
+				var errOne, errTwo error
+				wg.Go(func() { _, errOne = one.IssueJoinTicket(t.Context(), first.IssueJoinTicketRequest) })
+				wg.Go(func() { _, errTwo = two.IssueJoinTicket(t.Context(), second.IssueJoinTicketRequest) })
+				wg.Wait()
+				if errOne == nil && errTwo == nil {
+					t.Fatal("both got a ticket")
+				}
+				for _, err := range []error{errOne, errTwo} {
+					if err != nil && rpc.ReasonFrom(err) != tt.reason {
+						t.Errorf("%v, want %s", err, attest.ReasonName(tt.reason))
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestAReturnedTicketLeavesNothing(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	client := s.dial(t, m.Attester(attest.PurposeMachine))
+	ticket := s.ticketFor(t, m, worker(t))
+	for name, tt := range map[string]struct {
+		caller attest.Attester
+		id     []byte
+	}{
+		"a ticket that nobody issued": {m.Attester(attest.PurposeMachine), make([]byte, 16)},
+		"an ID of another length":     {m.Attester(attest.PurposeMachine), ticket.GetTicketId()[:15]},
+		"another machine's ticket":    {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := s.dial(t, tt.caller).ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: tt.id})
+			if rpc.ReasonFrom(err) != attestv1.Reason_REASON_TICKET_UNKNOWN {
+				t.Errorf("%v, want TICKET_UNKNOWN", err)
+			}
+			if s.Node(t, "w1") == nil {
+				t.Error("the enrolment is gone")
+			}
+		})
+	}
+	if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
+		t.Fatal(err)
+	}
+	s.nothingOf(t, m)
+	if !s.recorded(t, func(r audit.Record) bool {
+		return r.Event == "ticket returned" && r.Ticket == hex.EncodeToString(ticket.GetTicketId())
+	}) {
+		t.Error("no record")
+	}
+	t.Run("another machine may have the name now", func(t *testing.T) {
+		s.ticketFor(t, s.machine(t), worker(t))
+	})
+}
+
+func TestAControlPlaneGetsItsFiles(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	client := s.dial(t, m.Attester(attest.PurposeMachine))
+	var ticket *joinv1.IssueJoinTicketResponse
+	membertest.Eventually(t, func() (err error) {
+		ticket, err = client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	})
+	var got []string
+	for _, f := range ticket.GetControlPlaneFiles() {
+		got = append(got, f.GetPath())
+		if string(f.GetContent()) != "content of "+f.GetPath() {
+			t.Errorf("%s holds something else", f.GetPath())
+		}
+	}
+	if !slices.Equal(got, pkiFiles) {
+		t.Errorf("files %v", got)
+	}
+	if n := s.Node(t, "cp2"); n.Spec.DiskID != disk1 || n.Status.Ticket.Enrolled {
+		t.Errorf("enrolment %+v, ticket %+v", n.Spec, n.Status.Ticket)
+	}
+	t.Run("a returned ticket leaves the owner's enrolment", func(t *testing.T) {
+		if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
+			t.Fatal(err)
+		}
+		if s.Node(t, "cp2") == nil {
+			t.Error("it is gone")
+		}
+	})
+}

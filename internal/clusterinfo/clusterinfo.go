@@ -1,0 +1,92 @@
+// Package clusterinfo is what everybody in a cluster may know about it: the content of the
+// ConfigMap muster-system/muster-cluster. The first machine writes it, the services read it.
+// Nothing in it is secret.
+package clusterinfo
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Where it stands.
+const (
+	Namespace = "muster-system"
+	ConfigMap = "muster-cluster"
+	Key       = "cluster.json"
+)
+
+// Info describes a cluster.
+type Info struct {
+	// ClusterID is derived from the root secret; 32 bytes.
+	ClusterID keys.ClusterID
+	// MeasurementSalt is what it was derived with; 32 random bytes of init.
+	MeasurementSalt [32]byte
+	// KubernetesVersion is full and without "v".
+	KubernetesVersion string
+	// ControlPlaneEndpoint is HOST:PORT of the API server.
+	ControlPlaneEndpoint string
+	// Components are what a joining machine installs, in that order.
+	Components []versions.Component
+}
+
+type document struct {
+	ClusterID            string               `json:"clusterID"`
+	MeasurementSalt      string               `json:"measurementSalt"`
+	KubernetesVersion    string               `json:"kubernetesVersion"`
+	ControlPlaneEndpoint string               `json:"controlPlaneEndpoint"`
+	Components           []versions.Component `json:"components"`
+}
+
+// Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
+// components.
+func Parse(data []byte) (*Info, error) {
+	var d document
+	dec := json.NewDecoder(bytes.NewReader(data))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&d); err != nil {
+		return nil, fmt.Errorf("%s: %w", Key, err)
+	}
+	id, err := unhex(d.ClusterID)
+	if err != nil {
+		return nil, fmt.Errorf("%s: clusterID: %w", Key, err)
+	}
+	salt, err := unhex(d.MeasurementSalt)
+	if err != nil {
+		return nil, fmt.Errorf("%s: measurementSalt: %w", Key, err)
+	}
+	if _, err := versions.Resolve(d.KubernetesVersion); err != nil {
+		return nil, fmt.Errorf("%s: kubernetesVersion: %w", Key, err)
+	}
+	host, port, err := net.SplitHostPort(d.ControlPlaneEndpoint)
+	if n, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || n == 0 || host == "" {
+		return nil, fmt.Errorf("%s: controlPlaneEndpoint %q: want HOST:PORT", Key, d.ControlPlaneEndpoint)
+	}
+	return &Info{
+		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
+		ControlPlaneEndpoint: d.ControlPlaneEndpoint, Components: d.Components,
+	}, nil
+}
+
+// Marshal gives what [Parse] reads.
+func (i *Info) Marshal() ([]byte, error) {
+	return json.Marshal(document{
+		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
+		ControlPlaneEndpoint: i.ControlPlaneEndpoint, Components: i.Components,
+	})
+}
+
+func unhex(s string) ([32]byte, error) {
+	b, err := hex.DecodeString(s)
+	if err != nil || len(b) != 32 {
+		return [32]byte{}, errors.New("want 64 hexadecimal digits")
+	}
+	return [32]byte(b), nil
+}

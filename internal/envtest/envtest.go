@@ -1,0 +1,264 @@
+// Package envtest runs a real Kubernetes control plane for tests: etcd, kube-apiserver and
+// kube-controller-manager as plain processes on loopback. The signers, RBAC, admission policies and
+// token reviews that tests meet are Kubernetes' own.
+//
+// The programs come from the folder in the environment variable MUSTER_KUBE_BIN, or from the cache
+// that `lab kube-binaries` fills. Without them tests fail and say so.
+package envtest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/cluster"
+)
+
+const (
+	startTimeout = 2 * time.Minute // on a machine that builds at the same time
+	stopTimeout  = 10 * time.Second
+)
+
+// Cluster is a running control plane without nodes.
+type Cluster struct {
+	// Admin may do everything.
+	Admin *rest.Config
+	// Client reads and writes as Admin.
+	Client client.Client
+	// Kubeconfig is the path of Admin's kubeconfig.
+	Kubeconfig string
+	// Dir holds the cluster's files; the programs' logs are *.log.
+	Dir string
+
+	pki   *pki
+	procs []*process
+}
+
+// Start starts a cluster. It is for TestMain, so that the tests of a package share one; what it made
+// so far is stopped if it fails.
+func Start(ctx context.Context) (_ *Cluster, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, errors.New("the control plane did not become ready in time"))
+	defer cancel()
+	bin, err := binaries()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp("", "muster-envtest-")
+	if err != nil {
+		return nil, err
+	}
+	c := &Cluster{Dir: dir}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, c.Stop())
+		}
+	}()
+	if c.pki, err = newPKI(dir); err != nil {
+		return nil, err
+	}
+	ports, err := freePorts(ctx, 3)
+	if err != nil {
+		return nil, err
+	}
+	server := fmt.Sprintf("https://127.0.0.1:%d", ports[2])
+	if c.Kubeconfig, err = c.pki.kubeconfig(dir, "admin", server, "system:masters"); err != nil {
+		return nil, err
+	}
+	manager, err := c.pki.kubeconfig(dir, "system:kube-controller-manager", server)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(filepath.Join(dir, "audit-policy.yaml"), []byte(auditPolicy), 0o600); err != nil {
+		return nil, err
+	}
+	etcd := fmt.Sprintf("http://127.0.0.1:%d", ports[0])
+	if err := c.run(bin, "etcd", "--data-dir="+filepath.Join(dir, "etcd"), "--unsafe-no-fsync", "--log-level=warn",
+		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, fmt.Sprintf("--listen-peer-urls=http://127.0.0.1:%d", ports[1])); err != nil {
+		return nil, err
+	}
+	if err := c.run(bin, "kube-apiserver", "--etcd-servers="+etcd, "--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[2]),
+		"--advertise-address=192.0.2.250", "--endpoint-reconciler-type=none", "--service-cluster-ip-range=10.96.0.0/16", "--allow-privileged",
+		"--tls-cert-file="+c.pki.file("apiserver.crt"), "--tls-private-key-file="+c.pki.file("apiserver.key"), "--client-ca-file="+c.pki.file("ca.crt"),
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.pki.file("sa.key"), "--service-account-signing-key-file="+c.pki.file("sa.key"),
+		"--audit-policy-file="+filepath.Join(dir, "audit-policy.yaml"), "--audit-log-path="+filepath.Join(dir, auditLog), "--audit-log-mode=blocking",
+		"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--disable-admission-plugins=ServiceAccount"); err != nil {
+		return nil, err
+	}
+	if err := c.connect(ctx, server); err != nil {
+		return nil, err
+	}
+	// The signers are all that is wanted of it: the approver is left out, as in a cluster of Muster's.
+	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers=certificatesigningrequest-signing-controller", "--leader-elect=false",
+		"--secure-port=0", "--cluster-signing-cert-file="+c.pki.file("ca.crt"), "--cluster-signing-key-file="+c.pki.file("ca.key"), "--cluster-signing-duration=24h"); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// CA gives the cluster's certificate authority in PEM.
+func (c *Cluster) CA() []byte { return bytes.Clone(c.Admin.CAData) }
+
+// Stop ends the programs and removes the cluster's files.
+func (c *Cluster) Stop() error {
+	var errs []error
+	// etcd goes last: an API server that lost it does not end.
+	for i := len(c.procs) - 1; i >= 0; i-- {
+		errs = append(errs, c.procs[i].stop())
+	}
+	return errors.Join(append(errs, os.RemoveAll(c.Dir))...)
+}
+
+// connect waits until the API server serves.
+func (c *Cluster) connect(ctx context.Context, server string) error {
+	c.Admin = c.pki.config("admin", server)
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := c.ready(ctx)
+		if err == nil {
+			return nil
+		}
+		for _, p := range c.procs {
+			select {
+			case <-p.done:
+				return fmt.Errorf("%s ended: %w\n%s", p.name, p.err, p.tail())
+			default:
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w\n%s", context.Cause(ctx), err, c.procs[len(c.procs)-1].tail())
+		}
+	}
+}
+
+func (c *Cluster) ready(ctx context.Context) error {
+	var err error
+	if c.Client == nil {
+		if c.Client, err = client.New(c.Admin, client.Options{Scheme: cluster.Scheme()}); err != nil {
+			c.Client = nil
+			return err
+		}
+	}
+	return readyz(ctx, c.Admin)
+}
+
+// run starts a program whose log goes to a file.
+func (c *Cluster) run(bin, name string, args ...string) error {
+	p := &process{name: name, log: filepath.Join(c.Dir, name+".log"), done: make(chan struct{})}
+	log, err := os.Create(p.log)
+	if err != nil {
+		return err
+	}
+	p.cmd = exec.Command(filepath.Join(bin, name), args...) //nolint:gosec,noctx // our own programs, which Stop ends in order
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.Dir = c.Dir
+	// A test binary that is killed takes them along.
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started := make(chan error, 1)
+	go func() {
+		// The signal comes when the thread ends that started the program, so that thread stays.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		defer close(p.done)
+		defer func() { _ = log.Close() }()
+		if err := p.cmd.Start(); err != nil {
+			started <- err
+			return
+		}
+		started <- nil
+		p.err = p.cmd.Wait()
+	}()
+	if err := <-started; err != nil {
+		return fmt.Errorf("start %s: %w", name, err)
+	}
+	c.procs = append(c.procs, p)
+	return nil
+}
+
+type process struct {
+	name, log string
+	cmd       *exec.Cmd
+	done      chan struct{}
+	err       error // once done
+}
+
+func (p *process) stop() error {
+	_ = p.cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-p.done:
+		return nil
+	case <-time.After(stopTimeout):
+		_ = p.cmd.Process.Kill()
+		<-p.done
+		return fmt.Errorf("%s had to be killed", p.name)
+	}
+}
+
+// tail gives the end of the log.
+func (p *process) tail() string {
+	b, err := os.ReadFile(p.log)
+	if err != nil {
+		return err.Error()
+	}
+	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	return strings.Join(lines[max(0, len(lines)-10):], "\n")
+}
+
+// binaries finds the folder of the Kubernetes programs.
+func binaries() (string, error) {
+	const program = "kube-apiserver"
+	if dir := os.Getenv("MUSTER_KUBE_BIN"); dir != "" {
+		if _, err := os.Stat(filepath.Join(dir, program)); err != nil {
+			return "", fmt.Errorf("MUSTER_KUBE_BIN: %w", err)
+		}
+		return dir, nil
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", err
+	}
+	found, err := filepath.Glob(filepath.Join(cache, "muster", "kube", "*", program))
+	if err != nil {
+		return "", err
+	}
+	newest, at := "", time.Time{}
+	for _, path := range found {
+		if info, err := os.Stat(path); err == nil && info.ModTime().After(at) {
+			newest, at = filepath.Dir(path), info.ModTime()
+		}
+	}
+	if newest == "" {
+		return "", fmt.Errorf("no Kubernetes programs below %s: run `go run ./lab kube-binaries`, or set MUSTER_KUBE_BIN to a folder that has etcd, kube-apiserver and kube-controller-manager", filepath.Join(cache, "muster", "kube"))
+	}
+	return newest, nil
+}
+
+// freePorts gives ports that nobody listens on now.
+func freePorts(ctx context.Context, n int) ([]int, error) {
+	var ports []int
+	for range n {
+		l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = l.Close() }()
+		if a, ok := l.Addr().(*net.TCPAddr); ok {
+			ports = append(ports, a.Port)
+		}
+	}
+	return ports, nil
+}

@@ -1,0 +1,80 @@
+// Package evidence dresses attesters for services: a joinservice shows its cluster's policy with
+// its evidence, and readiness knows whether evidence can be made at all.
+package evidence
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"sync/atomic"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// WithPolicy gives an attester whose evidence presents the signed policy, so that a machine that
+// knows the owner's key can judge us by it.
+func WithPolicy(a attest.Attester, signed func() *attestv1.SignedPolicy) (attest.Attester, error) {
+	if a == nil || signed == nil {
+		return nil, errors.New("evidence: attester and policy are required")
+	}
+	return presenting{a, signed}, nil
+}
+
+type presenting struct {
+	attest.Attester
+	signed func() *attestv1.SignedPolicy
+}
+
+func (p presenting) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+	ev, err := p.Attester.Attest(ctx, f, b, eventLog)
+	if err != nil {
+		return nil, err
+	}
+	ev.SignedPolicy = p.signed()
+	return ev, nil
+}
+
+// Probe says whether this machine's attester can make evidence. Its zero value is not usable.
+type Probe struct {
+	attester attest.Attester
+	log      *slog.Logger
+	made     atomic.Bool
+}
+
+// NewProbe gives a Probe of a.
+func NewProbe(a attest.Attester, log *slog.Logger) (*Probe, error) {
+	if a == nil || log == nil || len(a.Formats()) == 0 {
+		return nil, errors.New("evidence: a probe needs a log and an attester that has evidence to give")
+	}
+	return &Probe{attester: a, log: log}, nil
+}
+
+// Serve makes evidence until it has worked once, then waits for ctx to end.
+func (p *Probe) Serve(ctx context.Context) error {
+	for wait := 250 * time.Millisecond; ; wait = min(2*wait, 10*time.Second) {
+		if _, err := p.attester.Attest(ctx, p.attester.Formats()[0], attest.Binding{}, false); err == nil {
+			p.made.Store(true)
+			p.log.Info("own evidence can be made")
+			<-ctx.Done()
+			return nil
+		} else if ctx.Err() == nil {
+			p.log.Warn("own evidence cannot be made; is muster-attester.service running on this machine?", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(wait/2 + rand.N(wait/2)): //nolint:gosec // spreading load is no secret
+		}
+	}
+}
+
+// Ready gives nil once evidence was made.
+func (p *Probe) Ready() error {
+	if !p.made.Load() {
+		return errors.New("no evidence of this machine was made yet")
+	}
+	return nil
+}

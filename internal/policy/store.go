@@ -1,0 +1,269 @@
+// Package policy holds the policy that is in force, and judges by it.
+//
+// The owner's AttestationPolicy reaches a [Store] through an informer; the store checks the
+// owner's signature before it parses anything, and swaps what is in force with one atomic write,
+// so that no judgement ever waits for I/O or sees half a policy. A policy that is not signed,
+// does not parse or counts backwards changes nothing but the report about it. As long as there
+// is no good one, nobody is accepted (A3).
+package policy
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/x509"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// retryWithoutPolicy is what a machine is told to wait as long as there is no policy.
+const retryWithoutPolicy = 5 * time.Second
+
+// InForce is a policy that was checked. It is immutable.
+type InForce struct {
+	// Policy is what was signed.
+	Policy *attest.Policy
+	// Signed is the policy's bytes and signature as its owner made them.
+	Signed *attestv1.SignedPolicy
+	// Generation is the metadata.generation of the AttestationPolicy.
+	Generation int64
+}
+
+// Report says what became of the newest version of the AttestationPolicy.
+type Report struct {
+	// Observed is the version that the report is about; nil if there is none.
+	Observed *v1alpha1.AttestationPolicy
+	// InForce is the policy that is applied now; nil if none is.
+	InForce *InForce
+	// Err is why the newest version is not in force; nil if it is.
+	Err error
+}
+
+// Config lists what a Store needs. All fields are required.
+type Config struct {
+	// Owner is the public key that policies are signed with.
+	Owner   ed25519.PublicKey
+	Log     *slog.Logger
+	Metrics prometheus.Registerer
+}
+
+// Store holds the policy in force. It is safe for concurrent use.
+type Store struct {
+	owner    ed25519.PublicKey
+	log      *slog.Logger
+	inForce  atomic.Pointer[InForce]
+	metrics  metrics
+	mu       sync.Mutex // serialises changes; judgements do not take it
+	floor    uint64     // no lower serial is accepted
+	report   Report
+	reported chan struct{} // closed and replaced with each change
+}
+
+type metrics struct {
+	generation prometheus.Gauge
+	serial     prometheus.Gauge
+	rejected   *prometheus.GaugeVec
+	insecure   *prometheus.GaugeVec
+}
+
+// New gives a Store without a policy, or says which part of cfg is missing.
+func New(cfg Config) (*Store, error) {
+	if len(cfg.Owner) != ed25519.PublicKeySize {
+		return nil, fmt.Errorf("policy: the owner's public key has %d bytes, want %d", len(cfg.Owner), ed25519.PublicKeySize)
+	}
+	if cfg.Log == nil || cfg.Metrics == nil {
+		return nil, errors.New("policy: log and metrics are required")
+	}
+	m := metrics{
+		generation: prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_policy_generation", Help: "Generation of the AttestationPolicy in force; 0: none is."}),
+		serial:     prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_policy_serial", Help: "Serial that the owner gave the policy in force."}),
+		rejected:   prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_policy_rejected", Help: "1 as long as the newest AttestationPolicy is refused for that reason."}, []string{"reason"}),
+		insecure:   prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_insecure_config", Help: "1 for each setting in force that weakens the cluster."}, []string{"reason"}),
+	}
+	for _, c := range []prometheus.Collector{m.generation, m.serial, m.rejected, m.insecure} {
+		if err := cfg.Metrics.Register(c); err != nil {
+			return nil, fmt.Errorf("policy: %w", err)
+		}
+	}
+	return &Store{owner: cfg.Owner, log: cfg.Log, metrics: m, reported: make(chan struct{})}, nil
+}
+
+// Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the one
+// before and reports why.
+func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if old := s.report.Observed; old != nil && old.UID == p.UID && old.Generation == p.Generation {
+		s.report.Observed = p // only its metadata or status changed
+		return
+	}
+	next, err := s.open(p)
+	if err != nil {
+		s.tell(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
+		return
+	}
+	s.floor = max(s.floor, next.Policy.Serial())
+	s.inForce.Store(next)
+	s.tell(Report{Observed: p, InForce: next})
+}
+
+// Remove takes the owner's policy away: nobody is accepted any more.
+func (s *Store) Remove(*v1alpha1.AttestationPolicy) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.inForce.Store(nil)
+	s.tell(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
+}
+
+func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
+	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature is no base64: %w", err)
+	}
+	signed := &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature}
+	parsed, err := attest.OpenPolicy(s.owner, signed)
+	if err != nil {
+		return nil, err
+	}
+	// The status remembers across restarts what a replica has forgotten.
+	floor := s.floor
+	if seen := p.Status.Serial; seen > 0 {
+		floor = max(floor, uint64(seen))
+	}
+	if parsed.Serial() < floor || parsed.Serial() > math.MaxInt64 {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, which was in force already: count it up with every change", parsed.Serial(), floor)
+	}
+	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation}, nil
+}
+
+// tell puts r into log, metrics and report. Its caller holds the lock.
+func (s *Store) tell(r Report) {
+	s.metrics.rejected.Reset()
+	s.metrics.insecure.Reset()
+	s.metrics.generation.Set(0)
+	s.metrics.serial.Set(0)
+	if r.InForce != nil {
+		s.metrics.generation.Set(float64(r.InForce.Generation))
+		s.metrics.serial.Set(float64(r.InForce.Policy.Serial()))
+		for _, name := range r.InForce.Policy.Insecure() {
+			s.metrics.insecure.WithLabelValues(name).Set(1)
+		}
+	}
+	if r.Err != nil {
+		reason := attest.ReasonName(attest.ReasonOf(r.Err))
+		s.metrics.rejected.WithLabelValues(reason).Set(1)
+		s.log.Error("policy refused; what was in force before stays in force", "reason", reason, "err", r.Err, "anyInForce", r.InForce != nil)
+	} else {
+		s.log.Info("policy in force", "generation", r.InForce.Generation, "serial", r.InForce.Policy.Serial())
+		for _, name := range r.InForce.Policy.Insecure() {
+			s.log.Warn("the policy weakens the cluster", "switch", name)
+		}
+	}
+	s.report = r
+	close(s.reported)
+	s.reported = make(chan struct{})
+}
+
+// Current gives the policy in force, or a refusal with NOT_READY.
+func (s *Store) Current() (*InForce, error) {
+	if p := s.inForce.Load(); p != nil {
+		return p, nil
+	}
+	return nil, attest.RefuseFor(retryWithoutPolicy, attestv1.Reason_REASON_NOT_READY, "no AttestationPolicy %q is in force: apply one that the owner signed", v1alpha1.PolicyName) // A3
+}
+
+// Roots lists the EK roots of the policy in force, none if there is none (A3).
+func (s *Store) Roots() []*x509.Certificate {
+	if p := s.inForce.Load(); p != nil {
+		return p.Policy.EKRoots()
+	}
+	return nil
+}
+
+// Signed gives the policy in force as its owner signed it; nil if there is none.
+func (s *Store) Signed() *attestv1.SignedPolicy {
+	if p := s.inForce.Load(); p != nil {
+		return p.Signed
+	}
+	return nil
+}
+
+// Generation gives that of the AttestationPolicy in force; 0: none is.
+func (s *Store) Generation() int64 {
+	if p := s.inForce.Load(); p != nil {
+		return p.Generation
+	}
+	return 0
+}
+
+// Latest gives the newest report, and a channel that is closed when there is a newer one.
+func (s *Store) Latest() (Report, <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.report, s.reported
+}
+
+// Guard gives a verifier that refuses with NOT_READY as long as no policy is in force, when v would
+// call every machine untrusted.
+func (s *Store) Guard(v attest.Verifier) attest.Verifier { return guarded{v, s} }
+
+type guarded struct {
+	attest.Verifier
+	store *Store
+}
+
+func (g guarded) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.Statement, b attest.Binding) (attest.Pending, error) {
+	if _, err := g.store.Current(); err != nil {
+		return nil, err
+	}
+	return g.Verifier.Verify(ctx, ev, st, b)
+}
+
+// Judge is an [attest.Appraiser] by the policy in force.
+type Judge struct {
+	store  *Store
+	banned func(attest.MachineID) bool
+	locks  func() ([]attest.Lock, error)
+}
+
+// NewJudge gives a Judge that refuses banned machines, and those whose node lock is in none of
+// the states.
+func (s *Store) NewJudge(banned func(attest.MachineID) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
+	if banned == nil || locks == nil {
+		return nil, errors.New("policy: a judge needs to know bans and lock states")
+	}
+	return &Judge{store: s, banned: banned, locks: locks}, nil
+}
+
+// Appraise implements [attest.Appraiser]. Beside the refusals of [attest.Policy.Appraise] there
+// are BANNED and NOT_READY.
+func (j *Judge) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
+	if j.banned(c.Machine()) {
+		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned", c.Machine())
+	}
+	p, err := j.store.Current()
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	locks, err := j.locks()
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	a, err := p.Policy.Appraise(c, locks...)
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	a.Generation = p.Generation
+	return a, nil
+}

@@ -1,0 +1,226 @@
+package joinservice
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"strconv"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// wish is a request that is well formed. Nothing in it says who asks (J1).
+type wish struct {
+	node            string
+	role            v1alpha1.Role
+	disk            keys.DiskID
+	mode            v1alpha1.DiskMode
+	client, serving *nodecert.Request
+}
+
+func roleName(r joinv1.Role) string {
+	switch r {
+	case joinv1.Role_ROLE_WORKER:
+		return string(v1alpha1.RoleWorker)
+	case joinv1.Role_ROLE_CONTROL_PLANE:
+		return string(v1alpha1.RoleControlPlane)
+	case joinv1.Role_ROLE_UNSPECIFIED:
+	}
+	return "none"
+}
+
+// parse says what is wrong with the form of a request: REQUEST_INVALID or CSR_INVALID.
+func parse(req *joinv1.IssueJoinTicketRequest) (*wish, error) {
+	invalid := func(format string, args ...any) (*wish, error) {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
+	}
+	w := &wish{node: req.GetNodeName(), role: v1alpha1.Role(roleName(req.GetRole()))}
+	if !nodecert.IsName(w.node) {
+		return invalid("node_name is no DNS label of at most 63 characters")
+	}
+	if w.role != v1alpha1.RoleWorker && w.role != v1alpha1.RoleControlPlane {
+		return invalid("role %d is neither worker nor control plane", req.GetRole())
+	}
+	switch req.GetDiskMode() {
+	case joinv1.DiskMode_DISK_MODE_PLAIN:
+		w.mode = v1alpha1.DiskModePlain
+	case joinv1.DiskMode_DISK_MODE_LUKS:
+		w.mode = v1alpha1.DiskModeLUKS
+	case joinv1.DiskMode_DISK_MODE_UNSPECIFIED:
+		fallthrough
+	default:
+		return invalid("disk_mode %d is neither plain nor LUKS", req.GetDiskMode())
+	}
+	var err error
+	if w.disk, err = keys.ParseDiskID(req.GetDiskId()); err != nil {
+		return invalid("disk_id: %w", err)
+	}
+	if w.client, err = nodecert.Parse(nodecert.Client, req.GetKubeletClientCsr()); err != nil {
+		return nil, err
+	}
+	if w.serving, err = nodecert.Parse(nodecert.Serving, req.GetKubeletServingCsr()); err != nil {
+		return nil, err
+	}
+	for _, r := range []*nodecert.Request{w.client, w.serving} {
+		if r.Node != w.node {
+			return nil, attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "%s certificate request: it is for node %q, the ticket for %q", r.Kind, r.Node, w.node)
+		}
+	}
+	return w, nil
+}
+
+// issue knows nothing of the wire's errors: it gives a ticket or a refusal. Everything up to the
+// enrolment is without side effects.
+func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTicketRequest) (*ticket, error) {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	done := s.stage("decide")
+	w, claim, err := s.decide(ctx, a, peer, req)
+	if err != nil {
+		return nil, err
+	}
+	info, err := s.cfg.Cluster()
+	if err != nil {
+		return nil, err
+	}
+	files, err := s.controlPlaneFiles(w.role)
+	if err != nil {
+		return nil, err
+	}
+	done()
+
+	done = s.stage("disk_key")
+	disk, err := s.cfg.DiskKey(ctx, w.disk)
+	if err != nil {
+		return nil, err
+	}
+	done()
+
+	// Side effects begin here, and the record that they will is stable before them.
+	if err := s.write(a, "ticket decided"); err != nil {
+		return nil, err
+	}
+	done = s.stage("enrol")
+	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
+	if err != nil {
+		return nil, err
+	}
+	done()
+	t := &ticket{id: a.id, disk: disk, info: info, ca: s.cfg.CA, files: files}
+	if err := s.finish(ctx, a, t, w); err != nil {
+		enrolment.Undo(ctx)
+		return nil, err
+	}
+	return t, nil
+}
+
+// decide compares what is asked for with the policy and with what is known of everybody.
+func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req *joinv1.IssueJoinTicketRequest) (*wish, kube.Claim, error) {
+	none := kube.Claim{}
+	a.record.Role = roleName(req.GetRole())
+	if nodecert.IsName(req.GetNodeName()) {
+		a.record.Node = req.GetNodeName()
+	}
+	appraisal, err := s.cfg.Judge.Appraise(ctx, peer.Claims())
+	if err != nil {
+		return nil, none, err
+	}
+	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	w, err := parse(req)
+	if err != nil {
+		return nil, none, err
+	}
+	a.record.Disk = w.disk.String()
+	p, err := s.cfg.Policy.Current()
+	if err != nil {
+		return nil, none, err
+	}
+	if !p.Policy.AllowsRole(string(w.role)) {
+		return nil, none, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", w.role)
+	}
+	if w.mode == v1alpha1.DiskModePlain && !p.Policy.AllowsPlainState() {
+		return nil, none, attest.Refuse(attestv1.Reason_REASON_PLAIN_STATE_REFUSED, "the machine's state is not encrypted")
+	}
+	for _, ip := range w.serving.Addresses {
+		if !p.Policy.AllowsAddress(ip) {
+			return nil, none, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is in none of the policy's nodeCidrs", ip)
+		}
+	}
+	claim := kube.Claim{
+		Machine: peer.Machine(), Node: w.node, Role: w.role, Disk: w.disk.String(), DiskMode: w.mode, // J1: the peer's
+		Addresses: w.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount,
+	}
+	return w, claim, s.cfg.Kube.Check(claim)
+}
+
+// finish gets the certificates signed and the ticket recorded.
+func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish) error {
+	done := s.stage("certificates")
+	both, issueCtx := errgroup.WithContext(ctx)
+	both.Go(func() (err error) { t.client, err = s.cfg.Kube.Issue(issueCtx, w.client); return err }) // J5: for keys that never leave the machine
+	both.Go(func() (err error) { t.serving, err = s.cfg.Kube.Issue(issueCtx, w.serving); return err })
+	if err := both.Wait(); err != nil {
+		return err
+	}
+	done()
+	a.record.Serials = []string{t.client.Leaf.SerialNumber.Text(16), t.serving.Leaf.SerialNumber.Text(16)}
+	done = s.stage("audit")
+	if err := s.write(a, "ticket issued"); err != nil { // J3
+		return err
+	}
+	done()
+	return nil
+}
+
+func (s *Service) stage(name string) func() {
+	start := time.Now()
+	return func() { s.stages.WithLabelValues(name).Observe(time.Since(start).Seconds()) }
+}
+
+// statusOf is what the AttestedNode says of the evidence that the ticket is given for.
+func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
+	claims := peer.Claims()
+	resets := int64(claims.Clock().ResetCount)
+	out := v1alpha1.AttestedNodeStatus{
+		LastVerdict:      &v1alpha1.Verdict{Accepted: true, Reason: reasonOf(nil), Time: metav1.NewTime(peer.VerifiedAt())},
+		PolicyGeneration: a.record.PolicyGeneration,
+		PolicySerial:     int64(a.record.PolicySerial), //nolint:gosec // the store takes no serial above MaxInt64
+		EvidenceDigest:   a.record.Evidence,
+		PCRs:             map[string]string{},
+		AKName:           hex.EncodeToString(claims.AKName()),
+		ResetCount:       &resets,
+		Ticket:           &v1alpha1.Ticket{ID: a.id, IssuedAt: metav1.NewTime(a.began)},
+	}
+	for i := range attest.LockPCR + 1 {
+		if v := claims.PCR(i); v != nil {
+			out.PCRs[strconv.Itoa(i)] = hex.EncodeToString(v)
+		}
+	}
+	return out
+}
+
+// controlPlaneFiles reads the PKI files of a control plane; a worker gets none (J6). That the
+// machine is an enrolled control plane was checked before.
+func (s *Service) controlPlaneFiles(role v1alpha1.Role) ([]*joinv1.ControlPlaneFile, error) {
+	if role != v1alpha1.RoleControlPlane {
+		return nil, nil
+	}
+	files, err := readPKI(s.cfg.PKI)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", fmt.Errorf("control plane's files: %w", err))
+	}
+	return files, nil
+}

@@ -1,0 +1,198 @@
+package kube
+
+import (
+	"context"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// retryApproval is how long to wait before an approval that the API refused is tried again.
+const retryApproval = 2 * time.Second
+
+// Approver decides on the requests that kubelets file by themselves: the first machine's, and
+// each node's renewals. A request that fits its node's enrolment is approved. One that never can is
+// denied, so that the kubelet's log says why. One that may fit later, as when the enrolment is still
+// on its way, waits.
+type Approver struct {
+	kube      *Kube
+	audit     *audit.Log
+	decisions *prometheus.CounterVec
+	waiting   map[string]string // by request: the reason that was logged
+}
+
+// NewApprover returns an Approver, or says what is missing.
+func (k *Kube) NewApprover(log *audit.Log, r prometheus.Registerer) (*Approver, error) {
+	if log == nil || r == nil {
+		return nil, errors.New("kube: audit log and metrics are required")
+	}
+	d := prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "muster_node_certificate_requests_total", Help: "Requests filed by kubelets that were approved or denied, by signer and reason.",
+	}, []string{"signer", "reason"})
+	if err := r.Register(d); err != nil {
+		return nil, fmt.Errorf("kube: %w", err)
+	}
+	return &Approver{kube: k, audit: log, decisions: d, waiting: map[string]string{}}, nil
+}
+
+// Serve decides until ctx ends. Before the informers have synced it decides nothing.
+func (a *Approver) Serve(ctx context.Context) error {
+	if err := a.kube.cluster.Await(ctx); err != nil {
+		return nil // ctx has ended
+	}
+	for {
+		changed := a.kube.cluster.Nodes.Changed() // before looking, so that no change is missed
+		var retry <-chan time.Time
+		if !a.pass(ctx) {
+			retry = time.After(retryApproval/2 + rand.N(retryApproval)) //nolint:gosec // spreading load is no secret
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-a.kube.requests.kick:
+		case <-changed:
+		case <-retry:
+		}
+	}
+}
+
+// pass looks at every open request once. It is false if one could not be decided because something
+// failed.
+func (a *Approver) pass(ctx context.Context) bool {
+	r := a.kube.requests
+	r.mu.Lock()
+	open := slices.Collect(maps.Values(r.open))
+	r.mu.Unlock()
+	ok := true
+	still := make(map[string]string, len(open))
+	for _, o := range open {
+		if ctx.Err() != nil {
+			return true
+		}
+		err := a.judge(o)
+		if later, is := errors.AsType[*notYet](err); is {
+			still[o.Name] = later.Error()
+			if a.waiting[o.Name] != later.Error() {
+				a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "why", later.err)
+			}
+			continue
+		}
+		if err := a.decide(ctx, o, err); err != nil {
+			ok = false
+			a.kube.log.ErrorContext(ctx, "a kubelet's certificate request cannot be decided; trying again", "request", o.Name, "err", err)
+		}
+	}
+	a.waiting = still
+	return ok
+}
+
+// notYet is for requests that may be all right later.
+type notYet struct{ err error }
+
+func (n *notYet) Error() string { return n.err.Error() }
+
+// judge compares a request with its node's enrolment.
+func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest) error {
+	name := strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
+	node := a.kube.cluster.Nodes.ByName(name)
+	if node == nil {
+		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has no AttestedNode", name)}
+	}
+	if node.Spec.Banned {
+		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", name)
+	}
+	switch v := node.Status.LastVerdict; {
+	case v != nil && !v.Accepted:
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the last verdict on node %q was %s", name, v.Reason)
+	case v == nil && node.Spec.Role != v1alpha1.RoleControlPlane:
+		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q was never judged", name)}
+	}
+	// A control plane without a verdict is the first machine: its owner judged it at init.
+	kind := nodecert.Client
+	if o.Spec.SignerName == signerOf[nodecert.Serving] {
+		kind = nodecert.Serving
+	}
+	if err := checkUsages(kind, o.Spec.Usages); err != nil {
+		return err
+	}
+	block, rest := pem.Decode(o.Spec.Request)
+	if block == nil || len(strings.TrimSpace(string(rest))) > 0 {
+		return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "want one PEM block")
+	}
+	r, err := nodecert.Parse(kind, block.Bytes)
+	if err != nil {
+		return err
+	}
+	if r.Node != name {
+		return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "node %q asks for a certificate of node %q", name, r.Node)
+	}
+	for _, ip := range r.Addresses {
+		if !slices.Contains(node.Spec.Addresses, ip.String()) {
+			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrolment of node %q, which has %s", ip, name, strings.Join(node.Spec.Addresses, ", "))
+		}
+	}
+	return nil
+}
+
+// checkUsages allows what kubelets ask for: with an RSA key they add key encipherment, which an ECDSA
+// key has no use for.
+func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
+	want := usagesOf[kind]
+	for _, u := range usages {
+		if !slices.Contains(want, u) {
+			return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "usage %q is not one of a node's %s certificate", u, kind)
+		}
+	}
+	if !slices.Contains(usages, want[1]) {
+		return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "usage %q is missing", want[1])
+	}
+	return nil
+}
+
+// decide writes the record, then the decision (J3).
+func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, refusal error) error {
+	reason := attest.ReasonName(attest.ReasonOf(refusal))
+	record := audit.Record{
+		Service: "joinservice", Event: "certificate approved", Reason: reason, Request: o.Name, Node: strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix),
+	}
+	condition := certificatesv1.CertificateSigningRequestCondition{
+		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",
+	}
+	if refusal != nil {
+		record.Event, record.Detail = "certificate denied", refusal.Error()
+		condition.Type, condition.Reason, condition.Message = certificatesv1.CertificateDenied, reason, refusal.Error()
+	}
+	if err := a.audit.Write(record); err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", err)
+	}
+	next := o.DeepCopy()
+	next.Status.Conditions = append(next.Status.Conditions, condition)
+	err := a.kube.cluster.Client.SubResource("approval").Update(ctx, next)
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		return nil // another replica was faster, or it is gone: the informer will tell
+	}
+	if err != nil {
+		return unavailable("decide on CertificateSigningRequest "+o.Name, err)
+	}
+	// The informer will say so too; until then it would be decided again with each kick.
+	a.kube.requests.remove(o)
+	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
+	a.kube.log.InfoContext(ctx, record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
+	return nil
+}

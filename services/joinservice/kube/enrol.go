@@ -1,0 +1,357 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// EnrolledConfigMap lists the nodes that may write to the API: name to machine ID. An
+// admission policy reads it.
+const EnrolledConfigMap = "muster-enrolled"
+
+// writeAttempts bounds how often a lost compare-and-swap is tried again.
+const writeAttempts = 4
+
+// Claim is what a machine asks to be enrolled with. Its machine comes from attestation alone (J1).
+type Claim struct {
+	Machine    attest.MachineID
+	Node       string
+	Role       v1alpha1.Role
+	Disk       string
+	DiskMode   v1alpha1.DiskMode
+	Addresses  []netip.Addr
+	ResetCount uint32
+}
+
+func (c Claim) spec() v1alpha1.AttestedNodeSpec {
+	s := v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: c.Role, DiskID: c.Disk, DiskMode: c.DiskMode}
+	for _, a := range c.Addresses {
+		s.Addresses = append(s.Addresses, a.String())
+	}
+	return s
+}
+
+// Check says whether the claim fits all enrolments, Nodes, Services and API servers that are
+// known. Its errors are refusals; it changes nothing.
+func (k *Kube) Check(c Claim) error { return k.check(c, k.cluster.Nodes.ByName(c.Node)) }
+
+// check takes the enrolment of the node by hand, since a caller may know a newer one.
+func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
+	if own != nil && own.Spec.MachineID != c.Machine.String() { // J4
+		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s; `muster forget %s` frees it", c.Node, own.Spec.MachineID, c.Node)
+	}
+	for _, other := range k.cluster.Nodes.ByMachine(c.Machine) {
+		if other.Name != c.Node { // J4
+			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q; `muster forget %s` frees it", other.Name, other.Name)
+		}
+	}
+	if own == nil {
+		if c.Role == v1alpha1.RoleControlPlane {
+			return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "control planes are enrolled by the owner: `muster enroll %s --role control-plane --machine-id %s`", c.Node, c.Machine)
+		}
+		if k.nodes.has(c.Node) {
+			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "there is a Node %q that Muster did not enrol; delete it if it is not used", c.Node)
+		}
+	} else if err := checkOwn(c, own); err != nil {
+		return err
+	}
+	for _, other := range k.cluster.Nodes.ByDisk(c.Disk) { // J2
+		if other.Name != c.Node {
+			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q", c.Disk, other.Name)
+		}
+	}
+	for _, ip := range c.Addresses {
+		if err := k.checkAddress(c, own, ip); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkOwn compares the claim with the machine's own enrolment.
+func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
+	switch {
+	case own.Spec.Banned:
+		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", c.Node)
+	case own.Spec.Role != c.Role:
+		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the machine is enrolled as %s, and asks to be %s", own.Spec.Role, c.Role)
+	case own.Spec.DiskID != "" && own.Spec.DiskID != c.Disk: // J2
+		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with disk %s, and asks for the key of %s", own.Spec.DiskID, c.Disk)
+	case own.Spec.DiskMode != "" && own.Spec.DiskMode != c.DiskMode:
+		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with a %s disk, and has a %s one now", own.Spec.DiskMode, c.DiskMode)
+	case own.Status.ResetCount != nil && int64(c.ResetCount) < *own.Status.ResetCount:
+		return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `muster forget %s` lets the machine join anew", c.ResetCount, *own.Status.ResetCount, c.Node)
+	}
+	return nil
+}
+
+func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
+	for _, other := range k.cluster.Nodes.ByAddress(ip.String()) {
+		if other.Name != c.Node {
+			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is enrolled to node %q", ip, other.Name)
+		}
+	}
+	for _, o := range k.addresses.of(ip) {
+		if o.kind == ownerNode && o.name == c.Node {
+			continue
+		}
+		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s belongs to %s %q", ip, o.kind, o.name)
+	}
+	// The API servers themselves are on control planes, whose addresses are Nodes', and behind the
+	// Service default/kubernetes. The endpoint may also be the address of one of them.
+	mine := own != nil && own.Spec.Role == v1alpha1.RoleControlPlane && slices.Contains(own.Spec.Addresses, ip.String())
+	if !mine && k.isControlPlaneEndpoint(ip) {
+		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is the control-plane endpoint", ip)
+	}
+	return nil
+}
+
+// Enrolment is a claim that was written, and can be taken back.
+type Enrolment struct {
+	kube    *Kube
+	node    *v1alpha1.AttestedNode
+	created bool
+	before  *v1alpha1.AttestedNodeSpec // of an enrolment that was changed; nil: it was not
+	listed  bool                       // in the ConfigMap by us
+}
+
+// Enrol writes the claim and its status, and lists the node among those that may write. What it
+// wrote is undone if it fails. Its errors are refusals.
+func (k *Kube) Enrol(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Enrolment, error) {
+	e, err := k.write(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	if err := e.finish(ctx, c, status); err != nil {
+		e.Undo(ctx)
+		return nil, err
+	}
+	return e, nil
+}
+
+// write creates or changes the AttestedNode by compare-and-swap.
+func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
+	own := k.cluster.Nodes.ByName(c.Node)
+	for range writeAttempts {
+		if err := k.check(c, own); err != nil {
+			return nil, err
+		}
+		e, err := k.writeOver(ctx, c, own)
+		if err == nil {
+			return e, nil
+		}
+		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) && !apierrors.IsNotFound(err) {
+			return nil, unavailable("write AttestedNode "+c.Node, err)
+		}
+		// Somebody was faster: look at what is really there, and judge again.
+		own = &v1alpha1.AttestedNode{}
+		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
+			own = nil
+		} else if err != nil {
+			return nil, unavailable("read AttestedNode "+c.Node, err)
+		}
+	}
+	return nil, unavailable("write AttestedNode "+c.Node, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+}
+
+func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrolment, error) {
+	if own == nil {
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: c.Node}, Spec: c.spec()}
+		if err := k.cluster.Client.Create(ctx, n); err != nil {
+			return nil, err
+		}
+		return &Enrolment{kube: k, node: n, created: true}, nil
+	}
+	n := own.DeepCopy()
+	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
+	if specEqual(n.Spec, own.Spec) {
+		return &Enrolment{kube: k, node: n}, nil
+	}
+	if err := k.cluster.Client.Update(ctx, n); err != nil {
+		return nil, err
+	}
+	return &Enrolment{kube: k, node: n, before: own.Spec.DeepCopy()}, nil
+}
+
+func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
+	x, y := slices.Sorted(slices.Values(a.Addresses)), slices.Sorted(slices.Values(b.Addresses))
+	return a.MachineID == b.MachineID && a.Role == b.Role && a.DiskID == b.DiskID && a.DiskMode == b.DiskMode && a.Banned == b.Banned && slices.Equal(x, y)
+}
+
+func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) error {
+	k := e.kube
+	if e.created || e.before != nil {
+		if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
+			return unavailable("enrol", err)
+		}
+		if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil { // J2, J4: see the package's comment
+			return err
+		}
+	}
+	if err := k.writeStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) {
+		next := *status.DeepCopy()
+		next.Conditions = s.Conditions
+		if next.Ticket != nil {
+			next.Ticket.Enrolled = e.created || (s.Ticket != nil && s.Ticket.Enrolled)
+		}
+		*s = next
+	}); err != nil {
+		return unavailable("write the status of AttestedNode "+c.Node, err)
+	}
+	listed, err := k.list(ctx, c.Node, c.Machine.String())
+	e.listed = listed
+	return err
+}
+
+// writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and
+// write makes it fail rather than pass. A status that another replica wrote meanwhile does not.
+func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus)) error {
+	spec := n.Spec
+	for range writeAttempts {
+		change(&n.Status)
+		err := k.cluster.Client.Status().Update(ctx, n)
+		if !apierrors.IsConflict(err) {
+			return err
+		}
+		uid := n.UID
+		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
+			return err
+		}
+		if n.UID != uid || !specEqual(n.Spec, spec) {
+			return fmt.Errorf("AttestedNode %s was changed at the same time", n.Name)
+		}
+	}
+	return fmt.Errorf("it changed %d times meanwhile", writeAttempts)
+}
+
+// Undo takes back what Enrol wrote. It goes on when ctx has ended, and says in the log what is
+// left if it fails.
+func (e *Enrolment) Undo(ctx context.Context) {
+	ctx, cancel := undo(ctx)
+	defer cancel()
+	k := e.kube
+	if e.listed {
+		if err := k.unlist(ctx, e.node.Name); err != nil {
+			k.log.ErrorContext(ctx, "a refused machine is still listed as enrolled; remove it by hand", "configmap", EnrolledConfigMap, "node", e.node.Name, "err", err)
+		}
+	}
+	var err error
+	switch {
+	case e.created:
+		err = client.IgnoreNotFound(k.cluster.Client.Delete(ctx, e.node, client.Preconditions{UID: &e.node.UID}))
+	case e.before != nil:
+		n := e.node.DeepCopy()
+		n.Spec = *e.before
+		err = k.cluster.Client.Update(ctx, n)
+	}
+	if err != nil {
+		k.log.ErrorContext(ctx, "an enrolment could not be taken back; look at it by hand", "node", e.node.Name, "err", err)
+	}
+}
+
+// Withdraw deletes the enrolment that a returned ticket made. The machine must be the ticket's own
+// (J1), and no Node may have come of it; else TICKET_UNKNOWN.
+func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+	unknown := attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it was used", m)
+	for _, n := range k.cluster.Nodes.ByMachine(m) {
+		if t := n.Status.Ticket; t == nil || t.ID != ticket || k.nodes.has(n.Name) {
+			continue
+		}
+		if !n.Status.Ticket.Enrolled {
+			live := n.DeepCopy()
+			live.Status.Ticket = nil
+			if err := k.cluster.Client.Status().Update(ctx, live); err != nil {
+				return n.Name, unavailable("write the status of AttestedNode "+n.Name, err)
+			}
+			return n.Name, nil
+		}
+		if err := k.unlist(ctx, n.Name); err != nil {
+			return n.Name, err
+		}
+		err := k.cluster.Client.Delete(ctx, n.DeepCopy(), client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
+		if err != nil {
+			return n.Name, unavailable("delete AttestedNode "+n.Name, err)
+		}
+		return n.Name, nil
+	}
+	return "", unknown
+}
+
+// enrolledView is what the informer last saw of the ConfigMap.
+type enrolledView struct {
+	mu   sync.RWMutex
+	data map[string]string
+}
+
+func (v *enrolledView) set(m *corev1.ConfigMap) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.data = m.Data
+}
+
+func (v *enrolledView) remove(*corev1.ConfigMap) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.data = nil
+}
+
+func (v *enrolledView) get(node string) string {
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	return v.data[node]
+}
+
+// list puts a node into the ConfigMap. A merge patch of one key cannot lose another replica's, and
+// whose the key is was settled by compare-and-swap on the AttestedNode before.
+func (k *Kube) list(ctx context.Context, node, machine string) (changed bool, err error) {
+	if k.enrolled.get(node) == machine {
+		return false, nil
+	}
+	// The owner's `muster init` made the ConfigMap. Without it no node may write, and to make it anew
+	// with one node would lock out all others.
+	if err := k.patchEnrolled(ctx, node, &machine); err != nil {
+		return false, unavailable("write ConfigMap "+EnrolledConfigMap, err)
+	}
+	return true, nil
+}
+
+func (k *Kube) unlist(ctx context.Context, node string) error {
+	if err := client.IgnoreNotFound(k.patchEnrolled(ctx, node, nil)); err != nil {
+		return unavailable("write ConfigMap "+EnrolledConfigMap, err)
+	}
+	return nil
+}
+
+func (k *Kube) patchEnrolled(ctx context.Context, node string, machine *string) error {
+	patch, err := json.Marshal(map[string]any{"data": map[string]*string{node: machine}})
+	if err != nil {
+		return err
+	}
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: EnrolledConfigMap, Namespace: clusterinfo.Namespace}}
+	return k.cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, patch))
+}
+
+// WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.
+func (k *Kube) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict) error {
+	for _, n := range k.cluster.Nodes.ByMachine(m) {
+		if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) { s.LastVerdict = &v }); err != nil {
+			return unavailable("write the status of AttestedNode "+n.Name, err)
+		}
+	}
+	return nil
+}

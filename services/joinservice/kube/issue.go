@@ -1,0 +1,200 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/x509"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// certificateLife is what is asked for; the cluster's signer may give less.
+	certificateLife = 24 * time.Hour
+	// signTimeout bounds the wait for Kubernetes' signer, which takes about 0.1 s.
+	signTimeout = 15 * time.Second
+	// retrySigner is what a machine is told to wait for a signer that was too slow.
+	retrySigner = 2 * time.Second
+	// approvedReason stands in the condition of each request that we approve.
+	approvedReason = "AttestedMachine"
+)
+
+// usagesOf are exactly what is asked for with an ECDSA key.
+var usagesOf = map[nodecert.Kind][]certificatesv1.KeyUsage{
+	nodecert.Client:  {certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
+	nodecert.Serving: {certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+}
+
+var signerOf = map[nodecert.Kind]string{
+	nodecert.Client:  certificatesv1.KubeAPIServerClientKubeletSignerName,
+	nodecert.Serving: certificatesv1.KubeletServingSignerName,
+}
+
+// Certificate is what a signer made of a request.
+type Certificate struct {
+	// PEM is the chain, leaf first.
+	PEM []byte
+	// Leaf is the certificate itself.
+	Leaf *x509.Certificate
+}
+
+// Issue gets a certificate for a request that was checked: it creates a CertificateSigningRequest,
+// approves it, waits for the signer, and deletes the request in the background. Its errors are
+// refusals: API_UNAVAILABLE, CERTIFICATE_PENDING.
+func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))
+	defer cancel()
+	object := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{Name: requestName(r)},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request:           pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: r.DER}),
+			SignerName:        signerOf[r.Kind],
+			ExpirationSeconds: new(int32(certificateLife / time.Second)),
+			Usages:            usagesOf[r.Kind],
+		},
+	}
+	signed, forget := k.requests.await(object.Name)
+	defer forget()
+	if err := k.cluster.Client.Create(ctx, object); err != nil {
+		return Certificate{}, unavailable("create CertificateSigningRequest", err)
+	}
+	k.cleanups.Go(func() { <-ctx.Done(); k.discard(ctx, object) }) // ctx ends with this call
+	object.Status.Conditions = append(object.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
+		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "join ticket for " + r.Node,
+	})
+	if err := k.cluster.Client.SubResource("approval").Update(ctx, object); err != nil {
+		return Certificate{}, unavailable("approve CertificateSigningRequest", err)
+	}
+	select {
+	case done := <-signed:
+		return certificateOf(done, r)
+	case <-ctx.Done():
+		return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %w", object.Name, context.Cause(ctx))
+	}
+}
+
+func requestName(r *nodecert.Request) string {
+	b := make([]byte, 8)
+	_, _ = rand.Read(b) // never fails
+	return fmt.Sprintf("muster-%s-%s-%s", r.Node, r.Kind, hex.EncodeToString(b))
+}
+
+// discard deletes a request that is done, used or not.
+func (k *Kube) discard(ctx context.Context, object *certificatesv1.CertificateSigningRequest) {
+	ctx, cancel := undo(ctx)
+	defer cancel()
+	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, object)); err != nil {
+		// Kubernetes collects old requests after an hour by itself.
+		k.log.WarnContext(ctx, "a used certificate request is left", "request", object.Name, "err", err)
+	}
+}
+
+// certificateOf does not take the signer's word: the certificate must be for the key and subject
+// that were checked.
+func certificateOf(object *certificatesv1.CertificateSigningRequest, r *nodecert.Request) (Certificate, error) {
+	for _, c := range object.Status.Conditions {
+		if c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied {
+			return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %s: %s", object.Name, c.Type, c.Message)
+		}
+	}
+	wrong := func(why string) (Certificate, error) {
+		return Certificate{}, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the signer %s gave %s for %s", object.Spec.SignerName, why, object.Name)
+	}
+	block, _ := pem.Decode(object.Status.Certificate)
+	if block == nil {
+		return wrong("no PEM")
+	}
+	leaf, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return wrong("no certificate")
+	}
+	asked, err := x509.ParseCertificateRequest(r.DER)
+	if err != nil || !bytes.Equal(leaf.RawSubjectPublicKeyInfo, asked.RawSubjectPublicKeyInfo) {
+		return wrong("a certificate for another key")
+	}
+	if leaf.IsCA || leaf.Subject.CommonName != nodecert.UserPrefix+r.Node || !slices.Equal(leaf.Subject.Organization, []string{nodecert.Organization}) || !slices.Equal(leaf.DNSNames, r.DNS) {
+		return wrong("a certificate for another subject")
+	}
+	return Certificate{PEM: object.Status.Certificate, Leaf: leaf}, nil
+}
+
+// await gives a channel that gets the request once it is signed or has failed.
+func (r *requests) await(name string) (<-chan *certificatesv1.CertificateSigningRequest, func()) {
+	c := make(chan *certificatesv1.CertificateSigningRequest, 1)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.waiting[name] = c
+	return c, func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		delete(r.waiting, name)
+	}
+}
+
+func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if c, ok := r.waiting[o.Name]; ok && concluded(o) {
+		select {
+		case c <- o:
+		default: // it was told already
+		}
+	}
+	if !isKubelets(o) || decided(o) {
+		delete(r.open, o.Name)
+		return
+	}
+	r.open[o.Name] = o
+	r.wake()
+}
+
+func (r *requests) remove(o *certificatesv1.CertificateSigningRequest) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.open, o.Name)
+}
+
+func (r *requests) wake() {
+	select {
+	case r.kick <- struct{}{}:
+	default: // it is awake
+	}
+}
+
+// concluded says whether the signer has finished with o.
+func concluded(o *certificatesv1.CertificateSigningRequest) bool {
+	if len(o.Status.Certificate) > 0 {
+		return true
+	}
+	return slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied
+	})
+}
+
+// decided says whether o was approved or denied.
+func decided(o *certificatesv1.CertificateSigningRequest) bool {
+	return concluded(o) || slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateApproved
+	})
+}
+
+// isKubelets says whether a node filed o for one of the two node signers.
+func isKubelets(o *certificatesv1.CertificateSigningRequest) bool {
+	return (o.Spec.SignerName == signerOf[nodecert.Client] || o.Spec.SignerName == signerOf[nodecert.Serving]) &&
+		strings.HasPrefix(o.Spec.Username, nodecert.UserPrefix) && slices.Contains(o.Spec.Groups, nodecert.Organization)
+}

@@ -1,0 +1,217 @@
+// Package kube is joinservice's hand in the Kubernetes API: it knows who owns which name and
+// address, writes enrolments, and gets certificates signed.
+//
+// Replicas of joinservice share nothing but that API, and their views of it are a little behind.
+// What must be unique among enrolments (machine, disk, address) is therefore checked twice: before
+// anything is written, and again once the own write has come back through the informer. By then
+// everything that was written earlier has come back too, so of two contenders at least the later one
+// sees the other and gives up.
+package kube
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// retryAPI is what a machine is told to wait for the Kubernetes API.
+	retryAPI = 2 * time.Second
+	// undoTimeout bounds taking back what a failed ticket wrote, which goes on when its
+	// caller has hung up.
+	undoTimeout = 10 * time.Second
+)
+
+// Kube reads and writes for joinservice. Make it before [cluster.Cluster.Serve] runs.
+type Kube struct {
+	cluster   *cluster.Cluster
+	log       *slog.Logger
+	addresses *addresses
+	nodes     *names
+	enrolled  *enrolledView
+	requests  *requests
+	cleanups  sync.WaitGroup
+}
+
+// New registers the informers that joinservice needs beside those of c.
+func New(c *cluster.Cluster, log *slog.Logger) (*Kube, error) {
+	if c == nil || log == nil {
+		return nil, errors.New("kube: cluster and log are required")
+	}
+	k := &Kube{
+		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), enrolled: &enrolledView{}, requests: newRequests(),
+	}
+	return k, errors.Join(
+		cluster.Watch(c, k.setNode, k.removeNode),
+		cluster.Watch(c, k.setService, k.removeService),
+		cluster.WatchConfigMap(c, EnrolledConfigMap, k.enrolled.set, k.enrolled.remove),
+		cluster.Watch(c, k.requests.set, k.requests.remove),
+	)
+}
+
+// Wait waits for clean-up that was left to the background.
+func (k *Kube) Wait() { k.cleanups.Wait() }
+
+// unavailable is for whatever the API server answers that we cannot do anything about.
+func unavailable(what string, err error) error {
+	return attest.RefuseFor(retryAPI, attestv1.Reason_REASON_API_UNAVAILABLE, "%s: %w", what, err)
+}
+
+// undo gives a context for taking things back: it outlives ctx, but not for long.
+func undo(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+}
+
+// names is a set of node names.
+type names struct {
+	mu  sync.RWMutex
+	set map[string]bool
+}
+
+func newNames() *names { return &names{set: map[string]bool{}} }
+
+func (n *names) put(name string, there bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if there {
+		n.set[name] = true
+	} else {
+		delete(n.set, name)
+	}
+}
+
+func (n *names) has(name string) bool {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	return n.set[name]
+}
+
+// owner is who has an address beside enrolments.
+type owner struct {
+	kind ownerKind
+	name string
+}
+
+type ownerKind string
+
+const (
+	ownerNode    ownerKind = "Node"
+	ownerService ownerKind = "Service"
+)
+
+// addresses knows the owners of addresses.
+type addresses struct {
+	mu      sync.RWMutex
+	owners  map[netip.Addr]map[owner]bool
+	byOwner map[owner][]netip.Addr
+}
+
+func newAddresses() *addresses {
+	return &addresses{owners: map[netip.Addr]map[owner]bool{}, byOwner: map[owner][]netip.Addr{}}
+}
+
+// put replaces all addresses of o; none: o is gone. What is no address is left out: a
+// Service's IP may be "None".
+func (a *addresses) put(o owner, texts ...string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, ip := range a.byOwner[o] {
+		delete(a.owners[ip], o)
+		if len(a.owners[ip]) == 0 {
+			delete(a.owners, ip)
+		}
+	}
+	delete(a.byOwner, o)
+	for _, t := range texts {
+		ip, err := netip.ParseAddr(t)
+		if err != nil {
+			continue
+		}
+		ip = ip.Unmap()
+		if a.owners[ip] == nil {
+			a.owners[ip] = map[owner]bool{}
+		}
+		a.owners[ip][o] = true
+		a.byOwner[o] = append(a.byOwner[o], ip)
+	}
+}
+
+// of lists the owners of an address.
+func (a *addresses) of(ip netip.Addr) []owner {
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	out := make([]owner, 0, len(a.owners[ip]))
+	for o := range a.owners[ip] {
+		out = append(out, o)
+	}
+	return out
+}
+
+func (k *Kube) setNode(n *corev1.Node) {
+	var ips []string
+	for _, a := range n.Status.Addresses {
+		if a.Type == corev1.NodeInternalIP || a.Type == corev1.NodeExternalIP {
+			ips = append(ips, a.Address)
+		}
+	}
+	k.nodes.put(n.Name, true)
+	k.addresses.put(owner{ownerNode, n.Name}, ips...)
+}
+
+func (k *Kube) removeNode(n *corev1.Node) {
+	k.nodes.put(n.Name, false)
+	k.addresses.put(owner{ownerNode, n.Name})
+}
+
+func (k *Kube) setService(s *corev1.Service) {
+	ips := append(append([]string(nil), s.Spec.ClusterIPs...), s.Spec.ExternalIPs...)
+	for _, i := range s.Status.LoadBalancer.Ingress {
+		ips = append(ips, i.IP)
+	}
+	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name}, ips...)
+}
+
+func (k *Kube) removeService(s *corev1.Service) {
+	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name})
+}
+
+// isControlPlaneEndpoint says whether machines reach the API server at ip.
+func (k *Kube) isControlPlaneEndpoint(ip netip.Addr) bool {
+	info, err := k.cluster.Info()
+	if err != nil {
+		return false
+	}
+	host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint)
+	if err != nil {
+		return false
+	}
+	endpoint, err := netip.ParseAddr(host)
+	return err == nil && endpoint.Unmap() == ip
+}
+
+// requests is the view of CertificateSigningRequests: who waits for which, and what is open.
+type requests struct {
+	mu      sync.Mutex
+	open    map[string]*certificatesv1.CertificateSigningRequest // by kubelets, undecided
+	waiting map[string]chan *certificatesv1.CertificateSigningRequest
+	kick    chan struct{}
+}
+
+func newRequests() *requests {
+	return &requests{
+		open:    map[string]*certificatesv1.CertificateSigningRequest{},
+		waiting: map[string]chan *certificatesv1.CertificateSigningRequest{},
+		kick:    make(chan struct{}, 1),
+	}
+}

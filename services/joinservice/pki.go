@@ -1,0 +1,54 @@
+package joinservice
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+)
+
+// pkiFiles is the allow-list of what a control-plane ticket carries (J6): what kubeadm needs to
+// make the rest by itself.
+var pkiFiles = []string{
+	"ca.crt", "ca.key",
+	"sa.pub", "sa.key",
+	"front-proxy-ca.crt", "front-proxy-ca.key",
+	"etcd/ca.crt", "etcd/ca.key",
+}
+
+// maxPKIFile is the limit of one file in bytes.
+const maxPKIFile = 64 << 10
+
+// readPKI reads them below dir, and nothing that a link leads to outside of it.
+func readPKI(dir string) ([]*joinv1.ControlPlaneFile, error) {
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]*joinv1.ControlPlaneFile, 0, len(pkiFiles))
+	for _, name := range pkiFiles {
+		content, err := readBounded(root, name)
+		if err != nil {
+			return nil, errors.Join(err, root.Close())
+		}
+		out = append(out, &joinv1.ControlPlaneFile{Path: name, Content: content})
+	}
+	return out, root.Close()
+}
+
+func readBounded(root *os.Root, name string) ([]byte, error) {
+	f, err := root.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(io.LimitReader(f, maxPKIFile+1))
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, err
+	}
+	if len(b) == 0 || len(b) > maxPKIFile {
+		return nil, fmt.Errorf("%s has %d bytes, want 1 to %d", name, len(b), maxPKIFile)
+	}
+	return b, nil
+}

@@ -1,0 +1,156 @@
+package joinservice
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/evidence"
+	"github.com/muster-k8s/muster/internal/member"
+	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Options say what a joinservice of a cluster needs from outside. All fields are required.
+type Options struct {
+	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
+	Listener, Metrics net.Listener
+	// Attester makes evidence of this machine with the purpose joinservice.
+	Attester attest.Attester
+	// Owner is the public key that policies are signed with.
+	Owner ed25519.PublicKey
+	// API is how to reach the Kubernetes API. Its CA is the one that tickets name.
+	API *rest.Config
+	// KMS is the URL of the key service, Token the file of the projected token for it.
+	KMS, Token string
+	// PKI is the folder of the control plane's PKI files.
+	PKI string
+	// Audit keeps the records; Run does not close it.
+	Audit *audit.Log
+	Log   *slog.Logger
+}
+
+// Run serves until ctx ends. It closes both listeners.
+func Run(ctx context.Context, o Options) error {
+	m, err := member.New(member.Config{Attester: o.Attester, Owner: o.Owner, API: o.API, Log: o.Log})
+	if err != nil {
+		return err
+	}
+	presenting, err := evidence.WithPolicy(o.Attester, m.Policy.Signed)
+	if err != nil {
+		return err
+	}
+	k, err := kube.New(m.Cluster, o.Log)
+	if err != nil {
+		return err
+	}
+	// Clean-up that a ticket left to the background ends before the process does.
+	defer k.Wait()
+	approver, err := k.NewApprover(o.Audit, m.Registry)
+	if err != nil {
+		return err
+	}
+	enforcer, err := k.NewEnforcer()
+	if err != nil {
+		return err
+	}
+	members, err := m.JudgeMembers()
+	if err != nil {
+		return err
+	}
+	joiners, err := m.JudgeJoiners()
+	if err != nil {
+		return err
+	}
+	refusals, err := NewRefusals(joiners, k, o.Audit, o.Log, m.Registry)
+	if err != nil {
+		return err
+	}
+	toKMS, err := atls.NewTransport(atls.ClientConfig{
+		Attester: o.Attester, Verifier: m.Verifier, Appraiser: members, PeerPurpose: attest.PurposeKMS, Observe: m.RPC.SetUp,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = toKMS.Close() }()
+	ca, err := caOf(o.API)
+	if err != nil {
+		return err
+	}
+	svc, err := New(Config{
+		Policy: m.Policy, Judge: joiners, Kube: k, Cluster: m.Cluster.Info, CA: ca,
+		DiskKey: KeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
+		PKI:     o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
+	})
+	if err != nil {
+		return err
+	}
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: o.Listener,
+		ATLS: atls.ServerConfig{
+			Attester: presenting, Verifier: m.Verifier, Appraiser: refusals, ClientPurpose: attest.PurposeMachine,
+			// Who does not attest gets a session and no more: the owner's program judges us over one.
+			Generation: m.Policy.Generation,
+			Observe:    func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
+		},
+		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(svc), joinv1connect.NewJoinServiceHandler)},
+		Health:   m.Health, Metrics: m.RPC, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	probes := serve.Probes{Listener: o.Metrics, Metrics: m.Registry, Ready: m.Ready(), Log: o.Log}
+	return serve.All(ctx, append(m.Parts(),
+		probes.Part(),
+		serve.Part{Name: "rpc", Run: server.Run},
+		serve.Part{Name: "refusals", Run: refusals.Serve},
+		serve.Part{Name: "approver", Run: approver.Serve},
+		serve.Part{Name: "bans", Run: func(ctx context.Context) error {
+			return enforcer.Serve(ctx, func(id attest.MachineID) { server.CloseMachine(id) })
+		}},
+		serve.Part{Name: "policy forgets", Run: func(ctx context.Context) error { return forgetWithPolicy(ctx, m.Policy, toKMS) }},
+		serve.Part{Name: "policy status", Run: func(ctx context.Context) error {
+			return policy.WriteStatus(ctx, m.Cluster.Client, m.Policy, o.Log)
+		}},
+	)...)
+}
+
+// forgetWithPolicy makes the next call to the key service judge it by the policy in force.
+func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) error {
+	for {
+		_, changed := p.Latest()
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+			t.Forget()
+		}
+	}
+}
+
+// caOf gives the authority that we trust the API server by, which is the cluster's.
+func caOf(c *rest.Config) ([]byte, error) {
+	if len(c.CAData) > 0 {
+		return c.CAData, nil
+	}
+	if c.CAFile == "" {
+		return nil, errors.New("the API's configuration names no certificate authority")
+	}
+	b, err := os.ReadFile(c.CAFile)
+	if err != nil {
+		return nil, fmt.Errorf("the cluster's certificate authority: %w", err)
+	}
+	return b, nil
+}

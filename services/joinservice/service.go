@@ -1,0 +1,212 @@
+// Package joinservice admits machines to a running cluster.
+//
+// A machine dials in over attested TLS, so its evidence has been judged before any handler runs;
+// the verdict travels in the context as an [attest.Peer]. What the machine asks for is compared
+// with the policy, with its enrolment and with everybody else's; only then is anything written.
+//
+// These hold for every ticket, and the code that keeps one names it:
+//
+//	J1  the caller is the attested peer, never a name in the request;
+//	J2  a disk key goes only to the machine that the disk is enrolled to;
+//	J3  a ticket is on the audit log before it is on the wire;
+//	J4  a node name, once enrolled, belongs to one machine;
+//	J5  a ticket's credentials are useless without the machine's own keys;
+//	J6  CA keys go to enrolled control planes only.
+//
+// Side effects come last and are undone on failure: a refused machine leaves neither an
+// enrolment nor a certificate request behind.
+package joinservice
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// ticketIDSize is the length of a ticket's ID in bytes.
+const ticketIDSize = 16
+
+// Config lists what a Service needs. All fields are required.
+type Config struct {
+	// Policy is the policy in force.
+	Policy *policy.Store
+	// Judge judges a peer's claims again by the policy in force now, which may be another than the
+	// one that let the peer in.
+	Judge attest.Appraiser
+	// Kube knows and writes enrolments, and gets certificates signed.
+	Kube *kube.Kube
+	// Cluster gives the cluster's description.
+	Cluster func() (*clusterinfo.Info, error)
+	// CA is the cluster's certificate authority, X.509 in PEM.
+	CA []byte
+	// DiskKey asks the key service. Its errors are refusals.
+	DiskKey func(context.Context, keys.DiskID) (keys.Disk, error)
+	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
+	PKI string
+	// Audit keeps the records.
+	Audit   *audit.Log
+	Log     *slog.Logger
+	Metrics prometheus.Registerer
+}
+
+// Service implements the RPCs of joinservice.
+type Service struct {
+	cfg     Config
+	tickets *prometheus.CounterVec
+	returns *prometheus.CounterVec
+	stages  *prometheus.HistogramVec
+}
+
+// New returns a Service, or says which part of cfg is missing.
+func New(cfg Config) (*Service, error) {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.DiskKey == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+		return nil, errors.New("joinservice: every field of Config is required")
+	}
+	s := &Service{
+		cfg:     cfg,
+		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
+		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
+		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, disk_key, enrol, certificates, audit; total is all of them, for tickets that were issued.",
+			Buckets: prometheus.ExponentialBuckets(0.001, 2, 14), // 1 ms to 8 s
+		}, []string{"stage"}),
+	}
+	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.stages} {
+		if err := cfg.Metrics.Register(c); err != nil {
+			return nil, fmt.Errorf("joinservice: %w", err)
+		}
+	}
+	return s, nil
+}
+
+// IssueJoinTicket implements the RPC: translate, decide, translate.
+func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
+	a := &attempt{id: newTicketID(), began: time.Now()}
+	t, err := s.issue(ctx, a, req)
+	role := roleName(req.GetRole())
+	s.tickets.WithLabelValues(role, reasonOf(err)).Inc()
+	if err != nil {
+		s.refuse(ctx, a, "ticket refused", err)
+		return nil, err
+	}
+	s.stages.WithLabelValues("total").Observe(time.Since(a.began).Seconds())
+	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", time.Since(a.began).Seconds(), "warnings", a.record.Warnings)
+	return t.toWire(), nil
+}
+
+// ReturnJoinTicket implements the RPC.
+func (s *Service) ReturnJoinTicket(ctx context.Context, req *joinv1.ReturnJoinTicketRequest) (*joinv1.ReturnJoinTicketResponse, error) {
+	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: time.Now()}
+	err := s.takeBack(ctx, a, req.GetTicketId())
+	s.returns.WithLabelValues(reasonOf(err)).Inc()
+	if err != nil {
+		s.refuse(ctx, a, "return refused", err)
+		return nil, err
+	}
+	s.cfg.Log.InfoContext(ctx, "ticket returned", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+	return &joinv1.ReturnJoinTicketResponse{}, nil
+}
+
+func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	if len(id) != ticketIDSize {
+		a.id = ""
+		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(id))
+	}
+	node, err := s.cfg.Kube.Withdraw(ctx, peer.Machine(), a.id)
+	a.record.Node = node
+	if err != nil {
+		return err
+	}
+	if err := s.write(a, "ticket returned"); err != nil {
+		// It is gone already, which is what its machine wants: only the record is missing.
+		s.cfg.Log.ErrorContext(ctx, "the audit record of a returned ticket cannot be written", "ticket", a.id, "err", err)
+	}
+	return nil
+}
+
+// attempt collects what a record will say.
+type attempt struct {
+	id     string
+	began  time.Time
+	record audit.Record
+}
+
+func (a *attempt) peer(p attest.Peer) {
+	digest := p.Claims().EvidenceDigest()
+	a.record.Machine = p.Machine().String()
+	a.record.Evidence = hex.EncodeToString(digest[:])
+}
+
+// write puts a record of something that was done on the log (J3).
+func (s *Service) write(a *attempt, event string) error {
+	r := a.record
+	r.Service, r.Event, r.Ticket, r.Reason = "joinservice", event, a.id, reasonOf(nil)
+	if err := s.cfg.Audit.Write(r); err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", err)
+	}
+	return nil
+}
+
+// refuse tells log and audit log the one reason that caller and metric get (R1).
+func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
+	r := a.record
+	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
+	s.cfg.Log.WarnContext(ctx, event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
+	if werr := s.cfg.Audit.Write(r); werr != nil {
+		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)
+	}
+}
+
+func reasonOf(err error) string { return attest.ReasonName(attest.ReasonOf(err)) }
+
+func newTicketID() string {
+	b := make([]byte, ticketIDSize)
+	_, _ = rand.Read(b) // never fails
+	return hex.EncodeToString(b)
+}
+
+// ticket is what a machine gets.
+type ticket struct {
+	id              string
+	disk            keys.Disk
+	info            *clusterinfo.Info
+	ca              []byte
+	client, serving kube.Certificate
+	files           []*joinv1.ControlPlaneFile
+}
+
+func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
+	id, _ := hex.DecodeString(t.id) // our own digits
+	expires := t.client.Leaf.NotAfter
+	if t.serving.Leaf.NotAfter.Before(expires) {
+		expires = t.serving.Leaf.NotAfter
+	}
+	return &joinv1.IssueJoinTicketResponse{
+		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
+		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
+		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
+		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
+	}
+}

@@ -1,0 +1,353 @@
+package kms_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"connectrpc.com/connect"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/kms"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const namespace = "muster-system"
+
+var shared *membertest.Cluster
+
+func TestMain(m *testing.M) {
+	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
+		if err != nil {
+			return nil, err
+		}
+		return shared.Stop, nil
+	})
+}
+
+// stage is a cluster with two control planes and a key service on the second.
+type stage struct {
+	*membertest.Cluster
+	ca       *attesttest.CA
+	cp1, cp2 *attesttest.Machine
+	rootDir  string
+	audit    *membertest.Buffer
+	kms      *membertest.Service
+	pod      *corev1.Pod
+}
+
+func setUp(t *testing.T) *stage {
+	t.Helper()
+	shared.Reset(t)
+	s := &stage{Cluster: shared, ca: attesttest.NewCA(t), rootDir: t.TempDir(), audit: &membertest.Buffer{}}
+	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	s.cp2 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	for name, m := range map[string]*attesttest.Machine{"cp1": s.cp1, "cp2": s.cp2} {
+		m.LockTo(s.ID)
+		s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	}
+	s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}))
+	s.mount(t, s.Root[:], s.Salt[:])
+	api, err := s.As(t.Context(), namespace, "kms")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.pod, err = s.Pod(t.Context(), namespace, "joinservice", "cp1"); err != nil {
+		t.Fatal(err)
+	}
+	s.kms = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
+		return kms.Run(ctx, kms.Options{
+			Listener: rpcs, Metrics: probes, Attester: s.cp2.Attester(attest.PurposeKMS), Owner: s.Public, RootDir: s.rootDir, API: api,
+			Audit: audit.NewStream(s.audit), Log: slog.New(slog.NewJSONHandler(stderr, nil)),
+		})
+	})
+	return s
+}
+
+// mount writes the Secret as a kubelet does: into a new folder, then a link is swapped.
+func (s *stage) mount(t *testing.T, root, salt []byte) {
+	t.Helper()
+	dir, err := os.MkdirTemp(s.rootDir, "..data_")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, b := range map[string][]byte{"root": root, "salt": salt} {
+		if b == nil {
+			continue
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := filepath.Join(s.rootDir, "..data_tmp")
+	if err := errors.Join(os.Symlink(filepath.Base(dir), next), os.Rename(next, filepath.Join(s.rootDir, "..data"))); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (s *stage) token(t *testing.T, account, audience string, pod *corev1.Pod) string {
+	t.Helper()
+	token, err := s.Token(t.Context(), namespace, account, audience, pod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return token
+}
+
+// dial gives a client that attests itself as a.
+func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceClient {
+	t.Helper()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeKMS,
+		Appraiser: attesttest.ParsedPolicy(t, s.ca, []*attesttest.Machine{s.cp2}).For(attest.LockedTo(s.ID)),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = transport.Close() })
+	return kmsv1connect.NewKeyServiceClient(rpc.HTTPClient(transport), "https://"+s.kms.Addr, rpc.ClientOptions()...)
+}
+
+func with(ctx context.Context, token string) context.Context {
+	ctx, call := connect.NewClientContext(ctx)
+	if token != "" {
+		call.RequestHeader().Set("Authorization", "Bearer "+token)
+	}
+	return ctx
+}
+
+const disk = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
+
+func (s *stage) want(t *testing.T) []byte {
+	t.Helper()
+	id, err := keys.ParseDiskID(disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key.Expose()
+}
+
+func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
+	s := setUp(t)
+	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+	token := s.token(t, "joinservice", kms.Audience, s.pod)
+	resp, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(resp.GetKey(), s.want(t)) {
+		t.Error("another key than package keys derives")
+	}
+	id, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:]})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(id.GetClusterId(), s.ID[:]) {
+		t.Error("another cluster ID than package keys derives")
+	}
+	for _, purpose := range []string{"disk", "cluster-id"} {
+		if n := s.kms.Metric(t, "muster_kms_calls_total", "purpose", purpose, "reason", "ACCEPTED"); n != 1 {
+			t.Errorf("metric for %s is %v, want 1", purpose, n)
+		}
+	}
+	if !membertest.HasLine(s.audit.Bytes(), "event", "key derived", "disk", disk, "machine", s.cp1.ID().String(), "node", "cp1", "reason", "ACCEPTED") {
+		t.Errorf("no audit record in %s", s.audit)
+	}
+	for name, text := range map[string][]byte{"log": s.kms.Log.Bytes(), "audit log": s.audit.Bytes()} {
+		for _, secret := range [][]byte{s.want(t), s.Root[:], []byte(token)} {
+			if bytes.Contains(text, secret) || bytes.Contains(text, fmt.Appendf(nil, "%x", secret)) {
+				t.Errorf("a secret is in the %s", name)
+			}
+		}
+	}
+}
+
+// Each refusal has its reason in error detail, metric, log and audit record (R1). The same stage
+// serves its machine once the offending input alone is repaired.
+func TestRefusals(t *testing.T) {
+	s := setUp(t)
+	good := s.token(t, "joinservice", kms.Audience, s.pod)
+	other, err := s.Pod(t.Context(), namespace, "joinservice", "cp2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	stranger, err := s.Pod(t.Context(), namespace, "joinservice", "unknown")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "other"}}); err != nil {
+		t.Fatal(err)
+	}
+	otherAccount, err := s.Pod(t.Context(), namespace, "other", "cp1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tt := range map[string]struct {
+		token  string
+		disk   string
+		root   []byte
+		salt   []byte
+		reason attestv1.Reason
+	}{
+		"no token":                                   {token: "", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token that nobody issued":                 {token: "eyJhbGciOiJub25lIn0.e30.", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token for the API server":                 {token: s.token(t, "joinservice", "", s.pod), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of another service account":         {token: s.token(t, "other", kms.Audience, otherAccount), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of no pod":                          {token: s.token(t, "joinservice", kms.Audience, nil), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of a pod on another machine":        {token: s.token(t, "joinservice", kms.Audience, other), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"a token of a pod on a node nobody enrolled": {token: s.token(t, "joinservice", kms.Audience, stranger), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"no disk":                               {token: good, disk: "-", reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a purpose smuggled into the disk's ID": {token: good, disk: "../measurement-secret/000000000000000", reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in upper case":                  {token: good, disk: "5F0C95B6-2A3D-4C7E-9F10-0123456789AB", reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no root secret":                        {token: good, root: []byte{}, reason: attestv1.Reason_REASON_ROOT_SEALED},
+		"a root secret of 31 bytes":             {token: good, root: make([]byte, 31), reason: attestv1.Reason_REASON_ROOT_SEALED},
+		"a root secret of 33 bytes":             {token: good, root: bytes.Repeat([]byte{1}, 33), reason: attestv1.Reason_REASON_ROOT_SEALED},
+		"a root secret of zeroes":               {token: good, root: make([]byte, 32), reason: attestv1.Reason_REASON_ROOT_SEALED},
+		"a salt of 16 bytes":                    {token: good, salt: make([]byte, 16), reason: attestv1.Reason_REASON_ROOT_SEALED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+			id := disk
+			if tt.disk != "" {
+				id = tt.disk
+			}
+			if tt.root != nil || tt.salt != nil {
+				root, salt := tt.root, tt.salt
+				if root == nil {
+					root = s.Root[:]
+				}
+				if salt == nil {
+					salt = s.Salt[:]
+				}
+				s.mount(t, root, salt)
+			}
+			reason := attest.ReasonName(tt.reason)
+			before := s.kms.Metric(t, "muster_kms_calls_total", "purpose", "disk", "reason", reason)
+			_, err := client.DeriveDiskKey(with(t.Context(), tt.token), &kmsv1.DeriveDiskKeyRequest{DiskId: id})
+			if got := rpc.ReasonFrom(err); got != tt.reason {
+				t.Fatalf("%v, want %s", err, reason)
+			}
+			if after := s.kms.Metric(t, "muster_kms_calls_total", "purpose", "disk", "reason", reason); after != before+1 {
+				t.Errorf("the metric went from %v to %v", before, after)
+			}
+			if !s.kms.Logged("msg", "key refused", "reason", reason) {
+				t.Error("not logged")
+			}
+			if !membertest.HasLine(s.audit.Bytes(), "event", "key refused", "reason", reason, "machine", s.cp1.ID().String()) {
+				t.Error("no audit record")
+			}
+			// Repaired, and without a restart.
+			s.mount(t, s.Root[:], s.Salt[:])
+			resp, err := client.DeriveDiskKey(with(t.Context(), good), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+			if err != nil || !bytes.Equal(resp.GetKey(), s.want(t)) {
+				t.Errorf("repaired: %v", err)
+			}
+		})
+	}
+}
+
+// Who does not pass the exchange never reaches the RPC.
+func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
+	s := setUp(t)
+	token := s.token(t, "joinservice", kms.Audience, s.pod)
+	unlocked := attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	elsewhere := attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	elsewhere.LockTo([32]byte{0xee})
+	tampered := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
+	tampered.LockTo(s.ID)
+	foreign := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	foreign.LockTo(s.ID)
+	for name, tt := range map[string]struct {
+		attester attest.Attester
+		reason   attestv1.Reason
+	}{
+		"a machine's own evidence":          {s.cp1.Attester(attest.PurposeMachine), attestv1.Reason_REASON_BINDING_MISMATCH},
+		"another key service's evidence":    {s.cp1.Attester(attest.PurposeKMS), attestv1.Reason_REASON_BINDING_MISMATCH},
+		"public evidence":                   {s.cp1.Attester(attest.PurposePublic), attestv1.Reason_REASON_BINDING_MISMATCH},
+		"no evidence":                       {atls.NoAttester, attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST},
+		"a machine that is not locked":      {unlocked.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a machine of another cluster":      {elsewhere.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a machine that booted another way": {tampered.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_POLICY_REFUSED},
+		"a machine no root vouches for":     {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := s.dial(t, tt.attester).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+			if got := rpc.ReasonFrom(err); got != tt.reason {
+				t.Errorf("%v, want %s", err, attest.ReasonName(tt.reason))
+			}
+		})
+	}
+	t.Run("only the offending input was wrong", func(t *testing.T) {
+		if _, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk}); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
+	s := setUp(t)
+	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
+	if _, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk}); err != nil {
+		t.Fatal(err)
+	}
+	ban := func(banned bool) {
+		n := s.Node(t, "cp1")
+		n.Spec.Banned = banned
+		if err := s.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ban(true)
+	membertest.Eventually(t, func() error {
+		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
+	})
+	ban(false)
+	membertest.Eventually(t, func() error {
+		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return err
+	})
+}
+
+func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
+	s := setUp(t)
+	if err := s.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestationPolicy{}); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(s.kms.Ready(t) != nil, "still ready")
+	})
+	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
+	_, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NOT_READY || rpc.RetryAfterFrom(err) == 0 {
+		t.Errorf("%v, want NOT_READY with a hint when to try again", err)
+	}
+	if s.kms.Metric(t, "muster_policy_generation") != 0 {
+		t.Error("the metric says that a policy is in force")
+	}
+}

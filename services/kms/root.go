@@ -1,0 +1,62 @@
+package kms
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// retrySealed is what a caller is told to wait for a root secret that may still be mounted.
+const retrySealed = 10 * time.Second
+
+// MountedRoot reads the root secret from the folder that the Secret muster-kms-root is mounted
+// at: files root and salt of exactly 32 bytes. Whatever else is there gives ROOT_SEALED.
+func MountedRoot(dir string) func() (*keys.Root, error) {
+	return func() (*keys.Root, error) {
+		r, err := readRoot(dir)
+		if err != nil {
+			return nil, attest.RefuseFor(retrySealed, attestv1.Reason_REASON_ROOT_SEALED, "%w: is the Secret muster-system/muster-kms-root there?", err)
+		}
+		return r, nil
+	}
+}
+
+func readRoot(dir string) (*keys.Root, error) {
+	// A mounted Secret changes by swapping the link ..data. Both files must come from the same
+	// side of that swap.
+	if real, err := filepath.EvalSymlinks(filepath.Join(dir, "..data")); err == nil {
+		dir = real
+	} else if !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	root, err := readSecret(filepath.Join(dir, "root"))
+	if err != nil {
+		return nil, err
+	}
+	defer clear(root)
+	salt, err := readSecret(filepath.Join(dir, "salt"))
+	if err != nil {
+		return nil, err
+	}
+	return keys.ParseRoot(root, salt)
+}
+
+// readSecret reads at most one byte more than a secret has, which is enough to refuse it.
+func readSecret(path string) ([]byte, error) {
+	f, err := os.Open(path) //nolint:gosec // the operator's choice
+	if err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(io.LimitReader(f, keys.Size+1))
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	return b, nil
+}

@@ -1,0 +1,80 @@
+package kms
+
+import (
+	"context"
+	"crypto/ed25519"
+	"log/slog"
+	"net"
+	"os"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/member"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Options say what a key service of a cluster needs from outside. All fields are required.
+type Options struct {
+	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
+	Listener, Metrics net.Listener
+	// Attester makes evidence of this machine with the purpose kms.
+	Attester attest.Attester
+	// Owner is the public key that policies are signed with.
+	Owner ed25519.PublicKey
+	// RootDir is where the Secret muster-kms-root is mounted.
+	RootDir string
+	// API is how to reach the Kubernetes API.
+	API *rest.Config
+	// Audit is where audit records go, one line each; nil: standard output.
+	Audit *audit.Log
+	Log   *slog.Logger
+}
+
+// Run serves until ctx ends. It closes both listeners.
+func Run(ctx context.Context, o Options) error {
+	if o.Audit == nil {
+		o.Audit = audit.NewStream(os.Stdout)
+	}
+	m, err := member.New(member.Config{Attester: o.Attester, Owner: o.Owner, API: o.API, Log: o.Log})
+	if err != nil {
+		return err
+	}
+	judge, err := m.JudgeMembers()
+	if err != nil {
+		return err
+	}
+	svc, err := New(Config{
+		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Judge: judge,
+		Node: func(name string) (Enrolled, bool) {
+			n := m.Cluster.Nodes.ByName(name)
+			if n == nil {
+				return Enrolled{}, false
+			}
+			id, err := attest.ParseMachineID(n.Spec.MachineID)
+			return Enrolled{Machine: id, Banned: n.Spec.Banned}, err == nil
+		},
+		Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
+	})
+	if err != nil {
+		return err
+	}
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: o.Listener,
+		ATLS: atls.ServerConfig{
+			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
+			Generation: m.Policy.Generation, RefuseUnattested: true,
+		},
+		Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(svc), kmsv1connect.NewKeyServiceHandler)},
+		Health:   m.Health, Metrics: m.RPC, Log: o.Log,
+	})
+	if err != nil {
+		return err
+	}
+	probes := serve.Probes{Listener: o.Metrics, Metrics: m.Registry, Ready: m.Ready(), Log: o.Log}
+	return serve.All(ctx, append(m.Parts(), probes.Part(), serve.Part{Name: "rpc", Run: server.Run})...)
+}

@@ -1,0 +1,232 @@
+// Package kms derives a cluster's keys for those who may have them.
+//
+// It is the smallest of the services, since it holds the root secret. A caller must show two
+// things that no thief of one has (K2): a session over which its machine attested itself as
+// running a joinservice, and the token of joinservice's service account, issued by Kubernetes to
+// a pod on that very machine. What it can ask for are purposes, one RPC each (K1).
+//
+// The root secret is read from its mounted Secret for each call: it is never kept, a rotated
+// Secret works at once, and a missing one says so (ROOT_SEALED).
+package kms
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+
+	"connectrpc.com/connect"
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Identity of the only workload that is served.
+const (
+	// Audience is what a caller's token must have been issued for.
+	Audience = "muster-kms"
+	// Caller is the user name of joinservice's service account.
+	Caller = "system:serviceaccount:muster-system:joinservice"
+)
+
+// Purposes of keys, as metrics and audit records write them.
+const (
+	purposeDisk      = "disk"
+	purposeClusterID = "cluster-id"
+)
+
+// Workload is what Kubernetes says about a token.
+type Workload struct {
+	// User is the service account's user name.
+	User string
+	// Node is the name of the node that the token's pod runs on; empty if the token belongs to no pod.
+	Node string
+}
+
+// Enrolled is what the cluster knows about a node.
+type Enrolled struct {
+	// Machine is the node's.
+	Machine attest.MachineID
+	// Banned machines get nothing.
+	Banned bool
+}
+
+// Config lists what a Service needs. All fields are required.
+type Config struct {
+	// Root gives the root secret, or why it cannot be had.
+	Root func() (*keys.Root, error)
+	// Review asks Kubernetes whose token this is. Its error is a refusal with
+	// WORKLOAD_IDENTITY or API_UNAVAILABLE.
+	Review func(ctx context.Context, token string) (Workload, error)
+	// Node gives the enrolment of a node; false if there is none.
+	Node func(name string) (Enrolled, bool)
+	// Judge judges the caller's claims by the policy in force now, which may be another than the
+	// one that let the caller in.
+	Judge attest.Appraiser
+	// Audit keeps the records.
+	Audit   *audit.Log
+	Log     *slog.Logger
+	Metrics prometheus.Registerer
+}
+
+// Service implements the key service's RPCs.
+type Service struct {
+	cfg   Config
+	calls *prometheus.CounterVec
+}
+
+// New returns a Service, or says which part of cfg is missing.
+func New(cfg Config) (*Service, error) {
+	if cfg.Root == nil || cfg.Review == nil || cfg.Node == nil || cfg.Judge == nil || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+		return nil, errors.New("kms: every field of Config is required")
+	}
+	calls := prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "muster_kms_calls_total", Help: "Calls to the key service by purpose and outcome.",
+	}, []string{"purpose", "reason"})
+	if err := cfg.Metrics.Register(calls); err != nil {
+		return nil, fmt.Errorf("kms: %w", err)
+	}
+	return &Service{cfg: cfg, calls: calls}, nil
+}
+
+// DeriveDiskKey implements the RPC.
+func (s *Service) DeriveDiskKey(ctx context.Context, req *kmsv1.DeriveDiskKeyRequest) (*kmsv1.DeriveDiskKeyResponse, error) {
+	c := call{purpose: purposeDisk}
+	key, err := s.diskKey(ctx, &c, req.GetDiskId())
+	if err = s.conclude(ctx, c, err); err != nil {
+		return nil, err
+	}
+	return &kmsv1.DeriveDiskKeyResponse{Key: key.Expose()}, nil
+}
+
+func (s *Service) diskKey(ctx context.Context, c *call, disk string) (keys.Disk, error) {
+	if err := s.authorize(ctx, c); err != nil {
+		return keys.Disk{}, err
+	}
+	id, err := keys.ParseDiskID(disk)
+	if err != nil {
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_id: %w", err)
+	}
+	c.disk = id.String()
+	root, err := s.cfg.Root()
+	if err != nil {
+		return keys.Disk{}, err
+	}
+	return root.Disk(id) // K1
+}
+
+// DeriveClusterId implements the RPC.
+func (s *Service) DeriveClusterId(ctx context.Context, req *kmsv1.DeriveClusterIdRequest) (*kmsv1.DeriveClusterIdResponse, error) {
+	c := call{purpose: purposeClusterID}
+	id, err := s.clusterID(ctx, &c, req.GetMeasurementSalt())
+	if err = s.conclude(ctx, c, err); err != nil {
+		return nil, err
+	}
+	return &kmsv1.DeriveClusterIdResponse{ClusterId: id[:]}, nil
+}
+
+func (s *Service) clusterID(ctx context.Context, c *call, salt []byte) (keys.ClusterID, error) {
+	if err := s.authorize(ctx, c); err != nil {
+		return keys.ClusterID{}, err
+	}
+	if len(salt) != keys.Size {
+		return keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "measurement_salt has %d bytes, want %d", len(salt), keys.Size)
+	}
+	root, err := s.cfg.Root()
+	if err != nil {
+		return keys.ClusterID{}, err
+	}
+	return root.ClusterID([keys.Size]byte(salt)), nil // K1
+}
+
+// call is what is known of a caller so far, for its record.
+type call struct {
+	purpose, disk, machine, node string
+	appraisal                    attest.Appraisal
+}
+
+// authorize keeps K2: an attested machine of the cluster, and joinservice's identity on it.
+func (s *Service) authorize(ctx context.Context, c *call) error {
+	peer, ok := attest.PeerFrom(ctx)
+	if !ok || peer.Purpose() != attest.PurposeJoinservice {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "the key service serves attested joinservices only")
+	}
+	c.machine = peer.Machine().String()
+	appraisal, err := s.cfg.Judge.Appraise(ctx, peer.Claims())
+	if err != nil {
+		return err
+	}
+	c.appraisal = appraisal
+	token, err := bearer(ctx)
+	if err != nil {
+		return err
+	}
+	w, err := s.cfg.Review(ctx, token)
+	if err != nil {
+		return err
+	}
+	if w.User != Caller {
+		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_IDENTITY, "the token is that of %q, want %q", w.User, Caller)
+	}
+	c.node = w.Node
+	n, ok := s.cfg.Node(w.Node)
+	switch {
+	case w.Node == "":
+		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_IDENTITY, "the token belongs to no pod on a node: mount a projected token into the pod")
+	case !ok:
+		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_NODE, "node %q has no AttestedNode", w.Node)
+	case n.Banned:
+		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", w.Node)
+	case n.Machine != peer.Machine():
+		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_NODE, "the token's pod runs on node %q, machine %s; attested is machine %s", w.Node, n.Machine, peer.Machine())
+	}
+	return nil
+}
+
+func bearer(ctx context.Context) (string, error) {
+	info, ok := connect.CallInfoForHandlerContext(ctx)
+	if !ok {
+		return "", attest.Refuse(attestv1.Reason_REASON_INTERNAL, "no call information in the context")
+	}
+	values := info.RequestHeader().Values("Authorization")
+	if len(values) != 1 {
+		return "", attest.Refuse(attestv1.Reason_REASON_WORKLOAD_IDENTITY, "%d Authorization headers, want one", len(values))
+	}
+	scheme, token, ok := strings.Cut(values[0], " ")
+	if !ok || !strings.EqualFold(scheme, "Bearer") || token == "" || len(token) > 16<<10 {
+		return "", attest.Refuse(attestv1.Reason_REASON_WORKLOAD_IDENTITY, "the Authorization header holds no bearer token")
+	}
+	return token, nil
+}
+
+// conclude gives err one reason everywhere (R1). The record of an answer is stable before the
+// answer leaves (J3).
+func (s *Service) conclude(ctx context.Context, c call, err error) error {
+	record := audit.Record{
+		Service: "kms", Event: "key derived", Purpose: c.purpose, Disk: c.disk, Machine: c.machine, Node: c.node,
+		PolicySerial: c.appraisal.PolicySerial, PolicyGeneration: c.appraisal.Generation,
+	}
+	if err != nil {
+		record.Event, record.Detail = "key refused", err.Error()
+	}
+	record.Reason = attest.ReasonName(attest.ReasonOf(err))
+	if werr := s.cfg.Audit.Write(record); werr != nil {
+		s.cfg.Log.ErrorContext(ctx, "the audit record cannot be written", "err", werr)
+		if err == nil {
+			err = attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", werr)
+		}
+	}
+	reason := attest.ReasonName(attest.ReasonOf(err))
+	s.calls.WithLabelValues(c.purpose, reason).Inc()
+	if err != nil {
+		s.cfg.Log.WarnContext(ctx, "key refused", "purpose", c.purpose, "machine", c.machine, "node", c.node, "reason", reason, "err", err)
+		return err
+	}
+	s.cfg.Log.InfoContext(ctx, "key derived", "purpose", c.purpose, "machine", c.machine, "node", c.node, "disk", c.disk)
+	return nil
+}
