@@ -1,0 +1,167 @@
+// Command bootstrapper runs on every machine: it makes the machine a node (run), and then
+// gives the services on it evidence of the machine (attester).
+package main
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/attester"
+	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+const usage = `usage: bootstrapper COMMAND [flags]
+
+  run       make this machine a node: the first one of a cluster, or one more
+  attester  give the services on this machine evidence of it
+  version   print which build this is
+
+bootstrapper COMMAND -h lists a command's flags.
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		os.Exit(2)
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "bootstrapper:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	if len(args) == 0 {
+		fmt.Fprint(stderr, usage)
+		return flag.ErrHelp
+	}
+	flags := flag.NewFlagSet("bootstrapper "+args[0], flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	image := flags.String("image", metadata.ImagePath, "the image's measured configuration")
+	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
+	switch args[0] {
+	case "run":
+		meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
+		record := flags.String("journal", journal.DefaultPath, "the machine's journal")
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		return runBootstrapper(ctx, *image, *meta, *record, *lock, logger(stderr))
+	case "attester":
+		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		return runAttester(ctx, *image, *dir, *lock, logger(stderr))
+	case "version":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		fmt.Fprintln(stdout, "bootstrapper", buildinfo.Read())
+		return nil
+	}
+	fmt.Fprint(stderr, usage)
+	return fmt.Errorf("there is no command %q", args[0])
+}
+
+func parse(flags *flag.FlagSet, args []string) error {
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	if flags.NArg() > 0 {
+		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	return nil
+}
+
+func logger(w io.Writer) *slog.Logger {
+	return slog.New(slog.NewJSONHandler(w, nil)).With("version", buildinfo.Read().Version)
+}
+
+// openTPM gives the machine's TPM. The folder of its lock file is on a tmpfs that is empty
+// after each boot.
+func openTPM(img *metadata.Image, lock string) (*tpm.TPM, error) {
+	if err := os.MkdirAll(filepath.Dir(lock), 0o755); err != nil { //nolint:gosec // its content has modes of its own
+		return nil, err
+	}
+	return tpm.Open(img.TPM.Device, tpm.WithLock(lock)), nil
+}
+
+func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm2.Attester, error) {
+	bank, err := tpm.ParseBank(img.TPM.Bank)
+	if err != nil {
+		return nil, err
+	}
+	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank}
+	// A machine without the file has no event log; policies judge PCRs, not logs.
+	if _, err := os.Stat(img.TPM.EventLog); err == nil {
+		cfg.EventLog = img.TPM.EventLog
+	}
+	return tpm2.NewAttester(cfg)
+}
+
+func runBootstrapper(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
+	img, err := metadata.LoadImage(image)
+	if err != nil {
+		return err
+	}
+	device, err := openTPM(img, lock)
+	if err != nil {
+		return err
+	}
+	own, err := newAttester(img, device, attest.PurposeMachine)
+	if err != nil {
+		return err
+	}
+	public, err := newAttester(img, device, attest.PurposePublic)
+	if err != nil {
+		return err
+	}
+	return bootstrapper.Serve(ctx, bootstrapper.Options{
+		Config: bootstrapper.Config{
+			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
+			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
+			NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
+				return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now, KnownPairs: 64})
+			},
+			WriteClusterState: clusterstate.Write, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Log: log,
+		},
+		Public: public,
+	})
+}
+
+func runAttester(ctx context.Context, image, dir, lock string, log *slog.Logger) error {
+	img, err := metadata.LoadImage(image)
+	if err != nil {
+		return err
+	}
+	device, err := openTPM(img, lock)
+	if err != nil {
+		return err
+	}
+	return bootstrapper.ServeAttester(ctx, bootstrapper.AttesterOptions{
+		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
+		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
+	})
+}

@@ -1,0 +1,278 @@
+// Package bootstrapper turns a freshly booted machine into a node: into the first one of a
+// new cluster, if its owner says so over init.v1, or into one more of a running cluster,
+// if a joinservice gives it a ticket.
+//
+// Both are tried at the same time, and whoever takes the node lock first is the one. Three
+// things hold, and the code that keeps one names it:
+//
+//	B1  unlocked becomes locked, once;
+//	B2  init and join never both proceed;
+//	B3  killed at any step, the machine ends as a node, or cleanly retryable, or locked
+//	    with a named way out.
+//
+// B3 is kept by a journal that is written before what can't be repeated and after what
+// can: whatever the journal says, the next step is safe to take again. Once the machine is
+// a node the bootstrapper has nothing left to do, and ends.
+package bootstrapper
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// TPM is what the bootstrapper needs of it beside evidence.
+type TPM interface {
+	PCRs
+	EndorsementKey(ctx context.Context) (tpm.EK, error)
+}
+
+// Journal is the machine's memory: [journal.File].
+type Journal interface {
+	Load() (journal.Record, error)
+	Save(r journal.Record) error
+}
+
+// Timing are the bootstrapper's waits. [DefaultTiming] are those of production.
+type Timing struct {
+	// Stagger is the head start of one joinservice before the next.
+	Stagger time.Duration
+	// RetryMin and RetryMax bound the pause between two tries to join.
+	RetryMin, RetryMax time.Duration
+	// Dial bounds the wait for a connection, Ticket that for a ticket.
+	Dial, Ticket time.Duration
+	// Linger is how long an init's result can still be fetched after it was sent once, and
+	// Unclaimed how long if it was not.
+	Linger, Unclaimed time.Duration
+	// Kubeadm bounds one run of kubeadm, Reset one clean-up, ClusterState the writing of the
+	// cluster's own objects.
+	Kubeadm, Reset, ClusterState time.Duration
+}
+
+// DefaultTiming are the waits of production.
+var DefaultTiming = Timing{
+	Stagger: 250 * time.Millisecond, RetryMin: 500 * time.Millisecond, RetryMax: 30 * time.Second,
+	Dial: 10 * time.Second, Ticket: 90 * time.Second, Linger: 2 * time.Minute, Unclaimed: time.Hour,
+	Kubeadm: 15 * time.Minute, Reset: 5 * time.Minute, ClusterState: 3 * time.Minute,
+}
+
+// Config lists what a Bootstrapper needs. All fields are required.
+type Config struct {
+	// Image is the image's measured configuration.
+	Image *metadata.Image
+	// Metadata reads the machine's metadata; it is called whenever they are needed.
+	Metadata func() (*metadata.Machine, error)
+	// Journal is the machine's memory.
+	Journal Journal
+	// Machine runs units and kubeadm.
+	Machine machine.Machine
+	// Root stands for the root of the file system: "/" on a machine.
+	Root string
+	// TPM is the machine's.
+	TPM TPM
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// NewVerifier gives a verifier that trusts the roots.
+	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
+	// WriteClusterState writes the cluster's own objects: [clusterstate.Write].
+	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
+	// Components bounds what components may take.
+	Components component.Limits
+	// Timing are the waits.
+	Timing Timing
+	// Metrics takes what docs/metrics.md lists.
+	Metrics prometheus.Registerer
+	// Log is where everything is told that a caller does not learn.
+	Log *slog.Logger
+}
+
+// Bootstrapper is the phase machine around init and join. [Bootstrapper.Init] serves
+// init.v1; [Bootstrapper.Run] joins, and ends when the machine is a node.
+type Bootstrapper struct {
+	cfg       Config
+	image     *kubeadm.Image
+	bank      tpm.Bank
+	lock      *nodeLock
+	disk      *disk.Plain
+	diskID    keys.DiskID
+	machineID attest.MachineID
+	ownerKey  ed25519.PublicKey // nil: unknown
+	metrics   *metrics
+	log       *slog.Logger
+
+	running chan struct{}   // closed once Run has set ctx
+	ctx     context.Context // of Run: an init outlives its client's connection
+	work    sync.WaitGroup
+
+	initMu   sync.Mutex // guards what follows
+	wrong    int        // wrong init secrets so far
+	run      *initRun   // the init under way or finished, nil if none
+	finished chan struct{}
+	sent     chan struct{}
+	sentOnce sync.Once
+}
+
+// New reads the journal and looks at disk and TPM. It returns an error that says which part
+// of cfg is missing or wrong, or why this machine can't go on.
+func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Machine == nil || !filepath.IsAbs(cfg.Root) || cfg.TPM == nil ||
+		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.Metrics == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
+		return nil, errors.New("bootstrapper: New: every field of Config is required")
+	}
+	k := cfg.Image.Kubeadm
+	image, err := kubeadm.ParseImage(k.CRISocket, k.IgnorePreflightErrors, k.ClusterConfiguration, k.KubeletConfiguration, k.KubeProxyConfiguration)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
+	m, err := newMetrics(cfg.Metrics)
+	if err != nil {
+		return nil, err
+	}
+	b := &Bootstrapper{
+		cfg: cfg, image: image, metrics: m, log: cfg.Log, ownerKey: cfg.Image.OwnerKey,
+		running: make(chan struct{}), finished: make(chan struct{}), sent: make(chan struct{}),
+	}
+	if b.bank, err = tpm.ParseBank(cfg.Image.TPM.Bank); err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
+	if b.disk, err = disk.Open(cfg.Image.StateDisk.Mode, b.on(cfg.Image.StateDisk.Path)); err != nil {
+		return nil, err
+	}
+	if b.diskID, err = b.disk.ID(); err != nil {
+		return nil, err
+	}
+	if b.machineID, err = machineID(ctx, cfg.TPM); err != nil {
+		return nil, err
+	}
+	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, m.seen); err != nil {
+		return nil, err
+	}
+	if b.ownerKey == nil {
+		b.ownerKey = ed25519.PublicKey(b.lock.record().OwnerKey)
+	}
+	b.log = b.log.With("machine", b.machineID.String())
+	return b, nil
+}
+
+// on gives the real place of an absolute path on the machine.
+func (b *Bootstrapper) on(path string) string { return filepath.Join(b.cfg.Root, path) }
+
+// machineID reads the machine's own ID. It proves nothing to anybody else.
+func machineID(ctx context.Context, t TPM) (attest.MachineID, error) {
+	ek, err := t.EndorsementKey(ctx)
+	if err != nil {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
+	}
+	if len(ek.Certificates) == 0 {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no endorsement key certificate")
+	}
+	c, err := x509.ParseCertificate(ek.Certificates[0])
+	if err != nil {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "endorsement key certificate: %w", err)
+	}
+	return attest.MachineIDOf(c.RawSubjectPublicKeyInfo), nil
+}
+
+// Run joins a cluster unless an init comes first, and returns nil once the machine is a
+// node. Inits under way end before it returns.
+func (b *Bootstrapper) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer func() {
+		cancel()
+		b.initMu.Lock()   // an init that was admitted meanwhile is in work now
+		b.initMu.Unlock() //nolint:staticcheck // a barrier
+		b.work.Wait()
+	}()
+	// After a reboot PCR 15 is zero; services prove with it which cluster they belong to.
+	if err := b.lock.relock(ctx); err != nil {
+		return err
+	}
+	b.ctx = ctx
+	close(b.running)
+	rec := b.lock.record()
+	b.log.InfoContext(ctx, "bootstrapper is running", "step", rec.Step.String(), "lock", string(rec.Kind))
+	if rec.Step == journal.StepDone {
+		if err := b.startNode(ctx); err != nil {
+			return err
+		}
+		if rec.Kind == journal.KindJoin || rec.ResultSent {
+			return nil
+		}
+		return b.linger(ctx)
+	}
+	joined := make(chan error, 1)
+	if rec.Kind != journal.KindInit {
+		b.work.Go(func() { joined <- b.joinLoop(ctx) })
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-b.finished:
+			return b.linger(ctx)
+		case err := <-joined:
+			if err == nil || !errors.Is(err, errLostRace) {
+				return err
+			}
+			b.log.InfoContext(ctx, "an init has taken the node lock; not joining any more")
+		}
+	}
+}
+
+// linger keeps an init's result for a client that lost its connection at the end.
+func (b *Bootstrapper) linger(ctx context.Context) error {
+	wait := time.NewTimer(b.cfg.Timing.Unclaimed)
+	defer wait.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-wait.C:
+		b.log.WarnContext(ctx, "nobody fetched the init's result; the administrator's kubeconfig is at "+adminConf)
+		return nil
+	case <-b.sent:
+	}
+	if !b.lock.record().ResultSent {
+		if err := b.lock.update(func(r *journal.Record) { r.ResultSent = true }); err != nil {
+			return err
+		}
+	}
+	again := time.NewTimer(b.cfg.Timing.Linger)
+	defer again.Stop()
+	select {
+	case <-ctx.Done():
+	case <-again.C:
+	}
+	return nil
+}
+
+// startNode makes sure that what a node needs is running: kubelet and attester.
+func (b *Bootstrapper) startNode(ctx context.Context) error {
+	for _, u := range []string{machine.UnitKubelet, machine.UnitAttester} {
+		for _, verb := range []string{"enable", "start"} {
+			if err := b.cfg.Machine.Unit(ctx, verb, u); err != nil {
+				return fmt.Errorf("%s: %w", u, err)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,207 @@
+// Package clusterstate writes what makes a fresh Kubernetes cluster one of Muster's: the
+// parts of kubeadm's skipped bootstrap-token phase that are worth keeping, the root secret
+// that the key service reads, and the facts that joining machines are told.
+//
+// It is written by the first machine, once, with the administrator's credentials that
+// kubeadm made. Everything is create-or-compare, so that a repeated init finds its own
+// work and never overwrites somebody else's root secret.
+package clusterstate
+
+import (
+	"context"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+)
+
+// Names of what is written; the ConfigMap's are those of package clusterinfo.
+const (
+	RootSecret    = "muster-kms-root"
+	rootKey       = "root"
+	saltKey       = "salt"
+	kubeProxyRole = "muster:kube-proxy-config"
+)
+
+// State is everything to write. Root and Salt are secrets of 32 bytes.
+type State struct {
+	Info       clusterinfo.Info
+	Root, Salt []byte
+}
+
+// requestTimeout bounds one request to the API server.
+const requestTimeout = 20 * time.Second
+
+// ErrForeign says that the cluster already has a root secret, and another one.
+var ErrForeign = errors.New("the cluster already has another root secret")
+
+// Write writes s with an administrator's kubeconfig. It tries again while the API server
+// can't be reached, until ctx ends.
+func Write(ctx context.Context, kubeconfig []byte, s State) error {
+	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
+	if err != nil {
+		return fmt.Errorf("administrator's kubeconfig: %w", err)
+	}
+	config.Timeout = requestTimeout
+	config.UserAgent = "muster-bootstrapper"
+	config.ContentType = "application/json"
+	client, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return err
+	}
+	defer client.CloseIdleConnections()
+	c, err := kubernetes.NewForConfigAndClient(config, client)
+	if err != nil {
+		return err
+	}
+	w := writer{c}
+	for _, step := range []struct {
+		name string
+		do   func(context.Context) error
+	}{
+		{"let the API server use kubelets", w.apiServerMayUseKubelets},
+		{"let nodes read kube-proxy's configuration", w.nodesMayReadKubeProxy},
+		{"namespace " + clusterinfo.Namespace, w.namespace},
+		{"secret " + RootSecret, func(ctx context.Context) error { return w.rootSecret(ctx, s) }},
+		{"config map " + clusterinfo.ConfigMap, func(ctx context.Context) error { return w.clusterConfig(ctx, s.Info) }},
+	} {
+		if err := persist(ctx, step.do); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+	}
+	return nil
+}
+
+// persist repeats a step while trying again can help.
+func persist(ctx context.Context, do func(context.Context) error) error {
+	pause := retry.Backoff{Min: 200 * time.Millisecond, Max: 5 * time.Second}
+	for {
+		err := do(ctx)
+		if err == nil || errors.Is(err, ErrForeign) || final(err) {
+			return err
+		}
+		if werr := retry.Wait(ctx, pause.Next(0)); werr != nil {
+			return errors.Join(werr, err)
+		}
+	}
+}
+
+// final says that the API server has answered, and will not answer otherwise. Forbidden is
+// not final: bootstrap RBAC appears a moment after the API server does.
+func final(err error) bool {
+	return apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) || apierrors.IsUnauthorized(err) || apierrors.IsMethodNotSupported(err)
+}
+
+type writer struct{ kubernetes.Interface }
+
+// apiServerMayUseKubelets is part of the phase that init skips; without it there are no
+// logs, no exec and no port-forward.
+func (w writer) apiServerMayUseKubelets(ctx context.Context) error {
+	want := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "kubeadm:apiserver-kubelet-client"},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "system:kubelet-api-admin"},
+		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: "kube-apiserver-kubelet-client"}},
+	}
+	api := w.RbacV1().ClusterRoleBindings()
+	_, err := api.Create(ctx, want, metav1.CreateOptions{})
+	if !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	have, err := api.Get(ctx, want.Name, metav1.GetOptions{})
+	if err != nil || equality.Semantic.DeepEqual(have.Subjects, want.Subjects) {
+		return err
+	}
+	have.Subjects = want.Subjects
+	_, err = api.Update(ctx, have, metav1.UpdateOptions{})
+	return err
+}
+
+// nodesMayReadKubeProxy: kubeadm join reads three config maps, and kubeadm lets nodes read
+// two of them. Without the third a join waits for seven tries.
+func (w writer) nodesMayReadKubeProxy(ctx context.Context) error {
+	role := &rbacv1.Role{
+		ObjectMeta: metav1.ObjectMeta{Name: kubeProxyRole, Namespace: metav1.NamespaceSystem},
+		Rules:      []rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"configmaps"}, ResourceNames: []string{"kube-proxy"}, Verbs: []string{"get"}}},
+	}
+	if _, err := w.RbacV1().Roles(role.Namespace).Create(ctx, role, metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	binding := &rbacv1.RoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: kubeProxyRole, Namespace: metav1.NamespaceSystem},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: kubeProxyRole},
+		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:nodes"}},
+	}
+	_, err := w.RbacV1().RoleBindings(binding.Namespace).Create(ctx, binding, metav1.CreateOptions{})
+	return ifNew(err)
+}
+
+func (w writer) namespace(ctx context.Context) error {
+	_, err := w.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.Namespace}}, metav1.CreateOptions{})
+	return ifNew(err)
+}
+
+// rootSecret is the only place on a machine that the root secret is written to (K3), and
+// it is never overwritten: every disk's key hangs on it.
+func (w writer) rootSecret(ctx context.Context, s State) error {
+	immutable := true
+	api := w.CoreV1().Secrets(clusterinfo.Namespace)
+	_, err := api.Create(ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Name: RootSecret, Namespace: clusterinfo.Namespace},
+		Type:       corev1.SecretTypeOpaque,
+		Immutable:  &immutable,
+		Data:       map[string][]byte{rootKey: s.Root, saltKey: s.Salt},
+	}, metav1.CreateOptions{})
+	if !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	have, err := api.Get(ctx, RootSecret, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	if subtle.ConstantTimeCompare(have.Data[rootKey], s.Root)&subtle.ConstantTimeCompare(have.Data[saltKey], s.Salt) != 1 {
+		return ErrForeign
+	}
+	return nil
+}
+
+func (w writer) clusterConfig(ctx context.Context, info clusterinfo.Info) error {
+	b, err := info.Marshal()
+	if err != nil {
+		return err
+	}
+	api := w.CoreV1().ConfigMaps(clusterinfo.Namespace)
+	want := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.ConfigMap, Namespace: clusterinfo.Namespace},
+		Data:       map[string]string{clusterinfo.Key: string(b)},
+	}
+	_, err = api.Create(ctx, want, metav1.CreateOptions{})
+	if !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	have, err := api.Get(ctx, want.Name, metav1.GetOptions{})
+	if err != nil || equality.Semantic.DeepEqual(have.Data, want.Data) {
+		return err
+	}
+	have.Data = want.Data
+	_, err = api.Update(ctx, have, metav1.UpdateOptions{})
+	return err
+}
+
+func ifNew(err error) error {
+	if apierrors.IsAlreadyExists(err) {
+		return nil
+	}
+	return err
+}

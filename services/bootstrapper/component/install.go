@@ -1,0 +1,276 @@
+package component
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// tempPrefix marks files that are not installed yet.
+const tempPrefix = ".muster-incoming-"
+
+// Limits bound what one component may take.
+type Limits struct {
+	// Download is the largest content, in bytes.
+	Download int64
+	// Unpacked is the largest sum of an archive's files, in bytes.
+	Unpacked int64
+	// Entries is the largest number of an archive's entries.
+	Entries int
+	// Tries is how often a fetch is tried, and Pause the first pause between two.
+	Tries int
+	Pause time.Duration
+	// Try bounds one try, from dial to last byte.
+	Try time.Duration
+}
+
+// DefaultLimits are those of production.
+var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Tries: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
+
+// Installer installs components below a root folder.
+type Installer struct {
+	root   string
+	client *http.Client
+	limits Limits
+	log    *slog.Logger
+}
+
+// New returns an Installer that takes root, "/" on a machine, for the file system's root.
+func New(root string, limits Limits, log *slog.Logger) *Installer {
+	t := http.DefaultTransport.(*http.Transport).Clone() //nolint:forcetypeassert // documented type
+	t.ResponseHeaderTimeout = 30 * time.Second
+	t.DisableCompression = true // the hash is over what the mirror stores
+	return &Installer{root: root, limits: limits, log: log, client: &http.Client{Transport: t, CheckRedirect: checkRedirect}}
+}
+
+// Close frees idle connections.
+func (in *Installer) Close() { in.client.CloseIdleConnections() }
+
+func checkRedirect(r *http.Request, via []*http.Request) error {
+	if len(via) > 5 || (r.URL.Scheme != "http" && r.URL.Scheme != "https") {
+		return errors.New("refused redirect")
+	}
+	return nil
+}
+
+// Install installs all of list, in order, and tells progress what it is at. What is there
+// already with the right content is not fetched again. It refuses with COMPONENT_HASH,
+// COMPONENT_PATH or COMPONENT_UNAVAILABLE.
+func (in *Installer) Install(ctx context.Context, list []Component, progress func(string)) error {
+	for i, c := range list {
+		if err := in.one(ctx, c, func(what string) { progress(fmt.Sprintf("%s %s (%d of %d)", what, c.Name(), i+1, len(list))) }); err != nil {
+			return attest.Refuse(attest.ReasonOf(err), "%s: %w", c.Name(), err)
+		}
+	}
+	return nil
+}
+
+func (in *Installer) one(ctx context.Context, c Component, progress func(string)) error {
+	folder := filepath.Join(in.root, c.folder)
+	if err := os.MkdirAll(folder, 0o755); err != nil { //nolint:gosec // programs that everybody runs
+		return err
+	}
+	// B4: every name is resolved inside this folder; a link that leads out is an error.
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return err
+	}
+	defer root.Close() //nolint:errcheck // nothing is written through it
+	if err := sweep(root); err != nil {
+		return err
+	}
+	present, err := in.present(root, c)
+	if err != nil {
+		return err
+	}
+	if present {
+		progress("have")
+		return nil
+	}
+	progress("fetching")
+	tmp, err := in.fetch(ctx, root, c)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = root.Remove(tmp) }()
+	if c.extract {
+		return in.unpack(root, c, tmp)
+	}
+	return settle(root, tmp, c.rel, c.mode)
+}
+
+// present says whether the content is installed.
+func (in *Installer) present(root *os.Root, c Component) (bool, error) {
+	if c.extract {
+		return unpacked(root, c)
+	}
+	sum, mode, err := digest(root, c.rel)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, refusePath(err)
+	}
+	return sum == c.sha256 && mode == c.mode, nil
+}
+
+// digest gives the SHA-256 and permission bits of a regular file; a link counts as missing.
+func digest(root *os.Root, name string) (sum [32]byte, mode fs.FileMode, err error) {
+	st, err := root.Lstat(name)
+	if err != nil {
+		return sum, 0, err
+	}
+	if !st.Mode().IsRegular() {
+		return sum, 0, fs.ErrNotExist
+	}
+	f, err := root.Open(name)
+	if err != nil {
+		return sum, 0, err
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return sum, 0, err
+	}
+	return [32]byte(h.Sum(nil)), st.Mode().Perm(), nil
+}
+
+// fetch downloads c to a temporary file and returns its name once its hash is right.
+func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (string, error) {
+	pause := retry.Backoff{Min: in.limits.Pause, Max: 30 * time.Second}
+	for try := 1; ; try++ {
+		name, err := in.try(ctx, root, c)
+		if err == nil {
+			return name, nil
+		}
+		if ctx.Err() != nil {
+			return "", context.Cause(ctx)
+		}
+		if _, final := errors.AsType[*attest.Refusal](err); final {
+			return "", err
+		}
+		if try >= in.limits.Tries {
+			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d tries: %w", c.Name(), c.where(), try, err)
+		}
+		in.log.WarnContext(ctx, "component not fetched, trying again", "component", c.Name(), "from", c.where(), "try", try, "err", err)
+		if err := retry.Wait(ctx, pause.Next(0)); err != nil {
+			return "", err
+		}
+	}
+}
+
+// try makes one attempt. A [attest.Refusal] is final; any other error may pass.
+func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, in.limits.Try)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.url, nil)
+	if err != nil {
+		return "", err
+	}
+	resp, err := in.client.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close() //nolint:errcheck // only read from
+	if resp.StatusCode != http.StatusOK {
+		return "", fmt.Errorf("the mirror answers %s", resp.Status)
+	}
+	if resp.ContentLength > in.limits.Download {
+		return "", tooLarge(in.limits.Download)
+	}
+	h := sha256.New()
+	name, err = spool(root, io.TeeReader(io.LimitReader(resp.Body, in.limits.Download+1), h), in.limits.Download)
+	if err != nil {
+		return "", err
+	}
+	if got := h.Sum(nil); !bytes.Equal(got, c.sha256[:]) {
+		_ = root.Remove(name)
+		return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_HASH, "%s has SHA-256 %x, want %x", c.where(), got, c.sha256)
+	}
+	return name, nil
+}
+
+func tooLarge(limit int64) error {
+	return attest.Refuse(attestv1.Reason_REASON_COMPONENT_HASH, "the content is larger than %d bytes", limit)
+}
+
+// spool copies at most limit bytes to a new temporary file that nobody else may read.
+func spool(root *os.Root, from io.Reader, limit int64) (name string, err error) {
+	f, name, err := create(root)
+	if err != nil {
+		return "", err
+	}
+	defer func() {
+		if err != nil {
+			_ = root.Remove(name)
+		}
+	}()
+	n, err := io.Copy(f, from)
+	if err == nil && n > limit {
+		err = tooLarge(limit)
+	}
+	return name, errors.Join(err, f.Sync(), f.Close())
+}
+
+// settle gives a temporary file its mode and renames it to its place, so that what is
+// there is the old content or the new.
+func settle(root *os.Root, tmp, name string, mode fs.FileMode) error {
+	if dir := filepath.Dir(name); dir != "." {
+		if err := root.MkdirAll(dir, 0o755); err != nil {
+			return refusePath(err)
+		}
+	}
+	if err := root.Chmod(tmp, mode); err != nil {
+		return err
+	}
+	if err := root.Rename(tmp, name); err != nil {
+		return refusePath(err)
+	}
+	return nil
+}
+
+// refusePath turns what os.Root refuses into a reason.
+func refusePath(err error) error {
+	return attest.Refuse(attestv1.Reason_REASON_COMPONENT_PATH, "%w", err)
+}
+
+func create(root *os.Root) (*os.File, string, error) {
+	for i := 0; ; i++ {
+		name := fmt.Sprintf("%s%d-%d", tempPrefix, os.Getpid(), i)
+		f, err := root.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if errors.Is(err, fs.ErrExist) && i < 1000 {
+			continue
+		}
+		return f, name, err
+	}
+}
+
+// sweep removes what an interrupted installation left.
+func sweep(root *os.Root) error {
+	d, err := root.Open(".")
+	if err != nil {
+		return err
+	}
+	names, err := d.Readdirnames(-1)
+	err = errors.Join(err, d.Close())
+	for _, n := range names {
+		if strings.HasPrefix(n, tempPrefix) {
+			err = errors.Join(err, root.Remove(n))
+		}
+	}
+	return err
+}

@@ -1,0 +1,226 @@
+package bootstrapper
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"net"
+	"net/netip"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const (
+	maxAttempts = 5
+	maxSANs     = 32
+	keySize     = 16 // of an idempotency key
+	secretSize  = 32
+)
+
+var _ initv1connect.InitServiceHandler = (*Bootstrapper)(nil)
+
+// Init implements [initv1connect.InitServiceHandler]: translate, decide, and tell what
+// happens until it ended. The init goes on when the caller goes away.
+func (b *Bootstrapper) Init(ctx context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	select {
+	case <-b.running:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	run, err := b.admit(req)
+	if err != nil {
+		b.metrics.inits.WithLabelValues(attest.ReasonName(attest.ReasonOf(err))).Inc()
+		return err
+	}
+	if err := run.follow(ctx, stream.Send); err != nil {
+		return err
+	}
+	b.sentOnce.Do(func() { close(b.sent) })
+	return nil
+}
+
+// admit decides who may init: the request first, then the secret, then the lock.
+func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
+	meta, err := b.cfg.Metadata()
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	if meta.InitSecretHash == nil || meta.Role != metadata.RoleControlPlane {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INIT_NOT_ALLOWED, "the metadata of %s have no initSecretHash, or not the role %s", meta.Name, metadata.RoleControlPlane)
+	}
+	order, err := parseInit(req)
+	if err != nil {
+		return nil, err
+	}
+	order.meta = meta
+	b.initMu.Lock()
+	defer b.initMu.Unlock()
+	if err := b.checkSecret(req.GetInitSecret(), meta.InitSecretHash); err != nil {
+		return nil, err
+	}
+	if b.ctx.Err() != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the bootstrapper is stopping")
+	}
+	if r := b.run; r != nil && !r.failed() {
+		if r.order.keyDigest != order.keyDigest {
+			return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "another init of this machine is under way")
+		}
+		if r.order.digest != order.digest {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "an init with this idempotency key is under way, but with another request")
+		}
+		return r, nil
+	}
+	if rec := b.lock.record(); rec.Locked() {
+		// The cluster ID is compared once it is derived.
+		if err := mayResume(rec, journal.Record{Kind: journal.KindInit, KeyDigest: order.keyDigest[:], ClusterID: rec.ClusterID}); err != nil {
+			return nil, err
+		}
+	}
+	b.run = newInitRun(order)
+	run := b.run
+	b.work.Go(func() { b.initialize(b.ctx, run) })
+	return run, nil
+}
+
+// checkSecret is called with initMu held. A wrong secret costs one of few attempts.
+func (b *Bootstrapper) checkSecret(secret []byte, want *[32]byte) error {
+	if b.wrong >= maxAttempts {
+		return attest.Refuse(attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, "%d wrong init secrets", b.wrong)
+	}
+	got := sha256.Sum256(secret)
+	if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+		b.wrong++
+		b.log.Warn("wrong init secret", "attempts_left", maxAttempts-b.wrong)
+		return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "attempt %d of %d", b.wrong, maxAttempts)
+	}
+	return nil
+}
+
+// initOrder is a checked request.
+type initOrder struct {
+	keyDigest, digest [32]byte
+	root              *keys.Root
+	rawRoot, rawSalt  []byte              // for the Secret that the key service reads
+	request           *initv1.InitRequest // without secrets
+	components        []component.Component
+	meta              *metadata.Machine
+}
+
+var dnsLabel = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
+
+func invalid(format string, args ...any) error {
+	return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
+}
+
+// parseInit checks every field.
+func parseInit(req *initv1.InitRequest) (*initOrder, error) {
+	if len(req.GetIdempotencyKey()) != keySize {
+		return nil, invalid("idempotency_key: want %d bytes, not %d", keySize, len(req.GetIdempotencyKey()))
+	}
+	if len(req.GetInitSecret()) != secretSize {
+		return nil, invalid("init_secret: want %d bytes, not %d", secretSize, len(req.GetInitSecret()))
+	}
+	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	if err != nil {
+		return nil, invalid("root_secret, salt: %w", err)
+	}
+	if len(req.GetMeasurementSalt()) != secretSize {
+		return nil, invalid("measurement_salt: want %d bytes, not %d", secretSize, len(req.GetMeasurementSalt()))
+	}
+	if !dnsLabel.MatchString(req.GetClusterName()) {
+		return nil, invalid("cluster_name: want a DNS label of at most 63 characters")
+	}
+	if v, err := versions.Resolve(req.GetKubernetesVersion()); err != nil || v != req.GetKubernetesVersion() {
+		return nil, invalid("kubernetes_version: want a full version without v, of one of %s", strings.Join(versions.Supported(), ", "))
+	}
+	if err := checkHostPort(req.GetControlPlaneEndpoint()); err != nil {
+		return nil, invalid("control_plane_endpoint: %w", err)
+	}
+	if err := checkCIDRs(req.GetPodCidrs()); err != nil {
+		return nil, invalid("pod_cidrs: %w", err)
+	}
+	if err := checkCIDRs(req.GetServiceCidrs()); err != nil {
+		return nil, invalid("service_cidrs: %w", err)
+	}
+	if len(req.GetApiServerSans()) > maxSANs {
+		return nil, invalid("api_server_sans: at most %d, not %d", maxSANs, len(req.GetApiServerSans()))
+	}
+	for _, s := range req.GetApiServerSans() {
+		if !isHost(strings.TrimPrefix(s, "*.")) {
+			return nil, invalid("api_server_sans: %q is neither a name nor an address", s)
+		}
+	}
+	list, err := component.Parse(req.GetComponents())
+	if err != nil {
+		return nil, err
+	}
+	public, _ := proto.Clone(req).(*initv1.InitRequest)
+	public.InitSecret, public.RootSecret, public.Salt, public.IdempotencyKey = nil, nil, nil, nil
+	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(public)
+	if err != nil {
+		return nil, invalid("%w", err)
+	}
+	return &initOrder{
+		keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
+		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, components: list,
+	}, nil
+}
+
+type fieldError string
+
+func (e fieldError) Error() string { return string(e) }
+
+func checkHostPort(s string) error {
+	host, port, err := net.SplitHostPort(s)
+	n, perr := strconv.ParseUint(port, 10, 16)
+	if err != nil || perr != nil || n == 0 || !isHost(host) {
+		return fieldError("want HOST:PORT")
+	}
+	return nil
+}
+
+var dnsName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
+
+func isHost(s string) bool {
+	if a, err := netip.ParseAddr(s); err == nil {
+		return a.Zone() == ""
+	}
+	return len(s) <= 253 && dnsName.MatchString(s)
+}
+
+// checkCIDRs wants one or two networks of different families.
+func checkCIDRs(list []string) error {
+	if len(list) < 1 || len(list) > 2 {
+		return fieldError("want one per address family, so one or two")
+	}
+	var families [2]bool
+	for _, s := range list {
+		p, err := netip.ParsePrefix(s)
+		if err != nil || p.Masked() != p || p.Addr().Is4In6() {
+			return fieldError("want networks like 10.244.0.0/16")
+		}
+		i := 0
+		if p.Addr().Is6() {
+			i = 1
+		}
+		if families[i] {
+			return fieldError("two networks of one address family")
+		}
+		families[i] = true
+	}
+	return nil
+}

@@ -1,0 +1,360 @@
+package bootstrapper_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/hex"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func first(t *testing.T) *world {
+	t.Helper()
+	w := newWorld(t, "node1")
+	w.allowInit()
+	return w
+}
+
+const secretPath = "/api/v1/namespaces/muster-system/secrets/muster-kms-root"
+
+func TestAnInitMakesTheFirstNodeAndTellsSo(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	out := w.init(t.Context(), r, w.request())
+	if out.err != nil {
+		t.Fatal(out.err, w.logged)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	res, rec := out.result, w.record()
+	root, err := keys.ParseRoot(w.request().GetRootSecret(), w.request().GetSalt())
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := root.ClusterID([32]byte(rec.MeasurementSalt))
+	machineID := w.tpm.ID()
+	if !bytes.Equal(res.GetClusterId(), id[:]) || !bytes.Equal(res.GetMachineId(), machineID[:]) || res.GetNodeName() != "node1" ||
+		!bytes.Equal(res.GetKubeconfig(), w.machine.API.Kubeconfig()) || res.GetAddresses()[0] != "192.168.77.11" {
+		t.Errorf("result %s", text(res))
+	}
+	if _, err := keys.ParseDiskID(res.GetDiskId()); err != nil {
+		t.Error(err)
+	}
+	if rec.Step != journal.StepDone || rec.Kind != journal.KindInit || !rec.ResultSent {
+		t.Errorf("journal %+v", rec)
+	}
+	if bank, _ := w.tpm.Bank().Hash(); !bytes.Equal(w.tpm.PCRs()[15], attest.LockValue(bank, id)) {
+		t.Error("PCR 15 is not the cluster's")
+	}
+	if !w.machine.Running(machine.UnitAttester) || !w.machine.Running(machine.UnitKubelet) {
+		t.Error("units are not running")
+	}
+	if w.machine.API.Object(secretPath) == nil {
+		t.Error("no root secret in the cluster")
+	}
+	var phases []initv1.Phase
+	for _, p := range out.progress {
+		phases = append(phases, p.GetPhase())
+		if len(p.GetText()) == 0 || p.GetElapsed().CheckValid() != nil {
+			t.Errorf("progress %v", p)
+		}
+	}
+	if !slices.IsSorted(phases) || phases[len(phases)-1] != initv1.Phase_PHASE_DONE || len(slices.Compact(phases)) != 8 {
+		t.Errorf("phases %v", phases)
+	}
+	if counter(t, r.metrics, "muster_init_attempts_total", "ACCEPTED") != 1 || counter(t, r.metrics, "muster_node_locked") != 1 || counter(t, r.metrics, "muster_bootstrap_phase", "done") != 1 {
+		t.Error("metrics")
+	}
+	// K3: no secret in the log, nor in any file.
+	req := w.request()
+	for _, secret := range [][]byte{req.GetRootSecret(), req.GetInitSecret(), req.GetSalt()} {
+		h := hex.EncodeToString(secret)
+		if strings.Contains(w.logged.String(), h) || strings.Contains(w.logged.String(), "0123456789abcdef") {
+			t.Error("a secret is in the log")
+		}
+		err := filepath.Walk(w.root, func(p string, st os.FileInfo, err error) error {
+			if err != nil || !st.Mode().IsRegular() {
+				return err
+			}
+			b, err := os.ReadFile(p)
+			if bytes.Contains(b, secret) || bytes.Contains(b, []byte(h)) {
+				t.Errorf("a secret is in %s", p)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestARequestIsRefusedBeforeAnythingHappens(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	defer r.kill(t)
+	for name, tt := range map[string]struct {
+		change func(*initv1.InitRequest)
+		want   string
+	}{
+		"no idempotency key":       {func(q *initv1.InitRequest) { q.IdempotencyKey = nil }, "REQUEST_INVALID"},
+		"a short init secret":      {func(q *initv1.InitRequest) { q.InitSecret = q.GetInitSecret()[1:] }, "REQUEST_INVALID"},
+		"a short root secret":      {func(q *initv1.InitRequest) { q.RootSecret = q.GetRootSecret()[1:] }, "REQUEST_INVALID"},
+		"a root secret of zeroes":  {func(q *initv1.InitRequest) { q.RootSecret = make([]byte, 32) }, "REQUEST_INVALID"},
+		"no salt":                  {func(q *initv1.InitRequest) { q.Salt = nil }, "REQUEST_INVALID"},
+		"a cluster name with dots": {func(q *initv1.InitRequest) { q.ClusterName = "a.b" }, "REQUEST_INVALID"},
+		"a minor version":          {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.36" }, "REQUEST_INVALID"},
+		"an old version":           {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.20.1" }, "REQUEST_INVALID"},
+		"an endpoint without port": {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a" }, "REQUEST_INVALID"},
+		"an endpoint with YAML":    {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a\nb:1" }, "REQUEST_INVALID"},
+		"no pod network":           {func(q *initv1.InitRequest) { q.PodCidrs = nil }, "REQUEST_INVALID"},
+		"two networks, one family": {func(q *initv1.InitRequest) { q.ServiceCidrs = []string{"10.0.0.0/16", "10.1.0.0/16"} }, "REQUEST_INVALID"},
+		"an address as network":    {func(q *initv1.InitRequest) { q.PodCidrs = []string{"10.244.0.1/16"} }, "REQUEST_INVALID"},
+		"a SAN that is no name":    {func(q *initv1.InitRequest) { q.ApiServerSans = []string{"a b"} }, "REQUEST_INVALID"},
+		"33 SANs":                  {func(q *initv1.InitRequest) { q.ApiServerSans = make([]string, 33) }, "REQUEST_INVALID"},
+		"a component elsewhere":    {func(q *initv1.InitRequest) { q.Components[0].Path = "/etc/passwd" }, "COMPONENT_PATH"},
+		"a component without hash": {func(q *initv1.InitRequest) { q.Components[0].Sha256 = nil }, "REQUEST_INVALID"},
+		"another init secret":      {func(q *initv1.InitRequest) { q.InitSecret = make([]byte, 32) }, "INIT_SECRET_INVALID"},
+	} {
+		req := w.request()
+		tt.change(req)
+		if out := w.init(t.Context(), r, req); reason(out.err) != tt.want {
+			t.Errorf("%s: %v, want %s", name, out.err, tt.want)
+		}
+	}
+	if w.record().Locked() || len(w.machine.Calls()) != 0 || !bytes.Equal(w.tpm.PCRs()[15], make([]byte, 32)) {
+		t.Error("something happened")
+	}
+	// Only the offending input repaired: the same request is taken.
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Error(out.err)
+	}
+}
+
+func TestMetadataDecideWhoMayInit(t *testing.T) {
+	for name, change := range map[string]func(*world){
+		"no hash": func(w *world) { w.meta.InitSecretHash = nil },
+		"worker":  func(w *world) { w.meta.Role = "worker" },
+	} {
+		w := first(t)
+		change(w)
+		r := w.boot()
+		if out := w.init(t.Context(), r, w.request()); reason(out.err) != "INIT_NOT_ALLOWED" {
+			t.Errorf("%s: %v", name, out.err)
+		}
+		r.kill(t)
+	}
+}
+
+func TestAfterFiveWrongSecretsTheRightOneIsRefusedToo(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	wrong := w.request()
+	wrong.InitSecret = make([]byte, 32)
+	for i := range 7 {
+		want := "INIT_SECRET_INVALID"
+		if i >= 5 {
+			want = "TOO_MANY_ATTEMPTS"
+		}
+		if out := w.init(t.Context(), r, wrong); reason(out.err) != want {
+			t.Fatalf("attempt %d: %v", i+1, out.err)
+		}
+	}
+	if out := w.init(t.Context(), r, w.request()); reason(out.err) != "TOO_MANY_ATTEMPTS" {
+		t.Fatal(out.err)
+	}
+	r.kill(t)
+	r = w.boot()
+	defer r.kill(t)
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Fatal("after a restart:", out.err)
+	}
+}
+
+func TestAnInitGoesOnWithoutItsClientAndIsAttachedTo(t *testing.T) {
+	w := first(t)
+	reached, release := make(chan struct{}), make(chan struct{})
+	w.machine.Step = func(name string) error {
+		if name == "kubeadm init is half done" {
+			close(reached)
+			<-release
+		}
+		return nil
+	}
+	r := w.boot()
+	ctx, hangUp := context.WithCancel(t.Context())
+	lost := make(chan outcome, 1)
+	go func() { lost <- w.init(ctx, r, w.request()) }()
+	<-reached
+	hangUp()
+	if out := <-lost; out.err == nil {
+		t.Fatal("a client that hung up got a result")
+	}
+	other := w.request()
+	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
+	if out := w.init(t.Context(), r, other); reason(out.err) != "NODE_LOCKED" {
+		t.Errorf("another key: %v", out.err)
+	}
+	changed := w.request()
+	changed.ClusterName = "other"
+	if out := w.init(t.Context(), r, changed); reason(out.err) != "REQUEST_INVALID" {
+		t.Errorf("the same key, another request: %v", out.err)
+	}
+	again := make(chan outcome, 2)
+	for range 2 {
+		go func() { again <- w.init(t.Context(), r, w.request()) }()
+	}
+	close(release)
+	a, b := <-again, <-again
+	if a.err != nil || b.err != nil || text(a.result) != text(b.result) || len(a.progress) != len(b.progress) {
+		t.Fatalf("%v, %v", a.err, b.err)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(slices.DeleteFunc(w.machine.Calls(), func(c string) bool { return c != "kubeadm init" })); n != 1 {
+		t.Errorf("kubeadm init ran %d times", n)
+	}
+}
+
+func TestAResultThatNobodyFetchedIsKeptAcrossARestart(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	ctx, hangUp := context.WithCancel(t.Context())
+	w.machine.Step = func(name string) error {
+		if name == "kubeadm init is half done" {
+			hangUp()
+		}
+		return nil
+	}
+	_ = w.init(ctx, r, w.request())
+	eventually(t, "the machine is a node", func() bool { return w.record().Step == journal.StepDone })
+	r.kill(t)
+	w.reboot()
+	r = w.boot()
+	out := w.init(t.Context(), r, w.request())
+	if out.err != nil || !bytes.Equal(out.result.GetKubeconfig(), w.machine.API.Kubeconfig()) {
+		t.Fatal(out.err)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	// From then on a boot only makes sure that the node runs.
+	w.reboot()
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if !w.machine.Running(machine.UnitKubelet) || !w.machine.Running(machine.UnitAttester) {
+		t.Error("units are not running after a reboot")
+	}
+	if bank, _ := w.tpm.Bank().Hash(); !bytes.Equal(w.tpm.PCRs()[15], attest.LockValue(bank, [32]byte(w.record().ClusterID))) {
+		t.Error("PCR 15 is not the cluster's after a reboot")
+	}
+}
+
+func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
+	w := first(t)
+	broken := true
+	w.machine.Step = func(name string) error {
+		if broken && name == "kubeadm init is half done" {
+			return os.ErrDeadlineExceeded
+		}
+		return nil
+	}
+	r := w.boot()
+	out := w.init(t.Context(), r, w.request())
+	if reason(out.err) != "KUBEADM_FAILED" || !strings.Contains(out.err.Error(), "wait-control-plane") || strings.Contains(out.err.Error(), "0123456789abcdef") {
+		t.Fatal(out.err)
+	}
+	if w.exists("/etc/kubernetes/manifests") || w.exists("/var/lib/etcd/member") {
+		t.Error("left something behind")
+	}
+	other := w.request()
+	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
+	if out := w.init(t.Context(), r, other); reason(out.err) != "NODE_LOCKED" {
+		t.Errorf("another key: %v", out.err)
+	}
+	foreign := w.request()
+	foreign.RootSecret = bytes.Repeat([]byte{9}, 32)
+	if out := w.init(t.Context(), r, foreign); reason(out.err) != "REQUEST_INVALID" {
+		t.Errorf("another root secret: %v", out.err)
+	}
+	broken = false
+	corrected := w.request()
+	corrected.ControlPlaneEndpoint = "192.168.77.1:7443"
+	if out := w.init(t.Context(), r, corrected); out.err != nil {
+		t.Fatal(out.err)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAComponentFromABadMirrorFailsTheInit(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	defer r.kill(t)
+	bad := w.request()
+	bad.Components[0].Sha256 = make([]byte, 32)
+	if out := w.init(t.Context(), r, bad); reason(out.err) != "COMPONENT_HASH" {
+		t.Fatal(out.err)
+	}
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Fatal(out.err)
+	}
+}
+
+// B3: the machine dies at each of its effects in turn, with or without a reboot. When it is
+// back and the owner calls again with the same key, it ends as the first node, once, of the
+// same cluster.
+func TestAnInitThatDiesAnywhereEndsAsANode(t *testing.T) {
+	for _, reboot := range []bool{false, true} {
+		for point := 0; ; point++ {
+			w := first(t)
+			w.dieAfter(point)
+			r := w.boot()
+			out := w.init(t.Context(), r, w.request())
+			died := w.steps[len(w.steps)-1]
+			_ = r.end(t)
+			if out.err == nil {
+				if point < 25 {
+					t.Fatalf("only %d effects: %q", point, w.steps)
+				}
+				break
+			}
+			before := w.record()
+			w.dieAfter(-1)
+			if reboot {
+				w.reboot()
+			}
+			r = w.boot()
+			out = w.init(t.Context(), r, w.request())
+			if out.err != nil {
+				t.Fatalf("dead at %d, %s (reboot %v): %v\n%s", point, died, reboot, out.err, w.logged)
+			}
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+			rec := w.record()
+			if before.Locked() && !bytes.Equal(before.ClusterID, rec.ClusterID) {
+				t.Errorf("dead at %s: another cluster", died)
+			}
+			bank, _ := w.tpm.Bank().Hash()
+			if rec.Step != journal.StepDone || !bytes.Equal(w.tpm.PCRs()[15], attest.LockValue(bank, [32]byte(rec.ClusterID))) {
+				t.Errorf("dead at %s: %+v", died, rec)
+			}
+			if !w.machine.Running(machine.UnitAttester) || !w.machine.Running(machine.UnitKubelet) || w.machine.API.Object(secretPath) == nil {
+				t.Errorf("dead at %s: not a node", died)
+			}
+		}
+	}
+}

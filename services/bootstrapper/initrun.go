@@ -1,0 +1,241 @@
+package bootstrapper
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// maxText bounds a progress text, in characters.
+const maxText = 200
+
+// maxHistory bounds what a run remembers; later progress replaces the last entry.
+const maxHistory = 500
+
+// initRun is one init: what it told so far, and how it ended. It has its own life; clients
+// come and go.
+type initRun struct {
+	order   *initOrder
+	started time.Time
+
+	mu      sync.Mutex
+	history []*initv1.Progress
+	changed chan struct{} // closed and replaced with every change
+	result  *initv1.InitResult
+	err     error
+	ended   bool
+}
+
+func newInitRun(o *initOrder) *initRun {
+	return &initRun{order: o, started: time.Now(), changed: make(chan struct{})}
+}
+
+func (r *initRun) tell(phase initv1.Phase, text string) {
+	if c := []rune(text); len(c) > maxText {
+		text = string(c[:maxText])
+	}
+	p := &initv1.Progress{Phase: phase, Text: text, Elapsed: durationpb.New(time.Since(r.started))}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.history) == maxHistory {
+		r.history[maxHistory-1] = p
+	} else {
+		r.history = append(r.history, p)
+	}
+	r.wake()
+}
+
+// wake is called with the mutex held.
+func (r *initRun) wake() {
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+func (r *initRun) end(result *initv1.InitResult, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.result, r.err, r.ended = result, err, true
+	r.order.rawRoot, r.order.rawSalt = nil, nil // K3: no longer than needed
+	r.wake()
+}
+
+func (r *initRun) failed() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ended && r.err != nil
+}
+
+// follow sends what was told so far and what comes, and the result as the last message.
+func (r *initRun) follow(ctx context.Context, send func(*initv1.InitResponse) error) error {
+	for next := 0; ; {
+		r.mu.Lock()
+		news := r.history[min(next, len(r.history)):]
+		ended, result, err, changed := r.ended, r.result, r.err, r.changed
+		r.mu.Unlock()
+		for _, p := range news {
+			if err := send(&initv1.InitResponse{Message: &initv1.InitResponse_Progress{Progress: p}}); err != nil {
+				return err
+			}
+			next++
+		}
+		if ended && err != nil {
+			return err
+		}
+		if ended {
+			return send(&initv1.InitResponse{Message: &initv1.InitResponse_Result{Result: result}})
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// initialize runs one init to its end.
+func (b *Bootstrapper) initialize(ctx context.Context, r *initRun) {
+	result, err := b.becomeFirst(ctx, r)
+	b.metrics.inits.WithLabelValues(attest.ReasonName(attest.ReasonOf(err))).Inc()
+	if err != nil {
+		b.log.ErrorContext(ctx, "init failed", "reason", attest.ReasonName(attest.ReasonOf(err)), "err", err)
+	} else {
+		b.log.InfoContext(ctx, "this machine is the first node of its cluster", "seconds", time.Since(r.started).Seconds())
+	}
+	r.end(result, err)
+	if err == nil {
+		close(b.finished) // once: a run that did not fail is never replaced
+	}
+}
+
+// becomeFirst is the order of an init. Each step is noted in the journal, and is safe to
+// take again (B3).
+func (b *Bootstrapper) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResult, error) {
+	o := r.order
+	rec := b.lock.record()
+	// The caller chose the salt, so that it knows what PCR 15 may become.
+	salt, resumed := [32]byte(o.request.GetMeasurementSalt()), rec.Locked()
+	if resumed {
+		salt = [32]byte(rec.MeasurementSalt)
+	}
+	id := o.root.ClusterID(salt)
+	if resumed && id != keys.ClusterID(rec.ClusterID) {
+		return nil, invalid("root_secret, salt: this machine was locked by an init with others; use the directory of that cluster")
+	}
+	r.tell(initv1.Phase_PHASE_WAITING, "taking the node lock")
+	err := b.lock.acquire(ctx, journal.Record{
+		Kind: journal.KindInit, ClusterID: id[:], MeasurementSalt: salt[:], KeyDigest: o.keyDigest[:], RequestDigest: o.digest[:],
+		NodeName: o.meta.Name, DiskID: b.diskID.String(),
+	})
+	if err != nil {
+		return nil, err
+	}
+	r.tell(initv1.Phase_PHASE_LOCKED, "the machine is locked to cluster "+id.String()[:16])
+	if rec.Step < journal.StepDone {
+		// A request that was changed since kubeadm ran needs kubeadm to run again.
+		changed := resumed && string(rec.RequestDigest) != string(o.digest[:])
+		if err := b.firstNode(ctx, r, id, salt, changed); err != nil {
+			return nil, err
+		}
+	}
+	kubeconfig, err := os.ReadFile(b.on(adminConf))
+	if err != nil {
+		return nil, fmt.Errorf("administrator's kubeconfig: %w", err)
+	}
+	r.tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	out := &initv1.InitResult{
+		Kubeconfig: kubeconfig, ClusterId: id[:], MachineId: b.machineID[:], NodeName: o.meta.Name, DiskId: b.diskID.String(),
+	}
+	for _, a := range o.meta.Addresses {
+		out.Addresses = append(out.Addresses, a.String())
+	}
+	return out, nil
+}
+
+func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, salt [32]byte, changed bool) error {
+	o := r.order
+	key, err := o.root.Disk(b.diskID)
+	if err != nil {
+		return err
+	}
+	if err := b.openDisk(key, r.tell); err != nil {
+		return err
+	}
+	if err := b.install(ctx, o.components, r.tell); err != nil {
+		return err
+	}
+	if b.lock.record().Step < journal.StepKubeadmRan || changed {
+		if err := b.clean(ctx, r.tell); err != nil {
+			return err
+		}
+		if err := b.kubeadmInit(ctx, o, r.tell); err != nil {
+			return err
+		}
+	}
+	r.tell(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
+	kubeconfig, err := os.ReadFile(b.on(adminConf))
+	if err != nil {
+		return fmt.Errorf("administrator's kubeconfig: %w", err)
+	}
+	wctx, cancel := context.WithTimeout(ctx, b.cfg.Timing.ClusterState)
+	defer cancel()
+	err = b.cfg.WriteClusterState(wctx, kubeconfig, clusterstate.State{
+		Root: o.rawRoot, Salt: o.rawSalt,
+		Info: clusterinfo.Info{
+			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
+			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), Components: clusterComponents(o.request.GetComponents()),
+		},
+	})
+	if err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's own objects: %w", err)
+	}
+	r.tell(initv1.Phase_PHASE_CLUSTER_STATE, "the cluster's own objects are written")
+	return b.finish(ctx)
+}
+
+func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
+	config, err := kubeadm.Init(b.image, kubeadm.Cluster{
+		Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
+		PodCIDRs: o.request.GetPodCidrs(), ServiceCIDRs: o.request.GetServiceCidrs(), APIServerSANs: o.request.GetApiServerSans(),
+		ControlPlaneNode: kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses},
+	})
+	if err != nil {
+		return err
+	}
+	if err := b.writeAuthz(); err != nil {
+		return err
+	}
+	err = b.lock.update(func(r *journal.Record) {
+		r.Step, r.RequestDigest = max(r.Step, journal.StepConfigured), o.digest[:]
+	})
+	if err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
+	return b.runKubeadm(ctx, "init", config, tell)
+}
+
+// clusterComponents is how joining machines will be told what to install.
+func clusterComponents(list []*initv1.Component) []versions.Component {
+	out := make([]versions.Component, 0, len(list))
+	for _, c := range list {
+		out = append(out, versions.Component{
+			URL: c.GetUrl(), SHA256: hex.EncodeToString(c.GetSha256()), Path: c.GetPath(), Mode: versions.Mode(c.GetMode()), Extract: c.GetExtract(),
+		})
+	}
+	return out
+}

@@ -1,0 +1,292 @@
+package bootstrapper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// errLostRace ends the join loop: the machine belongs to an init.
+var errLostRace = errors.New("an init has taken the node lock")
+
+// joinLoop tries to join until the machine is a node, an init has taken the lock
+// (errLostRace) or ctx ends.
+func (b *Bootstrapper) joinLoop(ctx context.Context) error {
+	// B2: an init that wins ends waits and dials at once. A ticket that was asked for is
+	// waited for all the same, so that it can be given back.
+	racing, lost := context.WithCancelCause(ctx)
+	defer lost(nil)
+	over := make(chan struct{})
+	defer close(over)
+	b.work.Go(func() {
+		select {
+		case <-b.lock.taken:
+			if b.lock.record().Kind == journal.KindInit {
+				lost(errLostRace)
+			}
+		case <-over:
+		}
+	})
+	pause := retry.Backoff{Min: b.cfg.Timing.RetryMin, Max: b.cfg.Timing.RetryMax}
+	var order []string // endpoints, those that failed last
+	for {
+		failed, err := b.joinOnce(ctx, racing, &order)
+		switch {
+		case errors.Is(context.Cause(racing), errLostRace) || errors.Is(err, errLostRace):
+			return errLostRace
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err == nil:
+			b.metrics.joins.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
+			return nil
+		}
+		var hint time.Duration
+		if failed {
+			reason := attest.ReasonName(reasonOf(err))
+			hint = rpc.RetryAfterFrom(err)
+			b.metrics.joins.WithLabelValues(reason).Inc()
+			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err))
+		}
+		if err := retry.Wait(racing, pause.Next(hint)); errors.Is(err, errLostRace) {
+			return errLostRace
+		} else if err != nil {
+			return ctx.Err()
+		}
+	}
+}
+
+// reasonOf gives the reason of an error of ours or of a call.
+func reasonOf(err error) attestv1.Reason {
+	if r := rpc.ReasonFrom(err); r != attestv1.Reason_REASON_UNSPECIFIED {
+		return r
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		return attestv1.Reason_REASON_DEADLINE
+	}
+	if _, ok := errors.AsType[net.Error](err); ok {
+		return attestv1.Reason_REASON_NOT_READY
+	}
+	return attestv1.Reason_REASON_INTERNAL
+}
+
+var errNobody = errors.New("no joinservice is known yet")
+
+// joinOnce makes one try. failed is false if there was nobody to ask.
+func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (failed bool, err error) {
+	tell := func(phase initv1.Phase, text string) {
+		b.log.InfoContext(ctx, text, "phase", phase.String())
+	}
+	if rec := b.lock.record(); rec.Step >= journal.StepKubeadmRan {
+		return true, b.finish(ctx) // nothing but this was left when the machine went down
+	}
+	meta, err := b.cfg.Metadata()
+	if err != nil {
+		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	*order = merge(*order, meta.JoinEndpoints)
+	if len(*order) == 0 {
+		return false, errNobody
+	}
+	endpoint, first, err := race(racing, *order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
+	if err != nil {
+		return true, err
+	}
+	defer first.Close() //nolint:errcheck // closed by the transport if it was used
+	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {
+		*order = demote(*order, endpoint)
+		return true, fmt.Errorf("%s: %w", endpoint, err)
+	}
+	return true, nil
+}
+
+// joinBy asks one joinservice for a ticket and uses it.
+func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, tell say) error {
+	verifier, appraiser, err := b.judge(ctx)
+	if err != nil {
+		return err
+	}
+	handed := make(chan net.Conn, 1)
+	handed <- first
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: b.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
+		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+			select {
+			case c := <-handed:
+				return c, nil
+			default:
+				return (&net.Dialer{Timeout: b.cfg.Timing.Dial}).DialContext(ctx, network, addr)
+			}
+		},
+		OnPeer: func(p attest.Peer) {
+			b.log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", b.ownerKey != nil)
+		},
+	})
+	if err != nil {
+		return err
+	}
+	defer transport.Close() //nolint:errcheck // nothing is left to be told
+	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+
+	k, err := newNodeKeys()
+	if err != nil {
+		return err
+	}
+	req, err := askFor(meta, b.diskID, k)
+	if err != nil {
+		return err
+	}
+	ask, cancel := context.WithTimeout(ctx, b.cfg.Timing.Ticket)
+	defer cancel()
+	tell(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
+	resp, err := client.IssueJoinTicket(ask, req)
+	if err != nil {
+		return err
+	}
+	t, err := parseTicket(resp, k, meta)
+	if err != nil {
+		b.giveBack(ctx, client, resp.GetTicketId())
+		return err
+	}
+	err = b.lock.acquire(ctx, journal.Record{
+		Kind: journal.KindJoin, ClusterID: t.clusterID[:], Ticket: t.id, NodeName: meta.Name, DiskID: b.diskID.String(), OwnerKey: journal.Hex(b.ownerKey),
+	})
+	if err != nil {
+		// B2: the ticket of a machine that won't use it is undone.
+		if b.lock.record().Kind != journal.KindJoin {
+			b.giveBack(ctx, client, t.id)
+		}
+		if b.lock.record().Kind == journal.KindInit {
+			return fmt.Errorf("%w: %w", errLostRace, err)
+		}
+		return err
+	}
+	tell(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
+	return b.useTicket(ctx, t, meta, tell)
+}
+
+// giveBack returns a ticket; what goes wrong then is for the log, since joinservice also
+// undoes tickets that nobody used.
+func (b *Bootstrapper) giveBack(ctx context.Context, client joinv1connect.JoinServiceClient, id []byte) {
+	// Also when the machine is being shut down.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), b.cfg.Timing.Dial)
+	defer cancel()
+	if _, err := client.ReturnJoinTicket(ctx, &joinv1.ReturnJoinTicketRequest{TicketId: id}); err != nil {
+		b.log.WarnContext(ctx, "can't give the ticket back", "err", err)
+		return
+	}
+	b.log.InfoContext(ctx, "ticket given back")
+}
+
+// useTicket is the order of a join after the lock. Each step is safe to take again with
+// another ticket of the same cluster (B3).
+func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, tell say) error {
+	if err := b.openDisk(t.diskKey, tell); err != nil {
+		return err
+	}
+	if err := b.install(ctx, t.components, tell); err != nil {
+		return err
+	}
+	if err := b.clean(ctx, tell); err != nil {
+		return err
+	}
+	// Noted first: what is placed now must be cleaned up if it is not used.
+	if err := b.lock.advance(journal.StepConfigured); err != nil {
+		return err
+	}
+	if err := b.place(t); err != nil {
+		return err
+	}
+	config, err := kubeadm.Join(b.image, nodeOf(meta), t.controlPlane)
+	if err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
+	if err := b.runKubeadm(ctx, "join", config, tell); err != nil {
+		return err
+	}
+	if err := b.finish(ctx); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	return nil
+}
+
+// merge keeps the order of what is known, drops what is gone and appends what is new.
+func merge(known, now []string) []string {
+	out := slices.DeleteFunc(slices.Clone(known), func(e string) bool { return !slices.Contains(now, e) })
+	for _, e := range now {
+		if !slices.Contains(out, e) {
+			out = append(out, e)
+		}
+	}
+	return out
+}
+
+// demote puts an endpoint that failed behind the others.
+func demote(order []string, e string) []string {
+	return append(slices.DeleteFunc(slices.Clone(order), func(o string) bool { return o == e }), e)
+}
+
+// race connects to the endpoints happy-eyeballs style (RFC 8305): each gets a head start
+// before the next, a failure starts the next at once, and the first connection wins.
+func race(ctx context.Context, endpoints []string, stagger, timeout time.Duration) (string, net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	type outcome struct {
+		endpoint string
+		conn     net.Conn
+		err      error
+	}
+	results := make(chan outcome, len(endpoints))
+	next, open := 0, 0
+	var errs []error
+	head := time.NewTimer(0)
+	defer head.Stop()
+	defer func() { // the losers hang up
+		go func() {
+			for range open {
+				if o := <-results; o.conn != nil {
+					_ = o.conn.Close()
+				}
+			}
+		}()
+	}()
+	for {
+		select {
+		case <-head.C:
+			if next < len(endpoints) {
+				e := endpoints[next]
+				next, open = next+1, open+1
+				go func() {
+					c, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", e)
+					results <- outcome{e, c, err}
+				}()
+				head.Reset(stagger)
+			}
+		case o := <-results:
+			open--
+			if o.err == nil {
+				return o.endpoint, o.conn, nil
+			}
+			if errs = append(errs, o.err); len(errs) == len(endpoints) {
+				return "", nil, errors.Join(errs...)
+			}
+			head.Reset(0)
+		}
+	}
+}

@@ -1,0 +1,272 @@
+// Package journal keeps a machine's memory across crashes and reboots: one small file
+// that says how far the machine got on its way to being a node.
+//
+// Think of it as the durable half of the node lock (the other half is PCR 15). A
+// change is on the disk before the step that relies on it begins, and a reader sees
+// the old record or the new one, never a mixture: a record is written to a temporary
+// file, synced, renamed over the old one, and the folder is synced too. A checksum
+// finds what a file system or a hand did to the file; such a journal is an error and
+// never an empty one, since an empty one would unlock the machine (B1).
+//
+// No secret is ever in it (K3): keys, tickets and the init secret live in memory only.
+package journal
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// DefaultPath is where a machine keeps its journal.
+const DefaultPath = "/var/lib/muster/journal"
+
+// magic opens every journal; the number is the version of [Record]'s meaning.
+const magic = "muster-journal/1"
+
+// maxSize bounds what is read, in bytes. A record is under 2 KiB.
+const maxSize = 64 << 10
+
+// ErrCorrupt says that the file is there but is not a journal that this version wrote.
+var ErrCorrupt = errors.New("the journal is damaged")
+
+// Kind says who took the node lock.
+type Kind string
+
+// The takers of the node lock.
+const (
+	KindNone Kind = ""
+	KindInit Kind = "init"
+	KindJoin Kind = "join"
+)
+
+// Step is how far the machine got. Steps only go forward, with one exception:
+// after an unfinished kubeadm run was cleaned up, the step goes back to Locked.
+type Step int
+
+// The steps, in order. Each is written once its work is done, but Locking and Kubeadm,
+// which are written before: their work can't be undone by repeating it.
+const (
+	StepWaiting    Step = iota // nothing has begun
+	StepLocking                // about to extend PCR 15 with the cluster ID
+	StepLocked                 // PCR 15 holds the cluster ID
+	StepDisk                   // the state disk has its key
+	StepComponents             // components are installed
+	StepConfigured             // files for kubeadm are in place
+	StepKubeadm                // kubeadm is about to run, or ran and did not finish
+	StepKubeadmRan             // kubeadm has finished
+	StepDone                   // the machine is a node
+)
+
+var stepNames = [...]string{"waiting", "locking", "locked", "disk", "components", "configured", "kubeadm", "kubeadm-ran", "done"}
+
+// String returns the step's name in the file.
+func (s Step) String() string {
+	if s < 0 || int(s) >= len(stepNames) {
+		return fmt.Sprintf("step(%d)", int(s))
+	}
+	return stepNames[s]
+}
+
+// MarshalText implements [encoding.TextMarshaler].
+func (s Step) MarshalText() ([]byte, error) {
+	if s < 0 || int(s) >= len(stepNames) {
+		return nil, fmt.Errorf("no such step: %d", int(s))
+	}
+	return []byte(stepNames[s]), nil
+}
+
+// UnmarshalText implements [encoding.TextUnmarshaler].
+func (s *Step) UnmarshalText(b []byte) error {
+	for i, n := range stepNames {
+		if n == string(b) {
+			*s = Step(i)
+			return nil
+		}
+	}
+	return fmt.Errorf("no such step: %q", b)
+}
+
+// Hex is a byte string that stands in the file as lower-case hexadecimal digits.
+type Hex []byte
+
+// MarshalText implements [encoding.TextMarshaler].
+func (h Hex) MarshalText() ([]byte, error) { return []byte(hex.EncodeToString(h)), nil }
+
+// UnmarshalText implements [encoding.TextUnmarshaler].
+func (h *Hex) UnmarshalText(b []byte) (err error) {
+	*h, err = hex.DecodeString(string(b))
+	return err
+}
+
+// Record is what a machine remembers.
+type Record struct {
+	// Step is how far it got.
+	Step Step `json:"step"`
+	// Kind says who holds the node lock. Set exactly when Step is past StepWaiting.
+	Kind Kind `json:"kind,omitempty"`
+	// ClusterID is the cluster that the machine is locked to, 32 bytes. Set with Kind.
+	ClusterID Hex `json:"clusterID,omitempty"`
+	// MeasurementSalt is what the cluster ID of an init was derived with, 32 bytes.
+	MeasurementSalt Hex `json:"measurementSalt,omitempty"`
+	// KeyDigest is the SHA-256 of an init's idempotency key.
+	KeyDigest Hex `json:"keyDigest,omitempty"`
+	// RequestDigest is the SHA-256 of an init's request.
+	RequestDigest Hex `json:"requestDigest,omitempty"`
+	// Ticket names the join ticket that is being used, 16 bytes.
+	Ticket Hex `json:"ticket,omitempty"`
+	// NodeName and DiskID are what the machine is enrolled as.
+	NodeName string `json:"nodeName,omitempty"`
+	DiskID   string `json:"diskID,omitempty"`
+	// OwnerKey is the owner's Ed25519 public key, 32 bytes, once a join was judged by it.
+	OwnerKey Hex `json:"ownerKey,omitempty"`
+	// ResultSent says that an init's result was handed to a client.
+	ResultSent bool `json:"resultSent,omitempty"`
+	// Changed is when the record was written.
+	Changed time.Time `json:"changed"`
+}
+
+// Locked reports whether the node lock was taken, or may have been (B1).
+func (r Record) Locked() bool { return r.Step > StepWaiting }
+
+// validate finds records that no version of this program writes.
+func (r Record) validate() error {
+	switch {
+	case r.Locked() != (r.Kind == KindInit || r.Kind == KindJoin), !r.Locked() && r.Kind != KindNone:
+		return fmt.Errorf("step %s with kind %q", r.Step, r.Kind)
+	case r.Locked() && len(r.ClusterID) != 32:
+		return fmt.Errorf("cluster ID of %d bytes", len(r.ClusterID))
+	case r.Kind == KindInit && (len(r.MeasurementSalt) != 32 || len(r.KeyDigest) != 32 || len(r.RequestDigest) != 32):
+		return errors.New("an init without its salt, key or request")
+	case len(r.OwnerKey) != 0 && len(r.OwnerKey) != 32:
+		return fmt.Errorf("owner's key of %d bytes", len(r.OwnerKey))
+	}
+	return nil
+}
+
+// A File is a journal on disk. Its methods are not for concurrent use.
+type File struct {
+	path string
+	now  func() time.Time
+}
+
+// Open returns the journal at path, an absolute path; the file need not exist.
+func Open(path string) *File { return &File{path: path, now: time.Now} }
+
+// Path returns where the journal is.
+func (f *File) Path() string { return f.path }
+
+// Load reads the record. A missing file is the zero record; anything else that is not
+// a whole record is an error that wraps [ErrCorrupt] and says what to do.
+func (f *File) Load() (Record, error) {
+	fd, err := os.Open(f.path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return Record{}, nil
+	}
+	if err != nil {
+		return Record{}, fmt.Errorf("open journal: %w", err)
+	}
+	defer fd.Close() //nolint:errcheck // only read from
+	b, err := io.ReadAll(io.LimitReader(fd, maxSize+1))
+	if err != nil {
+		return Record{}, fmt.Errorf("read journal: %w", err)
+	}
+	r, err := Decode(b)
+	if err != nil {
+		return Record{}, fmt.Errorf("%s: %w; if this machine is in no cluster, remove the file and restart the machine", f.path, err)
+	}
+	return r, nil
+}
+
+// Save replaces the record. When it returns nil, the record survives a power cut.
+func (f *File) Save(r Record) error {
+	r.Changed = f.now().UTC().Truncate(time.Second)
+	b, err := Encode(r)
+	if err != nil {
+		return err
+	}
+	dir := filepath.Dir(f.path)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make the journal's folder: %w", err)
+	}
+	if err := replace(f.path, b); err != nil {
+		return fmt.Errorf("write journal: %w", err)
+	}
+	return nil
+}
+
+// replace writes b to path so that a crash leaves the old content or the new (B3).
+func replace(path string, b []byte) (err error) {
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".journal-*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(tmp.Name())
+		}
+	}()
+	_, err = tmp.Write(b)
+	err = errors.Join(err, tmp.Sync(), tmp.Close())
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(tmp.Name(), path); err != nil {
+		return err
+	}
+	d, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+// Encode returns the file's content for r: a line with the version and the SHA-256 of
+// what follows, then the record as JSON.
+func Encode(r Record) ([]byte, error) {
+	if err := r.validate(); err != nil {
+		return nil, fmt.Errorf("journal record: %w", err)
+	}
+	body, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return nil, fmt.Errorf("journal record: %w", err)
+	}
+	body = append(body, '\n')
+	sum := sha256.Sum256(body)
+	return append(fmt.Appendf(nil, "%s %x\n", magic, sum), body...), nil
+}
+
+// Decode is the inverse of [Encode]; its errors wrap [ErrCorrupt].
+func Decode(b []byte) (Record, error) {
+	if len(b) > maxSize {
+		return Record{}, fmt.Errorf("%w: longer than %d bytes", ErrCorrupt, maxSize)
+	}
+	head, body, found := bytes.Cut(b, []byte("\n"))
+	if !found {
+		return Record{}, fmt.Errorf("%w: no first line", ErrCorrupt)
+	}
+	sum := sha256.Sum256(body)
+	if string(head) != fmt.Sprintf("%s %x", magic, sum) {
+		return Record{}, fmt.Errorf("%w: version or checksum differ", ErrCorrupt)
+	}
+	var r Record
+	dec := json.NewDecoder(bytes.NewReader(body))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&r); err != nil {
+		return Record{}, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return Record{}, fmt.Errorf("%w: content after the record", ErrCorrupt)
+	}
+	if err := r.validate(); err != nil {
+		return Record{}, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	return r, nil
+}

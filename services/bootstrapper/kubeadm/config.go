@@ -1,0 +1,263 @@
+// Package kubeadm writes kubeadm's configuration (kubeadm.k8s.io/v1beta4) with the typed
+// API of Kubernetes itself.
+//
+// Two hands write into it. The image knows its distribution: cgroup driver, image tags,
+// sysctls. Muster knows what must hold for joining to mean anything: no bearer token
+// exists, nobody but joinservice approves node certificates, the API server checks
+// kubelets' certificates, node certificates live a day. Where the two meet, Muster wins:
+// fragments come first and the hardened settings are written over them.
+package kubeadm
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	kubeproxyv1 "k8s.io/kube-proxy/config/v1alpha1"
+	kubeletv1 "k8s.io/kubelet/config/v1beta1"
+	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
+	"sigs.k8s.io/yaml"
+)
+
+const (
+	apiServerPort = 6443
+	// AuthzFolder holds the API server's authorization configuration, on the machine and
+	// in the API server's pod. It is a folder so that the file can be replaced by rename.
+	AuthzFolder = "/etc/kubernetes/authz"
+	// AuthzFile is what --authorization-config names.
+	AuthzFile = AuthzFolder + "/config.yaml"
+	// KubeletConf is the kubelet's kubeconfig, which a join uses for discovery too.
+	KubeletConf = "/etc/kubernetes/kubelet.conf"
+
+	authzVolume = "muster-authz"
+)
+
+// AuthzConfig is the content of [AuthzFile]: what --authorization-mode=Node,RBAC means.
+const AuthzConfig = `apiVersion: apiserver.config.k8s.io/v1
+kind: AuthorizationConfiguration
+authorizers:
+- {type: Node, name: node}
+- {type: RBAC, name: rbac}
+`
+
+// Image is what an image adds; package metadata reads it. The zero value adds nothing.
+type Image struct {
+	criSocket    string
+	ignoreChecks []string
+	cluster      v1beta4.ClusterConfiguration
+	kubelet      kubeletv1.KubeletConfiguration
+	proxy        *kubeproxyv1.KubeProxyConfiguration
+}
+
+// ParseImage reads an image's fragments (JSON, without apiVersion and kind; nil if there
+// are none). Unknown fields are errors.
+func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy []byte) (*Image, error) {
+	img := &Image{criSocket: criSocket, ignoreChecks: ignoreChecks}
+	if err := strict(cluster, &img.cluster); err != nil {
+		return nil, fmt.Errorf("kubeadm.clusterConfiguration: %w", err)
+	}
+	if img.cluster.Etcd.External != nil {
+		return nil, errors.New("kubeadm.clusterConfiguration: an external etcd is not supported: Muster's only store is the cluster's own")
+	}
+	if err := strict(kubelet, &img.kubelet); err != nil {
+		return nil, fmt.Errorf("kubeadm.kubeletConfiguration: %w", err)
+	}
+	if len(proxy) > 0 {
+		img.proxy = &kubeproxyv1.KubeProxyConfiguration{}
+		if err := strict(proxy, img.proxy); err != nil {
+			return nil, fmt.Errorf("kubeadm.kubeProxyConfiguration: %w", err)
+		}
+	}
+	return img, nil
+}
+
+func strict(b []byte, into any) error {
+	if len(b) == 0 {
+		return nil
+	}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	return d.Decode(into)
+}
+
+// Node is the machine that is to become a node.
+type Node struct {
+	// Name is the node's name.
+	Name string
+	// Addresses are its IP addresses, the main one first; at least one.
+	Addresses []netip.Addr
+}
+
+// Cluster is what an owner asked for.
+type Cluster struct {
+	Name             string
+	Version          string // without "v"
+	Endpoint         string // HOST:PORT
+	PodCIDRs         []string
+	ServiceCIDRs     []string
+	APIServerSANs    []string
+	ControlPlaneNode Node
+}
+
+// Init gives the configuration of `kubeadm init`: YAML documents.
+func Init(img *Image, c Cluster) ([]byte, error) {
+	init := v1beta4.InitConfiguration{
+		TypeMeta: typeMeta("InitConfiguration"),
+		// No bearer token: J5. Skipping the first phase alone fails.
+		SkipPhases:       []string{"bootstrap-token", "show-join-command"},
+		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
+		NodeRegistration: registration(img, c.ControlPlaneNode),
+	}
+	docs := []any{&init, clusterConfiguration(img, c), kubeletConfiguration(img)}
+	if img.proxy != nil {
+		p := *img.proxy
+		p.TypeMeta = metav1.TypeMeta{APIVersion: kubeproxyv1.SchemeGroupVersion.String(), Kind: "KubeProxyConfiguration"}
+		docs = append(docs, &p)
+	}
+	return marshal(docs...)
+}
+
+// Join gives the configuration of `kubeadm join` with the kubelet's own certificate as the
+// credential. controlPlane asks for a control-plane node.
+func Join(img *Image, n Node, controlPlane bool) ([]byte, error) {
+	join := v1beta4.JoinConfiguration{
+		TypeMeta:         typeMeta("JoinConfiguration"),
+		Discovery:        v1beta4.Discovery{File: &v1beta4.FileDiscovery{KubeConfigPath: KubeletConf}},
+		NodeRegistration: registration(img, n),
+	}
+	// The ticket's kubeconfig is there on purpose.
+	join.NodeRegistration.IgnorePreflightErrors = union(join.NodeRegistration.IgnorePreflightErrors, "FileAvailable--etc-kubernetes-kubelet.conf")
+	if controlPlane {
+		join.ControlPlane = &v1beta4.JoinControlPlane{LocalAPIEndpoint: localEndpoint(n)}
+	}
+	return marshal(&join)
+}
+
+// Reset gives the arguments that clean up after an unfinished run.
+func Reset(img *Image) []string {
+	return []string{"reset", "--force", "--cleanup-tmp-dir", "--cri-socket", img.criSocket}
+}
+
+func typeMeta(kind string) metav1.TypeMeta {
+	return metav1.TypeMeta{APIVersion: v1beta4.SchemeGroupVersion.String(), Kind: kind}
+}
+
+func localEndpoint(n Node) v1beta4.APIEndpoint {
+	return v1beta4.APIEndpoint{AdvertiseAddress: n.Addresses[0].String(), BindPort: apiServerPort}
+}
+
+func registration(img *Image, n Node) v1beta4.NodeRegistrationOptions {
+	return v1beta4.NodeRegistrationOptions{
+		Name:                  n.Name,
+		CRISocket:             img.criSocket,
+		ImagePullPolicy:       corev1.PullIfNotPresent,
+		IgnorePreflightErrors: slices.Clone(img.ignoreChecks),
+		KubeletExtraArgs:      []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}},
+	}
+}
+
+// nodeIP gives the main address, and with it the first of the other family, if any: that is
+// all that the kubelet takes.
+func nodeIP(addrs []netip.Addr) string {
+	main := addrs[0]
+	for _, a := range addrs[1:] {
+		if a.Is4() != main.Is4() {
+			return main.String() + "," + a.String()
+		}
+	}
+	return main.String()
+}
+
+func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
+	out := img.cluster.DeepCopy()
+	out.TypeMeta = typeMeta("ClusterConfiguration")
+	out.ClusterName = c.Name
+	out.KubernetesVersion = "v" + c.Version
+	out.ControlPlaneEndpoint = c.Endpoint
+	out.Networking.PodSubnet = strings.Join(c.PodCIDRs, ",")
+	out.Networking.ServiceSubnet = strings.Join(c.ServiceCIDRs, ",")
+	out.APIServer.CertSANs = union(out.APIServer.CertSANs, c.APIServerSANs...)
+	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
+		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
+		"authorization-config": AuthzFile,
+		// J5: not even a bootstrap token that somebody creates by hand is accepted.
+		"enable-bootstrap-token-auth": "false",
+		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.
+		"kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt",
+	}, "authorization-mode", "authorization-webhook-config-file")
+	out.APIServer.ExtraVolumes = slices.DeleteFunc(out.APIServer.ExtraVolumes, func(v v1beta4.HostPathMount) bool {
+		return v.Name == authzVolume || v.MountPath == AuthzFolder
+	})
+	out.APIServer.ExtraVolumes = append(out.APIServer.ExtraVolumes, v1beta4.HostPathMount{
+		Name: authzVolume, HostPath: AuthzFolder, MountPath: AuthzFolder, ReadOnly: true, PathType: corev1.HostPathDirectory,
+	})
+	out.ControllerManager.ExtraArgs = set(out.ControllerManager.ExtraArgs, map[string]string{
+		// Nobody but joinservice approves node certificates. kubeadm's default list also
+		// has the two controllers for bootstrap tokens.
+		"controllers": "*,-certificatesigningrequest-approving-controller",
+		// The kubelet asks for no duration; without this a renewed certificate lasts a year.
+		"cluster-signing-duration": "24h",
+	})
+	return out
+}
+
+func kubeletConfiguration(img *Image) *kubeletv1.KubeletConfiguration {
+	out := img.kubelet.DeepCopy()
+	out.TypeMeta = metav1.TypeMeta{APIVersion: kubeletv1.SchemeGroupVersion.String(), Kind: "KubeletConfiguration"}
+	yes, no := true, false
+	out.ServerTLSBootstrap = true
+	out.RotateCertificates = true
+	out.Authentication.Anonymous.Enabled = &no
+	out.Authentication.Webhook.Enabled = &yes
+	out.Authorization.Mode = kubeletv1.KubeletAuthorizationModeWebhook
+	out.ReadOnlyPort = 0
+	return out
+}
+
+// set replaces arguments of those names, removes the ones to drop, and sorts what it adds.
+func set(args []v1beta4.Arg, values map[string]string, drop ...string) []v1beta4.Arg {
+	out := slices.DeleteFunc(slices.Clone(args), func(a v1beta4.Arg) bool {
+		_, ours := values[a.Name]
+		return ours || slices.Contains(drop, a.Name)
+	})
+	names := make([]string, 0, len(values))
+	for n := range values {
+		names = append(names, n)
+	}
+	slices.Sort(names)
+	for _, n := range names {
+		out = append(out, v1beta4.Arg{Name: n, Value: values[n]})
+	}
+	return out
+}
+
+func union(have []string, more ...string) []string {
+	out := slices.Clone(have)
+	for _, s := range more {
+		if !slices.Contains(out, s) {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+func marshal(docs ...any) ([]byte, error) {
+	var out bytes.Buffer
+	for i, d := range docs {
+		b, err := yaml.Marshal(d)
+		if err != nil {
+			return nil, fmt.Errorf("kubeadm configuration: %w", err)
+		}
+		if i > 0 {
+			out.WriteString("---\n")
+		}
+		out.Write(b)
+	}
+	return out.Bytes(), nil
+}

@@ -1,0 +1,195 @@
+package kubeadm
+
+import (
+	"bytes"
+	"flag"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func golden(t *testing.T, name string, got []byte) {
+	t.Helper()
+	file := filepath.Join("testdata", name)
+	if *update {
+		if err := os.WriteFile(file, got, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Errorf("%s differs; run with -update and read the diff:\n%s", file, got)
+	}
+}
+
+func image(t *testing.T, cluster string) *Image {
+	t.Helper()
+	img, err := ParseImage("unix:///run/containerd/containerd.sock", []string{"SystemVerification"}, []byte(cluster),
+		[]byte(`{"cgroupDriver":"cgroupfs","failCgroupV1":false,"evictionHard":{"memory.available":"100Mi"},"authentication":{"anonymous":{"enabled":true}},"readOnlyPort":10255}`),
+		[]byte(`{"mode":"nftables","conntrack":{"maxPerCore":0,"min":0}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+func first() Cluster {
+	return Cluster{
+		Name: "demo", Version: "1.36.1", Endpoint: "192.168.77.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
+		APIServerSANs:    []string{"api.example"},
+		ControlPlaneNode: Node{Name: "node1", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}},
+	}
+}
+
+// An image that asks for the opposite of each hardened setting.
+const hostile = `{
+ "kubernetesVersion":"v1.0.0","clusterName":"other","controlPlaneEndpoint":"evil:1","networking":{"podSubnet":"1.0.0.0/8"},
+ "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"}]}},
+ "apiServer":{"certSANs":["from.image","api.example"],
+  "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
+  "extraVolumes":[{"name":"muster-authz","hostPath":"/x","mountPath":"/x"},{"name":"other","hostPath":"/x","mountPath":"/etc/kubernetes/authz"},{"name":"audit","hostPath":"/var/log/audit","mountPath":"/var/log/audit"}]},
+ "controllerManager":{"extraArgs":[{"name":"controllers","value":"*"},{"name":"cluster-signing-duration","value":"87600h"},{"name":"flex-volume-plugin-dir","value":"/v"}]}}`
+
+func arg(args []kubeadmapi.Arg, name string) []string {
+	var out []string
+	for _, a := range args {
+		if a.Name == name {
+			out = append(out, a.Value)
+		}
+	}
+	return out
+}
+
+func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
+	for name, fragment := range map[string]string{"init.yaml": `{"etcd":{"local":{"imageTag":"3.6.16-0"}}}`, "init-hostile.yaml": hostile} {
+		b, err := Init(image(t, fragment), first())
+		if err != nil {
+			t.Fatal(err)
+		}
+		golden(t, name, b)
+		// Strict: an unknown or doubled field is an error.
+		if err := kubeadmconfig.ValidateConfig(b, false, false); err != nil {
+			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
+		}
+		cfg, err := kubeadmconfig.BytesToInitConfiguration(b, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		api, ctl := cfg.APIServer.ExtraArgs, cfg.ControllerManager.ExtraArgs
+		for what, got := range map[string]bool{
+			"no bootstrap token":   strings.Join(cfg.SkipPhases, " ") == "bootstrap-token show-join-command",
+			"authorization":        strings.Join(arg(api, "authorization-config"), " ") == AuthzFile && len(arg(api, "authorization-mode")) == 0,
+			"token authentication": strings.Join(arg(api, "enable-bootstrap-token-auth"), " ") == "false",
+			"kubelet's CA":         strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
+			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
+			"signing duration":     strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
+			"version":              cfg.KubernetesVersion == "v1.36.1",
+			"endpoint":             cfg.ControlPlaneEndpoint == "192.168.77.1:6443",
+			"image's etcd":         cfg.Etcd.Local.ImageTag == "3.6.16-0",
+			"default taint":        len(cfg.NodeRegistration.Taints) == 1,
+		} {
+			if !got {
+				t.Errorf("%s: %s", name, what)
+			}
+		}
+		for _, v := range cfg.APIServer.ExtraVolumes {
+			if v.MountPath == AuthzFolder && (v.HostPath != AuthzFolder || !v.ReadOnly) {
+				t.Errorf("%s: %+v", name, v)
+			}
+		}
+	}
+}
+
+func TestTheSecondAddressFamilyIsTold(t *testing.T) {
+	c := first()
+	c.ControlPlaneNode.Addresses = append(c.ControlPlaneNode.Addresses, netip.MustParseAddr("192.168.78.11"), netip.MustParseAddr("fd00::11"))
+	c.PodCIDRs = append(c.PodCIDRs, "fd01::/48")
+	c.ServiceCIDRs = append(c.ServiceCIDRs, "fd02::/112")
+	b, err := Init(image(t, ""), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg, err := kubeadmconfig.BytesToInitConfiguration(b, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := arg(cfg.NodeRegistration.KubeletExtraArgs, "node-ip"); strings.Join(got, " ") != "192.168.77.11,fd00::11" {
+		t.Error(got)
+	}
+	if cfg.Networking.PodSubnet != "10.244.0.0/16,fd01::/48" {
+		t.Error(cfg.Networking)
+	}
+}
+
+func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
+	n := Node{Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}}
+	for name, controlPlane := range map[string]bool{"join-worker.yaml": false, "join-control-plane.yaml": true} {
+		b, err := Join(image(t, ""), n, controlPlane)
+		if err != nil {
+			t.Fatal(err)
+		}
+		golden(t, name, b)
+		// kubeadm looks whether the kubeconfig is there.
+		conf := filepath.Join(t.TempDir(), "kubelet.conf")
+		if err := os.WriteFile(conf, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(KubeletConf), []byte(conf), 1), false, false); err != nil {
+			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
+		}
+	}
+}
+
+func TestAFragmentIsRefused(t *testing.T) {
+	for name, f := range map[string]string{
+		"an unknown field":  `{"apiServerr":{}}`,
+		"an unknown nested": `{"apiServer":{"token":"x"}}`,
+		"another type":      `{"clusterName":[]}`,
+		"an external etcd":  `{"etcd":{"external":{"endpoints":["https://x"],"caFile":"","certFile":"","keyFile":""}}}`,
+	} {
+		if _, err := ParseImage("unix:///x", nil, []byte(f), nil, nil); err == nil || !strings.Contains(err.Error(), "clusterConfiguration") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := ParseImage("unix:///x", nil, nil, []byte(`{"x":1}`), nil); err == nil {
+		t.Error("an unknown field of the kubelet's was taken")
+	}
+	if _, err := ParseImage("unix:///x", nil, nil, nil, []byte(`{"x":1}`)); err == nil {
+		t.Error("an unknown field of kube-proxy's was taken")
+	}
+}
+
+func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
+	var tail Tail
+	for range 50 {
+		tail.Add("early")
+	}
+	for _, l := range []string{
+		"token abcdef.0123456789abcdef here", "certificate key " + strings.Repeat("0a", 32), "-----BEGIN RSA PRIVATE KEY-----", "c2VjcmV0",
+		"-----END RSA PRIVATE KEY-----", "https://user:hunter2@host/", "key " + strings.Repeat("Ab1+", 20) + "==", "", strings.Repeat("long ", 100), "error: it failed",
+	} {
+		tail.Add(l)
+	}
+	got := tail.String()
+	for _, secret := range []string{"0123456789abcdef", "0a0a", "c2VjcmV0", "hunter2", "Ab1+Ab1+"} {
+		if strings.Contains(got, secret) {
+			t.Errorf("%q is still in\n%s", secret, got)
+		}
+	}
+	if !strings.HasSuffix(got, "error: it failed") || strings.Count(got, "\n") != tailLines-1 || strings.Contains(got, "\n\n") {
+		t.Errorf("got\n%s", got)
+	}
+}

@@ -1,0 +1,189 @@
+package bootstrapper
+
+import (
+	"bytes"
+	"context"
+	"crypto"
+	"fmt"
+	"sync"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// PCRs is what the node lock needs of the TPM.
+type PCRs interface {
+	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+	Measure(ctx context.Context, pcr int, data []byte) error
+}
+
+// nodeLock is the machine's one transition from unlocked to locked (B1), which init and
+// join race for (B2). Its durable half is the journal, its irrevocable half PCR 15.
+//
+// The order makes every crash resolvable (B3): the journal says whose the lock will be
+// before PCR 15 is extended, and that it is after. A crash in between leaves PCR 15 zero or
+// at the very value that the journal's cluster gives, and both are recognised.
+type nodeLock struct {
+	file  Journal
+	pcrs  PCRs
+	bank  tpm.Bank
+	hash  crypto.Hash   // of bank
+	taken chan struct{} // closed once the journal names a taker
+	seen  func(journal.Record)
+
+	mu  sync.Mutex // one taker at a time; held while journal and TPM are written
+	rec journal.Record
+}
+
+// openLock reads the journal. seen is told of every record, the first one included.
+func openLock(file Journal, pcrs PCRs, bank tpm.Bank, seen func(journal.Record)) (*nodeLock, error) {
+	rec, err := file.Load()
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
+	}
+	hash, ok := bank.Hash()
+	if !ok {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "unknown PCR %s", bank)
+	}
+	l := &nodeLock{file: file, pcrs: pcrs, bank: bank, hash: hash, taken: make(chan struct{}), rec: rec, seen: seen}
+	if rec.Locked() {
+		close(l.taken)
+	}
+	seen(rec)
+	return l, nil
+}
+
+// record gives what the machine remembers.
+func (l *nodeLock) record() journal.Record {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.rec
+}
+
+// acquire takes the lock for claim, whose Step is ignored, or finds that it is claim's
+// already: the same kind, cluster and, for an init, idempotency key. Otherwise it refuses
+// with NODE_LOCKED; with LOCK_FOREIGN if PCR 15 says that the machine belongs elsewhere.
+func (l *nodeLock) acquire(ctx context.Context, claim journal.Record) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.rec.Locked() {
+		if err := mayResume(l.rec, claim); err != nil {
+			return err
+		}
+		// The request that is noted stays the one that kubeadm last ran for.
+		claim.Step, claim.ResultSent, claim.RequestDigest = l.rec.Step, l.rec.ResultSent, l.rec.RequestDigest
+	} else {
+		claim.Step = journal.StepLocking
+	}
+	if claim.OwnerKey == nil {
+		claim.OwnerKey = l.rec.OwnerKey
+	}
+	if err := l.save(claim); err != nil { // B1: from here on it is claim's, whatever happens
+		return err
+	}
+	if err := l.settle(ctx, [32]byte(claim.ClusterID)); err != nil {
+		return err
+	}
+	if l.rec.Step == journal.StepLocking {
+		claim.Step = journal.StepLocked
+		return l.save(claim)
+	}
+	return nil
+}
+
+// mayResume says whether the holder of the lock and claim are the same.
+func mayResume(rec, claim journal.Record) error {
+	switch {
+	case rec.Kind != claim.Kind:
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", taker(rec.Kind), stateFolder)
+	case rec.Kind == journal.KindInit && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by an init with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", stateFolder)
+	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
+		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", stateFolder)
+	}
+	return nil
+}
+
+// stateFolder is what holds the journal and the state disk's folder.
+const stateFolder = "/var/lib/muster"
+
+func taker(k journal.Kind) string {
+	if k == journal.KindInit {
+		return "an init"
+	}
+	return "a join"
+}
+
+// settle makes PCR 15 say which cluster the machine belongs to.
+func (l *nodeLock) settle(ctx context.Context, clusterID [32]byte) error {
+	now, err := l.pcrs.ReadPCR(ctx, l.bank, attest.LockPCR)
+	if err != nil {
+		return fmt.Errorf("read the node lock: %w", err)
+	}
+	want := attest.LockValue(l.hash, clusterID)
+	if bytes.Equal(now, want) {
+		return nil // taken before a crash: extending again would give another value
+	}
+	if !bytes.Equal(now, make([]byte, len(want))) {
+		return foreign(now)
+	}
+	if err := l.pcrs.Measure(ctx, attest.LockPCR, clusterID[:]); err != nil {
+		return fmt.Errorf("take the node lock: %w", err)
+	}
+	if now, err = l.pcrs.ReadPCR(ctx, l.bank, attest.LockPCR); err != nil {
+		return fmt.Errorf("read the node lock: %w", err)
+	}
+	if !bytes.Equal(now, want) {
+		return foreign(now)
+	}
+	return nil
+}
+
+func foreign(pcr []byte) error {
+	return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "PCR %d is %x: the machine was locked to another cluster since it booted; reboot it", attest.LockPCR, pcr)
+}
+
+// relock puts PCR 15 right after a reboot of a machine that is locked already.
+func (l *nodeLock) relock(ctx context.Context) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.rec.Locked() {
+		return nil
+	}
+	return l.settle(ctx, [32]byte(l.rec.ClusterID))
+}
+
+// advance notes that a step was reached. A step that lies behind is not noted again, so
+// that an unfinished kubeadm run is remembered until it was cleaned up.
+func (l *nodeLock) advance(s journal.Step) error {
+	return l.update(func(r *journal.Record) { r.Step = max(r.Step, s) })
+}
+
+// cleaned notes that nothing is left of an unfinished kubeadm run.
+func (l *nodeLock) cleaned() error {
+	return l.update(func(r *journal.Record) { r.Step = min(r.Step, journal.StepComponents) })
+}
+
+func (l *nodeLock) update(change func(*journal.Record)) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	r := l.rec
+	change(&r)
+	return l.save(r)
+}
+
+// save is called with the mutex held. What it returns an error for is not remembered.
+func (l *nodeLock) save(r journal.Record) error {
+	if err := l.file.Save(r); err != nil {
+		return err
+	}
+	was := l.rec.Locked()
+	l.rec = r
+	if !was && r.Locked() {
+		close(l.taken)
+	}
+	l.seen(r)
+	return nil
+}

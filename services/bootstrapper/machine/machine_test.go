@@ -1,0 +1,98 @@
+package machine
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func TestAChildSeesAFixedEnvironmentAndAllItsLinesArrive(t *testing.T) {
+	t.Setenv("SECRET", "hunter2")
+	var got []string
+	err := run(t.Context(), func(l string) { got = append(got, l) }, "sh", "-c", `env; echo err >&2; head -c 300000 /dev/zero | tr '\0' x; echo; echo last; exit 3`)
+	if err == nil || !strings.Contains(err.Error(), "exit status 3") {
+		t.Fatal(err)
+	}
+	all := strings.Join(got, "\n")
+	if strings.Contains(all, "hunter2") {
+		t.Error("the environment was inherited")
+	}
+	if !strings.Contains(all, "HOME=/root") || !strings.Contains(all, "err") || got[len(got)-1] != "last" {
+		t.Errorf("got %d lines, last %q", len(got), got[len(got)-1])
+	}
+}
+
+func TestAnEndedContextKillsTheChild(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	start := time.Now()
+	err := run(ctx, func(string) { cancel() }, "sh", "-c", "echo started; exec sleep 60")
+	if err == nil || ctx.Err() == nil || time.Since(start) > 30*time.Second {
+		t.Fatalf("%v after %s", err, time.Since(start))
+	}
+}
+
+func TestAProgramThatIsNotInstalledIsNamed(t *testing.T) {
+	if err := run(t.Context(), nil, "no-such-program"); err == nil || !strings.Contains(err.Error(), "no-such-program is not installed in /usr/local/sbin") {
+		t.Fatal(err)
+	}
+}
+
+func TestOnlyKnownVerbs(t *testing.T) {
+	if err := (Real{}).Unit(t.Context(), "mask", UnitKubelet); err == nil {
+		t.Fatal("mask was taken")
+	}
+}
+
+func TestWriteFileReplacesALinkAndLeavesNothing(t *testing.T) {
+	dir, victim := t.TempDir(), filepath.Join(t.TempDir(), "victim")
+	if err := os.WriteFile(victim, []byte("untouched"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "sub", "file")
+	if err := os.Mkdir(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := Link(path, victim); err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteFile(path, []byte("new"), 0o640, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	st, err := os.Lstat(path)
+	if err != nil || st.Mode() != 0o640 {
+		t.Fatalf("%v %v", st.Mode(), err)
+	}
+	if b, _ := os.ReadFile(victim); string(b) != "untouched" {
+		t.Error("the link was followed")
+	}
+	for range 2 { // a second link replaces the first
+		if err := Link(filepath.Join(dir, "sub", "link"), path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(filepath.Join(dir, "sub", "dir"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteFile(filepath.Join(dir, "sub", "dir"), nil, 0o600, 0o700); err == nil {
+		t.Error("a folder was replaced")
+	}
+	if left, _ := os.ReadDir(filepath.Join(dir, "sub")); len(left) != 3 {
+		t.Errorf("left %v", left)
+	}
+	if err := EmptyDir(filepath.Join(dir, "sub")); err != nil {
+		t.Fatal(err)
+	}
+	if left, _ := os.ReadDir(filepath.Join(dir, "sub")); len(left) != 0 {
+		t.Errorf("left %v", left)
+	}
+	if err := EmptyDir(filepath.Join(dir, "none")); err != nil {
+		t.Error(err)
+	}
+}

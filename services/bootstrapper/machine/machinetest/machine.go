@@ -1,0 +1,206 @@
+package machinetest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// Machine plays kubeadm and systemctl on real files below Root. Like kubeadm itself it
+// refuses to run on what an earlier run left, so that a missing clean-up is found.
+type Machine struct {
+	// Root stands for the root of the file system.
+	Root string
+	// API is what the administrator's kubeconfig leads to.
+	API *APIServer
+	// Step, if set, is called before each effect with its name; an error ends the program
+	// that was to have it, in the middle of its work.
+	Step func(name string) error
+
+	mu    sync.Mutex
+	calls []string
+	units map[string]bool
+}
+
+var _ machine.Machine = (*Machine)(nil)
+
+// Calls gives what was asked for so far, as in "kubeadm init" or "start kubelet.service".
+func (m *Machine) Calls() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Clone(m.calls)
+}
+
+// Running says whether a unit was started and not stopped.
+func (m *Machine) Running(unit string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.units[unit]
+}
+
+// Reboot stops all units.
+func (m *Machine) Reboot() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.units = nil
+}
+
+func (m *Machine) note(call string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls = append(m.calls, call)
+}
+
+func (m *Machine) step(ctx context.Context, name string) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if m.Step == nil {
+		return nil
+	}
+	return m.Step(name)
+}
+
+// Unit implements [machine.Machine].
+func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
+	m.note(verb + " " + unit)
+	if err := m.step(ctx, verb+" "+unit); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.units == nil {
+		m.units = map[string]bool{}
+	}
+	if verb == "start" || verb == "restart" {
+		m.units[unit] = true
+	}
+	return nil
+}
+
+// Kubeadm implements [machine.Machine].
+func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {
+	m.note("kubeadm " + args[0])
+	if _, err := os.Stat(m.on("/usr/local/bin/kubeadm")); err != nil {
+		return errors.New("kubeadm is not installed")
+	}
+	switch args[0] {
+	case "reset":
+		return m.reset(ctx)
+	case "init", "join":
+		return m.bring(ctx, line, args)
+	}
+	return fmt.Errorf("kubeadm %q", args)
+}
+
+func (m *Machine) on(path string) string { return filepath.Join(m.Root, path) }
+
+func (m *Machine) bring(ctx context.Context, line func(string), args []string) error {
+	verb := args[0]
+	if len(args) != 3 || args[1] != "--config" {
+		return fmt.Errorf("kubeadm %q", args)
+	}
+	config, err := os.ReadFile(args[2])
+	if err != nil {
+		return err
+	}
+	line("[preflight] Running pre-flight checks")
+	if err := m.preflight(verb, string(config)); err != nil {
+		line("error execution phase preflight: " + err.Error())
+		return err
+	}
+	if err := m.step(ctx, "kubeadm "+verb+" begins"); err != nil {
+		return err
+	}
+	line("[control-plane] Creating static Pod manifest for \"kube-apiserver\"")
+	files := map[string]string{"/etc/kubernetes/manifests/kube-apiserver.yaml": "half", "/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/etcd/member": "data"}
+	if verb == "join" {
+		files = map[string]string{"/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/kubelet/kubeadm-flags.env": "flags"}
+	}
+	for name, content := range files {
+		if err := machine.WriteFile(m.on(name), []byte(content), 0o600, 0o755); err != nil {
+			return err
+		}
+	}
+	line("[bootstrap-token] Using token: abcdef.0123456789abcdef")
+	if err := m.step(ctx, "kubeadm "+verb+" is half done"); err != nil {
+		line("error execution phase wait-control-plane: " + err.Error())
+		return err
+	}
+	if verb == "init" {
+		if err := machine.WriteFile(m.on("/etc/kubernetes/admin.conf"), m.API.Kubeconfig(), 0o600, 0o755); err != nil {
+			return err
+		}
+		if err := machine.WriteFile(m.on("/etc/kubernetes/kubelet.conf"), []byte("kubelet"), 0o600, 0o755); err != nil {
+			return err
+		}
+	}
+	if err := machine.WriteFile(m.on("/var/lib/kubelet/config.yaml"), config, 0o600, 0o755); err != nil {
+		return err
+	}
+	return m.Unit(ctx, "start", machine.UnitKubelet)
+}
+
+// preflight refuses what the real one refuses.
+func (m *Machine) preflight(verb, config string) error {
+	for doc := range strings.SplitSeq(config, "---\n") {
+		var o map[string]any
+		if err := yaml.Unmarshal([]byte(doc), &o); err != nil {
+			return err
+		}
+		if v, _ := o["apiVersion"].(string); v == "" {
+			return errors.New("a document without apiVersion")
+		}
+	}
+	absent := []string{"/etc/kubernetes/manifests/kube-apiserver.yaml", "/var/lib/etcd/member", "/var/lib/kubelet/config.yaml"}
+	present := []string{}
+	if verb == "join" {
+		present = []string{"/etc/kubernetes/kubelet.conf", "/var/lib/kubelet/pki"}
+		if strings.Contains(config, "controlPlane") {
+			present = append(present, "/etc/kubernetes/pki/etcd/ca.key", "/etc/kubernetes/authz/config.yaml")
+		} else {
+			absent = append(absent, "/etc/kubernetes/pki/ca.crt")
+		}
+	} else {
+		absent = append(absent, "/etc/kubernetes/kubelet.conf")
+		present = append(present, "/etc/kubernetes/authz/config.yaml")
+	}
+	for _, f := range absent {
+		if _, err := os.Lstat(m.on(f)); err == nil {
+			return fmt.Errorf("[ERROR FileAvailable]: %s already exists", f)
+		}
+	}
+	for _, f := range present {
+		if _, err := os.Stat(m.on(f)); err != nil {
+			return fmt.Errorf("[ERROR FileExisting]: %s does not exist", f)
+		}
+	}
+	return nil
+}
+
+// reset removes what kubeadm's own reset removes; not the state of a half-written etcd.
+func (m *Machine) reset(ctx context.Context) error {
+	if err := m.step(ctx, "kubeadm reset begins"); err != nil {
+		return err
+	}
+	for _, f := range []string{"manifests", "pki", "admin.conf", "kubelet.conf"} {
+		if err := os.RemoveAll(m.on("/etc/kubernetes/" + f)); err != nil {
+			return err
+		}
+	}
+	for _, f := range []string{"config.yaml", "kubeadm-flags.env"} {
+		if err := os.RemoveAll(m.on("/var/lib/kubelet/" + f)); err != nil {
+			return err
+		}
+	}
+	return m.step(ctx, "kubeadm reset is over")
+}

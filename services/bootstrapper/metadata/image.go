@@ -1,0 +1,249 @@
+// Package metadata reads what a machine finds about itself at boot: two small YAML
+// files of very different standing.
+//
+// The image's configuration is measured: it is the same on all machines of an image, and
+// whoever changes it changes PCR values. The machine's metadata come from whoever runs the
+// infrastructure. They are not measured and nobody vouches for them, so nothing that
+// they say is believed further than that a liar only harms the machine's own chance to
+// join: the name, role and addresses are requests that joinservice judges.
+//
+// Both are read strictly: unknown or doubled fields, other versions and missing values
+// are errors that name the field.
+package metadata
+
+import (
+	"crypto/ed25519"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path"
+	"strings"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Where the files are.
+const (
+	ImagePath   = "/etc/muster/image.yaml"
+	MachinePath = "/etc/muster/metadata.yaml"
+)
+
+// APIVersion is that of both files.
+const APIVersion = "muster.dev/v1alpha1"
+
+// maxFile bounds both files, in bytes.
+const maxFile = 256 << 10
+
+// Disk modes.
+const (
+	// DiskPlain is a folder on a disk that is not encrypted.
+	DiskPlain = "plain"
+	// DiskLUKS is a LUKS2 volume.
+	DiskLUKS = "luks"
+)
+
+// Image is the image-wide, measured configuration.
+type Image struct {
+	// StateDisk says how state is kept. Its mode has no default.
+	StateDisk StateDisk
+	// TPM says where the TPM is.
+	TPM TPM
+	// OwnerKey is the owner's public key, nil if the image does not know its owner.
+	OwnerKey ed25519.PublicKey
+	// EKRoots are the EK roots that a joiner without OwnerKey falls back to.
+	EKRoots []*x509.Certificate
+	// Kubeadm is what the image adds to kubeadm's configuration.
+	Kubeadm Kubeadm
+	// Listen says where the bootstrapper listens.
+	Listen Listen
+}
+
+// StateDisk says how and where a machine keeps its state.
+type StateDisk struct {
+	// Mode is [DiskPlain] or [DiskLUKS].
+	Mode string `json:"mode"`
+	// Path is the folder (plain) or the device (luks).
+	Path string `json:"path"`
+}
+
+// TPM says where the machine's TPM 2.0 is and how it is quoted.
+type TPM struct {
+	// Device is the path of a character device or of an emulator's unix socket. Default
+	// /dev/tpmrm0.
+	Device string `json:"device,omitempty"`
+	// EventLog is the path of the firmware's event log. Default: where Linux shows it.
+	EventLog string `json:"eventLog,omitempty"`
+	// Bank is the PCR bank that is quoted: sha256 (default), sha384 or sha512.
+	Bank string `json:"bank,omitempty"`
+}
+
+// Kubeadm is what the image adds to kubeadm's configuration; package kubeadm merges it
+// below what Muster sets.
+type Kubeadm struct {
+	// CRISocket is the container runtime's endpoint. Default
+	// unix:///run/containerd/containerd.sock.
+	CRISocket string `json:"criSocket,omitempty"`
+	// IgnorePreflightErrors names checks of kubeadm's that this image can't pass.
+	IgnorePreflightErrors []string `json:"ignorePreflightErrors,omitempty"`
+	// ClusterConfiguration, KubeletConfiguration and KubeProxyConfiguration are
+	// fragments of the kinds of the same name.
+	ClusterConfiguration   json.RawMessage `json:"clusterConfiguration,omitempty"`
+	KubeletConfiguration   json.RawMessage `json:"kubeletConfiguration,omitempty"`
+	KubeProxyConfiguration json.RawMessage `json:"kubeProxyConfiguration,omitempty"`
+}
+
+// Listen has HOST:PORT addresses; an empty host is all of them.
+type Listen struct {
+	// Init is where the init server listens. Default ":9000".
+	Init string `json:"init,omitempty"`
+	// Metrics is where metrics and probes are served, in plain HTTP. Default
+	// "127.0.0.1:9466".
+	Metrics string `json:"metrics,omitempty"`
+	// AttesterMetrics is the same for the attester. Default "127.0.0.1:9465".
+	AttesterMetrics string `json:"attesterMetrics,omitempty"`
+}
+
+// imageFile is the file's own shape.
+type imageFile struct {
+	APIVersion string    `json:"apiVersion"`
+	Kind       string    `json:"kind"`
+	StateDisk  StateDisk `json:"stateDisk"`
+	TPM        TPM       `json:"tpm,omitempty"`
+	OwnerKey   string    `json:"ownerKey,omitempty"`
+	EKRoots    string    `json:"ekRoots,omitempty"`
+	Kubeadm    Kubeadm   `json:"kubeadm,omitempty"`
+	Listen     Listen    `json:"listen,omitempty"`
+}
+
+// LoadImage reads an image's configuration.
+func LoadImage(file string) (*Image, error) { return load(file, ParseImage) }
+
+// ParseImage parses an image's configuration (YAML).
+func ParseImage(b []byte) (*Image, error) {
+	var f imageFile
+	if err := strict(b, &f, "ImageConfiguration", func() (string, string) { return f.APIVersion, f.Kind }); err != nil {
+		return nil, err
+	}
+	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen}
+	setDefault(&img.TPM.Device, "/dev/tpmrm0")
+	setDefault(&img.TPM.EventLog, "/sys/kernel/security/tpm0/binary_bios_measurements")
+	setDefault(&img.TPM.Bank, "sha256")
+	setDefault(&img.Kubeadm.CRISocket, "unix:///run/containerd/containerd.sock")
+	setDefault(&img.Listen.Init, ":9000")
+	setDefault(&img.Listen.Metrics, "127.0.0.1:9466")
+	setDefault(&img.Listen.AttesterMetrics, "127.0.0.1:9465")
+	if err := img.validate(); err != nil {
+		return nil, err
+	}
+	if f.OwnerKey != "" {
+		key, err := base64.StdEncoding.Strict().DecodeString(f.OwnerKey)
+		if err != nil || len(key) != ed25519.PublicKeySize {
+			return nil, fmt.Errorf("ownerKey: want the base64 form of an Ed25519 public key of %d bytes", ed25519.PublicKeySize)
+		}
+		img.OwnerKey = key
+	}
+	roots, err := parseRoots(f.EKRoots)
+	if err != nil {
+		return nil, fmt.Errorf("ekRoots: %w", err)
+	}
+	img.EKRoots = roots
+	return img, nil
+}
+
+func (img *Image) validate() error {
+	switch img.StateDisk.Mode {
+	case DiskPlain, DiskLUKS:
+	case "":
+		return errors.New(`stateDisk.mode is missing and has no default: write "plain" (state is not encrypted, and the policy must allow that) or "luks"`)
+	default:
+		return fmt.Errorf(`stateDisk.mode: want "plain" or "luks", not %q`, img.StateDisk.Mode)
+	}
+	for _, p := range []struct{ field, path string }{
+		{"stateDisk.path", img.StateDisk.Path}, {"tpm.device", img.TPM.Device}, {"tpm.eventLog", img.TPM.EventLog},
+	} {
+		if !path.IsAbs(p.path) || path.Clean(p.path) != p.path || p.path == "/" {
+			return fmt.Errorf("%s: want an absolute, clean path, not %q", p.field, p.path)
+		}
+	}
+	if _, err := tpm.ParseBank(img.TPM.Bank); err != nil {
+		return fmt.Errorf("tpm.bank: %w", err)
+	}
+	if !strings.HasPrefix(img.Kubeadm.CRISocket, "unix:///") {
+		return fmt.Errorf("kubeadm.criSocket: want unix:///PATH, not %q", img.Kubeadm.CRISocket)
+	}
+	for _, a := range []struct{ field, addr string }{
+		{"listen.init", img.Listen.Init}, {"listen.metrics", img.Listen.Metrics}, {"listen.attesterMetrics", img.Listen.AttesterMetrics},
+	} {
+		if _, _, err := net.SplitHostPort(a.addr); err != nil {
+			return fmt.Errorf("%s: want HOST:PORT: %w", a.field, err)
+		}
+	}
+	return nil
+}
+
+func parseRoots(text string) ([]*x509.Certificate, error) {
+	var roots []*x509.Certificate
+	rest := []byte(strings.TrimSpace(text))
+	for len(rest) > 0 {
+		block, more := pem.Decode(rest)
+		if block == nil || block.Type != "CERTIFICATE" {
+			return nil, errors.New("want PEM certificates and nothing else")
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("certificate %d: %w", len(roots)+1, err)
+		}
+		if !c.IsCA {
+			return nil, fmt.Errorf("certificate %d: %q is not a certificate authority", len(roots)+1, c.Subject)
+		}
+		roots = append(roots, c)
+		rest = more
+	}
+	return roots, nil
+}
+
+func setDefault(s *string, v string) {
+	if *s == "" {
+		*s = v
+	}
+}
+
+// strict decodes YAML and refuses unknown and doubled fields and any other kind.
+func strict(b []byte, into any, kind string, got func() (string, string)) error {
+	if err := yaml.UnmarshalStrict(b, into, yaml.DisallowUnknownFields); err != nil {
+		return err
+	}
+	if v, k := got(); v != APIVersion || k != kind {
+		return fmt.Errorf("want apiVersion %s and kind %s, not %q and %q", APIVersion, kind, v, k)
+	}
+	return nil
+}
+
+// load reads a file of bounded size and names it in every error.
+func load[T any](file string, parse func([]byte) (*T, error)) (*T, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	b, err := io.ReadAll(io.LimitReader(f, maxFile+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(b) > maxFile {
+		return nil, fmt.Errorf("%s: longer than %d bytes", file, maxFile)
+	}
+	v, err := parse(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", file, err)
+	}
+	return v, nil
+}

@@ -1,0 +1,135 @@
+package metadata
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/base64"
+	"encoding/pem"
+	"math/big"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func rootPEM(t *testing.T, ca bool) string {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tmpl := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "EK root"}, NotAfter: time.Now().Add(time.Hour),
+		IsCA: ca, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
+}
+
+func indent(s string) string { return "  " + strings.ReplaceAll(strings.TrimSpace(s), "\n", "\n  ") }
+
+const imageHead = "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"
+
+func TestParseImage(t *testing.T) {
+	key := base64.StdEncoding.EncodeToString(make([]byte, 32))
+	img, err := ParseImage([]byte(imageHead + `
+stateDisk: {mode: plain, path: /var/lib/muster/state}
+tpm: {device: /run/muster/tpm.sock, eventLog: /run/muster/log, bank: sha256}
+ownerKey: ` + key + `
+ekRoots: |
+` + indent(rootPEM(t, true)) + `
+kubeadm:
+  ignorePreflightErrors: [SystemVerification]
+  clusterConfiguration: {etcd: {local: {imageTag: 3.6.16-0}}}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(img.OwnerKey) != 32 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
+		t.Fatalf("got %+v", img)
+	}
+}
+
+func TestAnImageIsRefused(t *testing.T) {
+	disk := "stateDisk: {mode: plain, path: /state}\n"
+	for name, tt := range map[string]struct{ yaml, want string }{
+		"empty":                     {"", "want apiVersion"},
+		"another kind":              {"apiVersion: muster.dev/v1alpha1\nkind: Pod\n" + disk, "ImageConfiguration"},
+		"an unknown field":          {imageHead + disk + "stateDisc: {}\n", "stateDisc"},
+		"an unknown inner field":    {imageHead + "stateDisk: {mode: plain, path: /state, key: x}\n", "key"},
+		"a doubled field":           {imageHead + disk + disk, "already set"},
+		"a disk without a mode":     {imageHead + "stateDisk: {path: /state}\n", "no default"},
+		"another disk mode":         {imageHead + "stateDisk: {mode: zfs, path: /state}\n", "zfs"},
+		"a relative path":           {imageHead + "stateDisk: {mode: plain, path: state}\n", "stateDisk.path"},
+		"a path that climbs":        {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
+		"another bank":              {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},
+		"an owner's key cut short":  {imageHead + disk + "ownerKey: AAAA\n", "ownerKey"},
+		"roots that are no PEM":     {imageHead + disk + "ekRoots: hello\n", "ekRoots"},
+		"a root that is no CA":      {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
+		"a runtime over TCP":        {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},
+		"a listener without a port": {imageHead + disk + "listen: {init: localhost}\n", "listen.init"},
+	} {
+		if _, err := ParseImage([]byte(tt.yaml)); err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: got %v, want an error with %q", name, err, tt.want)
+		}
+	}
+}
+
+const machineHead = "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\n"
+
+func TestParseMachine(t *testing.T) {
+	m, err := ParseMachine([]byte(machineHead + "name: node1\nrole: control-plane\naddresses: [192.168.77.11, 'fd00::1']\ninitSecretHash: " +
+		strings.Repeat("ab", 32) + "\njoinEndpoints: ['192.168.77.11:30090', 'cluster.example:30090']\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.Name != "node1" || len(m.Addresses) != 2 || m.InitSecretHash == nil || len(m.JoinEndpoints) != 2 {
+		t.Fatalf("got %+v", m)
+	}
+}
+
+func TestMetadataAreRefused(t *testing.T) {
+	for name, tt := range map[string]struct{ yaml, want string }{
+		"an unknown field":         {"name: a\nrole: worker\naddresses: [10.0.0.1]\ntoken: x\n", "token"},
+		"a name with a dot":        {"name: a.b\nrole: worker\naddresses: [10.0.0.1]\n", "name"},
+		"a long name":              {"name: " + strings.Repeat("a", 64) + "\nrole: worker\naddresses: [10.0.0.1]\n", "name"},
+		"a name that is a path":    {"name: ../a\nrole: worker\naddresses: [10.0.0.1]\n", "name"},
+		"no role":                  {"name: a\naddresses: [10.0.0.1]\n", "role"},
+		"another role":             {"name: a\nrole: master\naddresses: [10.0.0.1]\n", "role"},
+		"no address":               {"name: a\nrole: worker\n", "addresses"},
+		"loopback":                 {"name: a\nrole: worker\naddresses: [127.0.0.1]\n", "addresses[0]"},
+		"an address twice":         {"name: a\nrole: worker\naddresses: [10.0.0.1, 10.0.0.1]\n", "addresses[1]"},
+		"an address with a zone":   {"name: a\nrole: worker\naddresses: ['fe80::1%eth0']\n", "addresses[0]"},
+		"a short hash":             {"name: a\nrole: worker\naddresses: [10.0.0.1]\ninitSecretHash: abcd\n", "initSecretHash"},
+		"an endpoint without port": {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: [10.0.0.2]\n", "joinEndpoints[0]"},
+		"port 0":                   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['10.0.0.2:0']\n", "joinEndpoints[0]"},
+	} {
+		if _, err := ParseMachine([]byte(machineHead + tt.yaml)); err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: got %v, want an error with %q", name, err, tt.want)
+		}
+	}
+}
+
+func TestErrorsNameTheFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "metadata.yaml")
+	if _, err := LoadMachine(file); err == nil || !strings.Contains(err.Error(), file) {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, []byte(strings.Repeat("#", maxFile+1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := LoadMachine(file); err == nil || !strings.Contains(err.Error(), file) {
+		t.Fatal(err)
+	}
+}

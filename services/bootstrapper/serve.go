@@ -1,0 +1,161 @@
+package bootstrapper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/evidence"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/bootstrapper/attester"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Options are what the process around a Bootstrapper needs.
+type Options struct {
+	// Config is the Bootstrapper's, without Metrics.
+	Config
+	// Public makes evidence of the purpose public, for GetEvidence.
+	Public rpc.PublicAttester
+}
+
+func newRegistry() *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return r
+}
+
+// Serve is the process `bootstrapper run`: the init server, the join client and the probes.
+// It returns nil once the machine is a node.
+func Serve(ctx context.Context, o Options) error {
+	if o.Image == nil || o.Public == nil || o.Log == nil || o.Attester == nil {
+		return errors.New("bootstrapper: Serve: Image, Attester, Public and Log are required")
+	}
+	registry := newRegistry()
+	quotes, err := NewQuoteSeconds(registry)
+	if err != nil {
+		return err
+	}
+	o.Metrics, o.Attester = registry, MeasureQuotes(o.Attester, attest.PurposeMachine, quotes)
+	b, err := New(ctx, o.Config)
+	if err != nil {
+		return err
+	}
+	calls, err := rpc.NewMetrics(registry)
+	if err != nil {
+		return err
+	}
+	public, err := rpc.NewEvidence(o.Public)
+	if err != nil {
+		return err
+	}
+	probes, err := listen(ctx, "listen.metrics", o.Image.Listen.Metrics)
+	if err != nil {
+		return err
+	}
+	port, err := listen(ctx, "listen.init", o.Image.Listen.Init)
+	if err != nil {
+		return errors.Join(err, probes.Close())
+	}
+	health := rpc.NewHealth()
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: port, Health: health, Metrics: calls, Log: o.Log,
+		// The caller is the owner's program, which has no TPM: it judges us, and shows that
+		// it may by the init secret.
+		ATLS: atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody},
+		Services: []rpc.Service{
+			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
+			rpc.Serve[attestv1connect.EvidenceServiceHandler](attestv1connect.EvidenceServiceName, public, attestv1connect.NewEvidenceServiceHandler),
+		},
+	})
+	if err != nil {
+		return errors.Join(err, probes.Close())
+	}
+	health.SetAll(true)
+	o.Log.InfoContext(ctx, "listening", "init", port.Addr().String(), "metrics", probes.Addr().String())
+	return serve.All(ctx,
+		serve.Part{Name: "bootstrapper", Run: b.Run},
+		serve.Part{Name: "init server", Run: server.Run},
+		serve.Probes{
+			Listener: probes, Metrics: registry, Log: o.Log,
+			// Ready means that an init or a join can be served, not that it is done.
+			Ready: map[string]func(context.Context) error{"bootstrapper": b.ready},
+		}.Part(),
+	)
+}
+
+// ready says whether this machine still waits for an init or a join, or works on one.
+func (b *Bootstrapper) ready(context.Context) error {
+	if b.lock.record().Step == journal.StepDone {
+		return errors.New("this machine is a node: the bootstrapper is about to end")
+	}
+	return nil
+}
+
+func listen(ctx context.Context, field, addr string) (net.Listener, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", field, err)
+	}
+	return l, nil
+}
+
+// AttesterOptions are what the process `bootstrapper attester` needs.
+type AttesterOptions struct {
+	// Dir holds the folders of the sockets.
+	Dir string
+	// Metrics is the address of metrics and probes.
+	Metrics string
+	// NewAttester gives an attester of one purpose.
+	NewAttester func(attest.Purpose) (attest.Attester, error)
+	// Log takes everything.
+	Log *slog.Logger
+}
+
+// ServeAttester is the process `bootstrapper attester`. It serves until ctx ends.
+func ServeAttester(ctx context.Context, o AttesterOptions) error {
+	registry := newRegistry()
+	quotes, err := NewQuoteSeconds(registry)
+	if err != nil {
+		return err
+	}
+	attesters := map[attest.Purpose]attest.Attester{}
+	for _, p := range attester.Purposes {
+		a, err := o.NewAttester(p)
+		if err != nil {
+			return fmt.Errorf("attester for %s: %w", p, err)
+		}
+		attesters[p] = MeasureQuotes(a, p, quotes)
+	}
+	s, err := attester.New(attester.Config{Dir: o.Dir, Attesters: attesters, Metrics: registry, Log: o.Log})
+	if err != nil {
+		return err
+	}
+	probes, err := listen(ctx, "listen.attesterMetrics", o.Metrics)
+	if err != nil {
+		return err
+	}
+	o.Log.InfoContext(ctx, "attester is running", "dir", o.Dir, "metrics", probes.Addr().String())
+	probe, err := evidence.NewProbe(attesters[attest.PurposePublic], o.Log)
+	if err != nil {
+		return errors.Join(err, probes.Close())
+	}
+	return serve.All(ctx,
+		serve.Part{Name: "attester", Run: s.Run},
+		serve.Part{Name: "own evidence", Run: probe.Serve},
+		serve.Probes{
+			Listener: probes, Metrics: registry, Log: o.Log,
+			Ready: map[string]func(context.Context) error{"evidence": func(context.Context) error { return probe.Ready() }},
+		}.Part(),
+	)
+}

@@ -1,0 +1,151 @@
+package bootstrapper
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Where things are on a machine.
+const (
+	adminConf  = "/etc/kubernetes/admin.conf"
+	pkiFolder  = "/etc/kubernetes/pki"
+	kubeletPKI = "/var/lib/kubelet/pki"
+	etcdFolder = "/var/lib/etcd"
+	configFile = "/run/muster/kubeadm.yaml"
+)
+
+// say tells whoever watches what is being done.
+type say func(phase initv1.Phase, text string)
+
+// openDisk gives the state disk its key.
+func (b *Bootstrapper) openDisk(key keys.Disk, tell say) error {
+	tell(initv1.Phase_PHASE_LOCKED, "opening the state disk")
+	if err := b.disk.SetKey(key); err != nil {
+		return err
+	}
+	if err := b.lock.advance(journal.StepDisk); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_DISK, "the state disk is open")
+	return nil
+}
+
+// install installs components.
+func (b *Bootstrapper) install(ctx context.Context, list []component.Component, tell say) error {
+	in := component.New(b.cfg.Root, b.cfg.Components, b.log)
+	defer in.Close()
+	if err := in.Install(ctx, list, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+		return err
+	}
+	if err := b.lock.advance(journal.StepComponents); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_COMPONENTS, "components are installed")
+	return nil
+}
+
+// clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
+// kubeadm itself, so components come first.
+func (b *Bootstrapper) clean(ctx context.Context, tell say) error {
+	if b.lock.record().Step < journal.StepConfigured {
+		return nil
+	}
+	tell(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
+	return b.reset(ctx)
+}
+
+func (b *Bootstrapper) reset(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, b.cfg.Timing.Reset)
+	defer cancel()
+	var tail kubeadm.Tail
+	if err := b.cfg.Machine.Kubeadm(ctx, b.output(ctx, "kubeadm reset", &tail), kubeadm.Reset(b.image)...); err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm reset: %w\n%s", err, tail.String())
+	}
+	// What kubeadm leaves, or does not find. The cluster never came to life on this
+	// machine, or knows nothing of it yet, so nothing of value is in there.
+	for _, dir := range []string{etcdFolder, kubeletPKI} {
+		if err := machine.EmptyDir(b.on(dir)); err != nil {
+			return err
+		}
+	}
+	for _, file := range []string{kubeadm.KubeletConf, configFile} {
+		if err := os.Remove(b.on(file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return b.lock.cleaned()
+}
+
+// runKubeadm writes the configuration and runs kubeadm with it. The journal says so
+// before, since a run that was cut off can't be continued, and after.
+func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byte, tell say) error {
+	if err := machine.WriteFile(b.on(configFile), config, 0o600, 0o755); err != nil {
+		return err
+	}
+	if err := b.lock.advance(journal.StepKubeadm); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
+	run, cancel := context.WithTimeout(ctx, b.cfg.Timing.Kubeadm)
+	defer cancel()
+	var tail kubeadm.Tail
+	line := b.output(ctx, "kubeadm "+verb, &tail)
+	err := b.cfg.Machine.Kubeadm(run, func(l string) {
+		line(l)
+		if name, ok := kubeadm.Phase(l); ok {
+			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
+		}
+	}, verb, "--config", b.on(configFile))
+	if err != nil {
+		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
+		if ctx.Err() != nil {
+			return err // stopping; the journal says what to clean up
+		}
+		tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
+		if rerr := b.reset(ctx); rerr != nil {
+			b.log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
+		}
+		return err
+	}
+	if err := b.lock.advance(journal.StepKubeadmRan); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
+	return nil
+}
+
+// output logs each line of a program, redacted, and keeps the last ones.
+func (b *Bootstrapper) output(ctx context.Context, program string, tail *kubeadm.Tail) func(string) {
+	return func(l string) {
+		tail.Add(l)
+		b.log.InfoContext(ctx, kubeadm.Redact(l), "program", program)
+	}
+}
+
+// writeAuthz places the API server's authorization configuration.
+func (b *Bootstrapper) writeAuthz() error {
+	return machine.WriteFile(b.on(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755)
+}
+
+// finish starts what a node needs and notes that all is done.
+func (b *Bootstrapper) finish(ctx context.Context) error {
+	if err := b.startNode(ctx); err != nil {
+		return err
+	}
+	if err := os.Remove(filepath.Clean(b.on(configFile))); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return b.lock.advance(journal.StepDone)
+}

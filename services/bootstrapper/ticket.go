@@ -1,0 +1,192 @@
+package bootstrapper
+
+import (
+	"bytes"
+	"crypto/x509"
+	"net/netip"
+	"path"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// controlPlaneFiles are the only files that a ticket may carry (B4), below
+// /etc/kubernetes/pki. A control plane needs all of them, a worker none.
+var controlPlaneFiles = []string{
+	"ca.crt", "ca.key", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub",
+}
+
+// maxPKIFile bounds each of them, in bytes.
+const maxPKIFile = 64 << 10
+
+// ticket is a checked ticket: all that can be wrong with one was looked for before the
+// machine is changed.
+type ticket struct {
+	id           []byte
+	diskKey      keys.Disk
+	clusterID    [32]byte
+	endpoint     string
+	ca           []byte
+	client       []byte // certificate and key, PEM
+	serving      []byte
+	components   []component.Component
+	controlPlane bool
+	files        []*joinv1.ControlPlaneFile
+}
+
+// String keeps keys out of logs (K3).
+func (ticket) String() string { return "a join ticket" }
+
+// parseTicket checks a ticket against what was asked for.
+func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Machine) (*ticket, error) {
+	out := &ticket{
+		id: t.GetTicketId(), endpoint: t.GetControlPlaneEndpoint(), ca: t.GetCaCertificate(),
+		controlPlane: m.Role == metadata.RoleControlPlane, files: t.GetControlPlaneFiles(),
+	}
+	if len(out.id) != 16 || len(t.GetClusterId()) != len(out.clusterID) {
+		return nil, badTicket("its ID has %d bytes, its cluster ID %d", len(out.id), len(t.GetClusterId()))
+	}
+	out.clusterID = [32]byte(t.GetClusterId())
+	var err error
+	if out.diskKey, err = keys.ParseDisk(t.GetDiskKey()); err != nil {
+		return nil, badTicket("%w", err)
+	}
+	if err := checkHostPort(out.endpoint); err != nil {
+		return nil, badTicket("control_plane_endpoint: %w", err)
+	}
+	if out.components, err = component.Parse(t.GetComponents()); err != nil {
+		return nil, err
+	}
+	if err := checkFiles(out.files, out.controlPlane, out.ca); err != nil {
+		return nil, err
+	}
+	cas, err := parsePEM(out.ca)
+	if err != nil {
+		return nil, badTicket("ca_certificate: %w", err)
+	}
+	roots := x509.NewCertPool()
+	for _, c := range cas {
+		roots.AddCert(c)
+	}
+	client, serving := t.GetKubeletClientCertificate(), t.GetKubeletServingCertificate()
+	if err := checkCertificate(client, k.client, roots, m.Name, nil, x509.ExtKeyUsageClientAuth); err != nil {
+		return nil, badTicket("kubelet_client_certificate: %w", err)
+	}
+	if err := checkCertificate(serving, k.serving, roots, m.Name, m.Addresses, x509.ExtKeyUsageServerAuth); err != nil {
+		return nil, badTicket("kubelet_serving_certificate: %w", err)
+	}
+	if out.client, err = bundle(client, k.client); err != nil {
+		return nil, err
+	}
+	out.serving, err = bundle(serving, k.serving)
+	return out, err
+}
+
+// checkFiles holds the allow-list (B4): exactly its eight for a control plane, nothing for
+// a worker.
+func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) error {
+	refuse := func(format string, args ...any) error {
+		return attest.Refuse(attestv1.Reason_REASON_TICKET_FILE, format, args...)
+	}
+	if !controlPlane {
+		if len(files) > 0 {
+			return refuse("a worker's ticket has %d files", len(files))
+		}
+		return nil
+	}
+	var names []string
+	for _, f := range files {
+		if !slices.Contains(controlPlaneFiles, f.GetPath()) {
+			return refuse("%q is not one of the eight PKI files", f.GetPath())
+		}
+		if len(f.GetContent()) == 0 || len(f.GetContent()) > maxPKIFile {
+			return refuse("%s has %d bytes, want 1 to %d", f.GetPath(), len(f.GetContent()), maxPKIFile)
+		}
+		if f.GetPath() == "ca.crt" && !bytes.Equal(bytes.TrimSpace(f.GetContent()), bytes.TrimSpace(ca)) {
+			return refuse("ca.crt is not the cluster's authority")
+		}
+		names = append(names, f.GetPath())
+	}
+	slices.Sort(names)
+	if !slices.Equal(names, controlPlaneFiles) {
+		return refuse("a control plane's ticket has %q, want exactly %q", names, controlPlaneFiles)
+	}
+	return nil
+}
+
+// place puts a ticket's files where kubelet and kubeadm look for them: at fixed paths, by
+// rename, for root alone (B4).
+func (b *Bootstrapper) place(t *ticket) error {
+	stamp := time.Now().Format("2006-01-02-15-04-05")
+	for name, content := range map[string][]byte{"kubelet-client-": t.client, "kubelet-server-": t.serving} {
+		// As the kubelet's own certificate store does it: a dated file, and a link to it.
+		dated := path.Join(kubeletPKI, name+stamp+".pem")
+		if err := machine.WriteFile(b.on(dated), content, 0o600, 0o700); err != nil {
+			return err
+		}
+		if err := machine.Link(b.on(path.Join(kubeletPKI, name+"current.pem")), dated); err != nil {
+			return err
+		}
+	}
+	conf, err := kubeletConf(t)
+	if err != nil {
+		return err
+	}
+	if err := machine.WriteFile(b.on(kubeadm.KubeletConf), conf, 0o600, 0o755); err != nil {
+		return err
+	}
+	if !t.controlPlane {
+		return nil // kubeadm writes ca.crt itself, and refuses to find one
+	}
+	for _, f := range t.files {
+		if err := machine.WriteFile(filepath.Join(b.on(pkiFolder), f.GetPath()), f.GetContent(), 0o600, 0o755); err != nil {
+			return err
+		}
+	}
+	return b.writeAuthz()
+}
+
+// kubeletConf is the kubelet's kubeconfig, which kubeadm also discovers the cluster by. It
+// has no secret: it names the file that has one.
+func kubeletConf(t *ticket) ([]byte, error) {
+	const cluster, user, current = "default-cluster", "default-auth", kubeletPKI + "/kubelet-client-current.pem"
+	c := clientcmdapi.NewConfig()
+	c.Clusters[cluster] = &clientcmdapi.Cluster{Server: "https://" + t.endpoint, CertificateAuthorityData: t.ca}
+	c.AuthInfos[user] = &clientcmdapi.AuthInfo{ClientCertificate: current, ClientKey: current}
+	c.Contexts["default-context"] = &clientcmdapi.Context{Cluster: cluster, AuthInfo: user, Namespace: "default"}
+	c.CurrentContext = "default-context"
+	return clientcmd.Write(*c)
+}
+
+// askFor is the request for a ticket.
+func askFor(m *metadata.Machine, id keys.DiskID, k nodeKeys) (*joinv1.IssueJoinTicketRequest, error) {
+	role := joinv1.Role_ROLE_WORKER
+	if m.Role == metadata.RoleControlPlane {
+		role = joinv1.Role_ROLE_CONTROL_PLANE
+	}
+	client, serving, err := k.requests(m.Name, m.Addresses)
+	if err != nil {
+		return nil, err
+	}
+	return &joinv1.IssueJoinTicketRequest{
+		NodeName: m.Name, Role: role, DiskId: id.String(), DiskMode: joinv1.DiskMode_DISK_MODE_PLAIN,
+		KubeletClientCsr: client, KubeletServingCsr: serving,
+	}, nil
+}
+
+// nodeOf is what kubeadm is told of the machine.
+func nodeOf(m *metadata.Machine) kubeadm.Node {
+	return kubeadm.Node{Name: m.Name, Addresses: append([]netip.Addr(nil), m.Addresses...)}
+}

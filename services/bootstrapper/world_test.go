@@ -1,0 +1,388 @@
+package bootstrapper_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/sha256"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+)
+
+var errDead = errors.New("the machine is dead")
+
+// world is one machine with its disk, TPM and programs, which outlive its bootstrapper, and
+// the mirror that it installs from.
+type world struct {
+	t       testing.TB
+	root    string
+	ca      *attesttest.CA
+	tpm     *attesttest.Machine
+	machine *machinetest.Machine
+	journal *journal.File
+	image   *metadata.Image
+	meta    metadata.Machine
+	mirror  string
+	logged  *logBuffer
+
+	mu    sync.Mutex
+	left  int // effects until the machine dies; negative: it lives
+	steps []string
+	die   context.CancelFunc
+}
+
+type logBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *logBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *logBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
+}
+
+var kubeadmBinary = []byte("#!kubeadm")
+
+func newWorld(t testing.TB, name string) *world {
+	t.Helper()
+	ca := attesttest.NewCA(t)
+	w := &world{t: t, root: t.TempDir(), ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), left: -1, logged: &logBuffer{}}
+	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
+	w.journal = journal.Open(filepath.Join(w.root, "journal"))
+	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
+	w.image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
+	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
+	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))
+	t.Cleanup(s.Close)
+	w.mirror = s.URL
+	return w
+}
+
+func (w *world) components() []*initv1.Component {
+	sum := sha256.Sum256(kubeadmBinary)
+	return []*initv1.Component{{Url: w.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}
+}
+
+// step counts an effect of the machine's, and may be its last.
+func (w *world) step(name string) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.steps = append(w.steps, name)
+	if w.left == 0 {
+		w.die()
+		return errDead
+	}
+	if w.left > 0 {
+		w.left--
+	}
+	return nil
+}
+
+// dieAfter makes the machine die after n more effects.
+func (w *world) dieAfter(n int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.left, w.steps = n, nil
+}
+
+// The world's effects, each of which can be the last one: before it happened or after.
+type dyingJournal struct {
+	*journal.File
+	w *world
+}
+
+func (j dyingJournal) Save(r journal.Record) error {
+	if err := j.w.step("before the journal says " + r.Step.String()); err != nil {
+		return err
+	}
+	if err := j.File.Save(r); err != nil {
+		return err
+	}
+	return j.w.step("after the journal says " + r.Step.String())
+}
+
+type dyingTPM struct {
+	*attesttest.Machine
+	w *world
+}
+
+func (d dyingTPM) Measure(ctx context.Context, pcr int, data []byte) error {
+	if err := d.w.step("before PCR 15 is extended"); err != nil {
+		return err
+	}
+	if err := d.Machine.Measure(ctx, pcr, data); err != nil {
+		return err
+	}
+	return d.w.step("after PCR 15 is extended")
+}
+
+func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
+	if err := w.step("before the cluster's objects"); err != nil {
+		return err
+	}
+	if err := clusterstate.Write(ctx, kubeconfig, s); err != nil {
+		return err
+	}
+	return w.step("after the cluster's objects")
+}
+
+func timing() bootstrapper.Timing {
+	return bootstrapper.Timing{
+		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second,
+		Linger: 300 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
+	}
+}
+
+func verifier(roots []*x509.Certificate) (attest.Verifier, error) {
+	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
+}
+
+// running is one life of the bootstrapper.
+type running struct {
+	addr    string
+	metrics *prometheus.Registry
+	stop    context.CancelFunc
+	done    chan error
+}
+
+// boot starts the bootstrapper with its init server on a port of loopback.
+func (w *world) boot() *running {
+	w.t.Helper()
+	ctx, cancel := context.WithCancel(w.t.Context())
+	w.mu.Lock()
+	w.die = cancel
+	w.mu.Unlock()
+	log := slog.New(slog.NewJSONHandler(w.logged, nil))
+	r := &running{metrics: prometheus.NewRegistry(), stop: cancel, done: make(chan error, 1)}
+	meta := w.meta
+	b, err := bootstrapper.New(ctx, bootstrapper.Config{
+		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, nil }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
+		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState,
+		Components: component.DefaultLimits, Timing: timing(), Metrics: r.metrics, Log: log,
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	r.addr = l.Addr().String()
+	calls, err := rpc.NewMetrics(r.metrics)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: log, Grace: time.Second,
+		ATLS:     atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
+		Services: []rpc.Service{rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler)},
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	go func() {
+		served := make(chan error, 1)
+		serving, stop := context.WithCancel(ctx)
+		go func() { served <- server.Run(serving) }()
+		err := b.Run(ctx)
+		stop()
+		r.done <- errors.Join(err, <-served)
+		cancel()
+	}()
+	return r
+}
+
+// end waits for the bootstrapper's own end.
+func (r *running) end(t testing.TB) error {
+	t.Helper()
+	select {
+	case err := <-r.done:
+		return err
+	case <-time.After(60 * time.Second):
+		t.Fatal("the bootstrapper does not end")
+		return nil
+	}
+}
+
+// kill stops the bootstrapper as a signal does.
+func (r *running) kill(t testing.TB) {
+	t.Helper()
+	r.stop()
+	_ = r.end(t)
+}
+
+// owner is the caller of init: it judges the machine by a policy for what that booted.
+func (w *world) owner(r *running) (initv1connect.InitServiceClient, func()) {
+	w.t.Helper()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: atls.NoAttester, Verifier: attesttest.Verifier(w.t, w.ca), PeerPurpose: attest.PurposeMachine,
+		Appraiser: attesttest.ParsedPolicy(w.t, w.ca, []*attesttest.Machine{w.tpm}).For(attest.AnyLock()),
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return initv1connect.NewInitServiceClient(rpc.HTTPClient(transport), "https://"+r.addr, rpc.ClientOptions()...), func() { _ = transport.Close() }
+}
+
+// outcome is what a caller of init saw.
+type outcome struct {
+	progress []*initv1.Progress
+	result   *initv1.InitResult
+	err      error
+}
+
+func (w *world) init(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+	w.t.Helper()
+	client, done := w.owner(r)
+	defer done()
+	stream, err := client.Init(ctx, req)
+	if err != nil {
+		return outcome{err: err}
+	}
+	defer func() { _ = stream.Close() }()
+	for stream.Receive() {
+		m := stream.Msg()
+		if p := m.GetProgress(); p != nil {
+			out.progress = append(out.progress, p)
+		}
+		if m.GetResult() != nil {
+			out.result = m.GetResult()
+		}
+	}
+	out.err = stream.Err()
+	if out.err == nil && out.result == nil {
+		out.err = errors.New("the stream ended without a result")
+	}
+	return out
+}
+
+// allowInit puts the hash of the init secret into the metadata.
+func (w *world) allowInit() {
+	h := sha256.Sum256(bytes.Repeat([]byte{0xEE}, 32))
+	w.meta.InitSecretHash = &h
+}
+
+func (w *world) request() *initv1.InitRequest {
+	return &initv1.InitRequest{
+		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32),
+		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
+		Components: w.components(),
+	}
+}
+
+func (w *world) record() journal.Record {
+	w.t.Helper()
+	r, err := w.journal.Load()
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return r
+}
+
+func (w *world) exists(path string) bool {
+	_, err := os.Stat(filepath.Join(w.root, path))
+	return err == nil
+}
+
+// reboot stops everything and clears the TPM's registers.
+func (w *world) reboot() {
+	w.machine.Reboot()
+	w.tpm.Reboot()
+}
+
+// eventually waits for a condition.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	deadline := time.After(30 * time.Second)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("not within 30 s: %s", what)
+		}
+	}
+}
+
+// counter gives the sum of a metric's samples that have all the label values.
+func counter(t testing.TB, r *prometheus.Registry, name string, labels ...string) float64 {
+	t.Helper()
+	families, err := r.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	sum := 0.0
+	for _, f := range families {
+		if f.GetName() != name {
+			continue
+		}
+	next:
+		for _, m := range f.GetMetric() {
+			for _, want := range labels {
+				found := false
+				for _, l := range m.GetLabel() {
+					found = found || l.GetValue() == want
+				}
+				if !found {
+					continue next
+				}
+			}
+			sum += m.GetCounter().GetValue() + m.GetGauge().GetValue()
+		}
+	}
+	return sum
+}
+
+func reason(err error) string { return attest.ReasonName(rpc.ReasonFrom(err)) }
+
+func ownerKey(t testing.TB) (ed25519.PublicKey, ed25519.PrivateKey) {
+	t.Helper()
+	pub, priv, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pub, priv
+}
+
+// text is a result without what differs between two inits.
+func text(r *initv1.InitResult) string {
+	return fmt.Sprintf("%x %x %s %s %v %s", r.GetClusterId(), r.GetMachineId(), r.GetNodeName(), r.GetDiskId(), r.GetAddresses(), r.GetKubeconfig())
+}
+
+var _ = attestv1.Reason_REASON_ACCEPTED
