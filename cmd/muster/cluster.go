@@ -1,0 +1,221 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func (a *app) enrollCommand() *cobra.Command {
+	var (
+		role, machine, disk string
+		addresses           []string
+		timeout             time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "enroll NAME --role worker|control-plane --machine-id ID",
+		Short: "Give a node name to a machine before it joins; control planes need it",
+		Long: `A name belongs to one machine from then on. A worker enrols itself by passing attestation; a control plane gets the
+cluster's keys, so you say which machine that is. muster verify shows a machine's ID.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			spec, err := enrolment(args[0], role, machine, disk, addresses)
+			if err != nil {
+				return err
+			}
+			dir, err := a.view()
+			if err != nil {
+				return err
+			}
+			defer func() { _ = dir.Close() }()
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			created, err := owner.Enrol(ctx, dir, args[0], spec)
+			if err != nil {
+				return err
+			}
+			if a.output == outputJSON {
+				return a.json(map[string]any{"name": args[0], "machineID": spec.MachineID, "role": spec.Role, "created": created})
+			}
+			text := "%s is enrolled to machine %s as a %s.\n"
+			if !created {
+				text = "%s was enrolled to machine %s as a %s already.\n"
+			}
+			_, err = fmt.Fprintf(a.stdout, text, args[0], spec.MachineID, spec.Role)
+			return err
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&role, "role", "", "worker or control-plane")
+	f.StringVar(&machine, "machine-id", "", "the machine, as muster verify shows it")
+	f.StringVar(&disk, "disk-id", "", "UUID of its state disk; the one that it first comes with if left out")
+	f.StringSliceVar(&addresses, "address", nil, "address that its node may have; those that it first comes with if left out")
+	f.DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")
+	for _, name := range []string{"role", "machine-id"} {
+		if err := cmd.MarkFlagRequired(name); err != nil {
+			panic(err)
+		}
+	}
+	return cmd
+}
+
+func enrolment(name, role, machine, disk string, addresses []string) (v1alpha1.AttestedNodeSpec, error) {
+	spec := v1alpha1.AttestedNodeSpec{Role: v1alpha1.Role(role), DiskID: disk}
+	if msgs := validation.IsDNS1123Label(name); len(msgs) > 0 {
+		return spec, fmt.Errorf("node name %q: %s", name, msgs[0])
+	}
+	if spec.Role != v1alpha1.RoleWorker && spec.Role != v1alpha1.RoleControlPlane {
+		return spec, fmt.Errorf("--role %q: want worker or control-plane", role)
+	}
+	id, err := attest.ParseMachineID(machine)
+	if err != nil {
+		return spec, fmt.Errorf("--machine-id: %w", err)
+	}
+	spec.MachineID = id.String()
+	if disk != "" {
+		if _, err := keys.ParseDiskID(disk); err != nil {
+			return spec, fmt.Errorf("--disk-id: %w", err)
+		}
+	}
+	for _, s := range addresses {
+		ip, err := netip.ParseAddr(s)
+		if err != nil || ip.Zone() != "" {
+			return spec, fmt.Errorf("--address %q is no IP address", s)
+		}
+		spec.Addresses = append(spec.Addresses, ip.Unmap().String())
+	}
+	return spec, nil
+}
+
+func (a *app) statusCommand() *cobra.Command {
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use: "status", Short: "Show nodes, their verdicts, the policy and what is insecure", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			dir, err := a.view()
+			if err != nil {
+				return err
+			}
+			defer func() { _ = dir.Close() }()
+			kube, err := owner.Connect(dir)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
+			if err != nil {
+				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
+			}
+			if a.output == outputJSON {
+				return a.json(s)
+			}
+			return a.showStatus(s, time.Now())
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait for the API server")
+	return cmd
+}
+
+func (a *app) showStatus(s *cluster.Status, now time.Time) error {
+	fmt.Fprintf(a.stdout, "API server  %s\n", s.Server)
+	if s.Chart != nil {
+		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
+	}
+	for _, name := range cluster.Services {
+		text := s.Services[name]
+		if text == "" {
+			text = "ready"
+		}
+		fmt.Fprintf(a.stdout, "%-10s  %s\n", strings.TrimPrefix(name, "muster-"), text)
+	}
+	fmt.Fprintf(a.stdout, "Policy      %s\n", policyText(s.Policy))
+	if s.Policy != nil && len(s.Policy.Insecure) > 0 {
+		fmt.Fprintf(a.stdout, "INSECURE    %s\n", strings.Join(s.Policy.Insecure, ", "))
+	}
+	fmt.Fprintln(a.stdout)
+	rows := [][]string{{"NODE", "READY", "ROLE", "MACHINE", "VERDICT", "AGE", "SERIAL", "KUBELET"}}
+	for _, n := range s.Nodes {
+		rows = append(rows, []string{
+			n.Name, ready(n), dash(n.Role), dash(short(n.MachineID)), verdict(n), age(n, now), number(n.Serial), dash(n.Kubelet),
+		})
+	}
+	return a.table(rows)
+}
+
+func policyText(p *cluster.PolicyStatus) string {
+	switch {
+	case p == nil:
+		return "none: nobody is admitted"
+	case p.Accepted:
+		return fmt.Sprintf("serial %d, generation %d", p.Serial, p.Generation)
+	case p.Reason == "":
+		return fmt.Sprintf("generation %d is not yet judged by the services", p.Newest)
+	default:
+		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+	}
+}
+
+func ready(n cluster.NodeStatus) string {
+	switch {
+	case !n.Joined:
+		return "not joined"
+	case n.Ready:
+		return "yes"
+	default:
+		return "no"
+	}
+}
+
+func verdict(n cluster.NodeStatus) string {
+	switch {
+	case !n.Enrolled:
+		return "NOT ENROLLED"
+	case n.Banned:
+		return "BANNED"
+	case n.Accepted == nil:
+		return "-"
+	default:
+		return n.Reason
+	}
+}
+
+func age(n cluster.NodeStatus, now time.Time) string {
+	if n.JudgedAt == nil {
+		return "-"
+	}
+	return now.Sub(*n.JudgedAt).Round(time.Second).String()
+}
+
+func short(s string) string {
+	if len(s) > 12 {
+		return s[:12]
+	}
+	return s
+}
+
+func dash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}
+
+func number(n int64) string {
+	if n == 0 {
+		return "-"
+	}
+	return fmt.Sprint(n)
+}

@@ -1,0 +1,265 @@
+package main
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/versions"
+)
+
+// initFlags are the flags of muster init.
+type initFlags struct {
+	cluster                      ownerdir.Cluster
+	initSecret, policy, ownerKey string
+	components, images, values   string
+	joinserviceImage, kmsImage   string
+	manifests                    []string
+	timeout                      time.Duration
+}
+
+func (a *app) initCommand() *cobra.Command {
+	var f initFlags
+	cmd := &cobra.Command{
+		Use:   "init --name NAME --endpoint HOST:9000 --init-secret-file FILE --policy FILE …",
+		Short: "Make a cluster on a first machine",
+		Long: `Makes a cluster of one machine. The machine proves what it booted first; nothing secret is sent to one that the policy
+does not accept. All that must not be lost is in the owner's folder before that.
+
+Running the same command again goes on where it stopped.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return a.init(cmd.Context(), f) },
+	}
+	flags := cmd.Flags()
+	flags.StringVar(&f.cluster.Name, "name", "", "name of the cluster, a DNS label")
+	flags.StringVar(&f.cluster.Endpoint, "endpoint", "", "HOST:PORT of the first machine's bootstrapper; port 9000 if left out")
+	flags.StringVar(&f.initSecret, "init-secret-file", "", "file with the secret whose hash the machine's metadata hold (muster init-secret makes one)")
+	flags.StringVar(&f.policy, "policy", "", "policy in YAML; it is copied into the owner's folder, and edited there from then on")
+	flags.StringVar(&f.ownerKey, "owner-key-file", "", "owner's key that images already know (muster key makes one); made anew if left out")
+	flags.StringVar(&f.cluster.KubernetesVersion, "kubernetes", versions.Supported()[len(versions.Supported())-1], "Kubernetes version, as in 1.36 or 1.36.1")
+	flags.StringVar(&f.cluster.ControlPlaneEndpoint, "control-plane-endpoint", "", "HOST:PORT under which all machines reach the API server; port 6443 if left out")
+	flags.StringSliceVar(&f.cluster.PodCIDRs, "pod-cidr", []string{"10.244.0.0/16"}, "pod network, one per address family")
+	flags.StringSliceVar(&f.cluster.ServiceCIDRs, "service-cidr", []string{"10.96.0.0/16"}, "service network, one per address family")
+	flags.StringSliceVar(&f.cluster.APIServerSANs, "api-server-san", nil, "further name or address of the API server")
+	flags.StringVar(&f.components, "components", "", "list of what nodes install (kind ComponentList)")
+	flags.StringSliceVar(&f.manifests, "manifests", nil, "manifests to apply first, a network for instance")
+	flags.StringVar(&f.images, "images", "", "digests.json of an image build, in place of the two flags below")
+	flags.StringVar(&f.joinserviceImage, "joinservice-image", "", "image by digest, NAME@sha256:…")
+	flags.StringVar(&f.kmsImage, "kms-image", "", "image by digest, NAME@sha256:…")
+	flags.StringVar(&f.values, "chart-values", "", "further values of the chart, YAML; never a secret")
+	flags.DurationVar(&f.timeout, "timeout", 30*time.Minute, "how long all of it may take")
+	for _, name := range []string{"name", "endpoint", "init-secret-file", "control-plane-endpoint"} {
+		if err := cmd.MarkFlagRequired(name); err != nil {
+			panic(err) // a flag above was renamed
+		}
+	}
+	return cmd
+}
+
+func (a *app) init(ctx context.Context, f initFlags) error {
+	n, err := f.new()
+	if err != nil {
+		return err
+	}
+	values, err := f.chartValues()
+	if err != nil {
+		return err
+	}
+	manifests, err := readManifests(f.manifests)
+	if err != nil {
+		return err
+	}
+	path := a.directory
+	if path == "" {
+		path = "muster-" + n.Cluster.Name
+	}
+	dir, err := ownerdir.Create(path, n)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
+	defer cancel()
+	report := a.report(owner.Steps)
+	err = owner.Init(ctx, owner.InitConfig{Dir: dir, Manifests: manifests, Values: values, Report: report, Log: slog.New(slog.DiscardHandler)})
+	report.Close()
+	if err != nil {
+		return err
+	}
+	return a.initDone(dir)
+}
+
+func (a *app) initDone(dir *ownerdir.Dir) error {
+	c := dir.Cluster()
+	if a.output == outputJSON {
+		line, err := json.Marshal(struct {
+			Event     string `json:"event"`
+			ClusterID string `json:"clusterID"`
+			Directory string `json:"directory"`
+			Node      string `json:"node"`
+			Machine   string `json:"machine"`
+		}{"result", c.ClusterID, dir.Path(), c.FirstMachine.NodeName, c.FirstMachine.ID})
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintf(a.stdout, "%s\n", line)
+		return err
+	}
+	abs, err := filepath.Abs(dir.Path())
+	if err != nil {
+		abs = dir.Path()
+	}
+	_, err = fmt.Fprintf(a.stdout, `Cluster %s is there. Its first node is %s, machine %s.
+  export KUBECONFIG=%s
+  muster status --directory %s
+Keep %s and a copy of it: without it nobody can change the policy or recover the cluster.
+`, c.Name, c.FirstMachine.NodeName, c.FirstMachine.ID, filepath.Join(abs, ownerdir.AdminConf), dir.Path(), abs)
+	return err
+}
+
+// new reads and checks everything before a folder is made.
+func (f *initFlags) new() (ownerdir.New, error) {
+	n := ownerdir.New{Cluster: f.cluster}
+	c := &n.Cluster
+	c.Stage = ownerdir.StagePrepared
+	if msgs := validation.IsDNS1123Label(c.Name); len(msgs) > 0 {
+		return n, fmt.Errorf("--name %q: %s", c.Name, msgs[0])
+	}
+	var err error
+	if c.Endpoint, err = hostPort(c.Endpoint, 9000); err != nil {
+		return n, fmt.Errorf("--endpoint: %w", err)
+	}
+	if c.ControlPlaneEndpoint, err = hostPort(c.ControlPlaneEndpoint, 6443); err != nil {
+		return n, fmt.Errorf("--control-plane-endpoint: %w", err)
+	}
+	if c.KubernetesVersion, err = versions.Resolve(c.KubernetesVersion); err != nil {
+		return n, fmt.Errorf("--kubernetes: %w", err)
+	}
+	for flag, cidrs := range map[string][]string{"--pod-cidr": c.PodCIDRs, "--service-cidr": c.ServiceCIDRs} {
+		if err := checkCIDRs(cidrs); err != nil {
+			return n, fmt.Errorf("%s: %w", flag, err)
+		}
+	}
+	if f.components != "" {
+		text, err := os.ReadFile(f.components)
+		if err != nil {
+			return n, fmt.Errorf("--components: %w", err)
+		}
+		list, err := versions.Parse(text)
+		if err != nil {
+			return n, fmt.Errorf("--components %s: %w", f.components, err)
+		}
+		c.Components = list.Components
+	}
+	if f.policy != "" {
+		if n.Policy, err = os.ReadFile(f.policy); err != nil {
+			return n, fmt.Errorf("--policy: %w", err)
+		}
+		if _, _, err := policyfile.Parse(n.Policy); err != nil {
+			return n, fmt.Errorf("--policy %s: %w", f.policy, err)
+		}
+	}
+	secret, err := ownerdir.ReadInitSecret(f.initSecret)
+	if err != nil {
+		return n, err
+	}
+	n.Secrets = ownerdir.NewSecrets(secret)
+	if f.ownerKey != "" {
+		n.OwnerKey, err = ownerdir.ReadKey(f.ownerKey)
+		return n, err
+	}
+	_, n.OwnerKey, err = ed25519.GenerateKey(rand.Reader)
+	return n, err
+}
+
+func (f *initFlags) chartValues() (cluster.Values, error) {
+	v := cluster.Values{JoinserviceImage: f.joinserviceImage, KMSImage: f.kmsImage}
+	if f.images != "" {
+		text, err := os.ReadFile(f.images)
+		if err != nil {
+			return v, fmt.Errorf("--images: %w", err)
+		}
+		var digests map[string]string
+		if err := json.Unmarshal(text, &digests); err != nil {
+			return v, fmt.Errorf("--images %s: %w", f.images, err)
+		}
+		v.JoinserviceImage, v.KMSImage = digests["joinservice"], digests["kms"]
+	}
+	if f.values != "" {
+		text, err := os.ReadFile(f.values)
+		if err != nil {
+			return v, fmt.Errorf("--chart-values: %w", err)
+		}
+		if err := yaml.UnmarshalStrict(text, &v.More); err != nil {
+			return v, fmt.Errorf("--chart-values %s: %w", f.values, err)
+		}
+	}
+	if err := cluster.CheckValues(v); err != nil {
+		return v, fmt.Errorf("images and chart values: %w", err)
+	}
+	return v, nil
+}
+
+func readManifests(paths []string) ([]*unstructured.Unstructured, error) {
+	var out []*unstructured.Unstructured
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return nil, fmt.Errorf("--manifests: %w", err)
+		}
+		objects, err := cluster.ParseManifests(path, text)
+		if err != nil {
+			return nil, fmt.Errorf("--manifests: %w", err)
+		}
+		out = append(out, objects...)
+	}
+	return out, nil
+}
+
+func hostPort(s string, port int) (string, error) {
+	host, p, err := net.SplitHostPort(s)
+	if err != nil {
+		host, p = s, strconv.Itoa(port)
+		if a, aerr := netip.ParseAddr(s); aerr == nil {
+			host = a.String()
+		} else if msgs := validation.IsDNS1123Subdomain(s); len(msgs) > 0 {
+			return "", fmt.Errorf("%q: want HOST:PORT", s)
+		}
+	}
+	if n, err := strconv.ParseUint(p, 10, 16); err != nil || n == 0 || host == "" {
+		return "", fmt.Errorf("%q: want HOST:PORT", s)
+	}
+	return net.JoinHostPort(host, p), nil
+}
+
+func checkCIDRs(cidrs []string) error {
+	if len(cidrs) == 0 {
+		return errors.New("at least one is needed")
+	}
+	for _, s := range cidrs {
+		if c, err := netip.ParsePrefix(s); err != nil || c != c.Masked() {
+			return fmt.Errorf("%q is not a network like 10.0.0.0/16", s)
+		}
+	}
+	return nil
+}

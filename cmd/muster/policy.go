@@ -1,0 +1,218 @@
+package main
+
+import (
+	"context"
+	"encoding/base64"
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (a *app) policyCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
+	cmd.AddCommand(a.fromMeasurementsCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
+	return cmd
+}
+
+func (a *app) fromMeasurementsCommand() *cobra.Command {
+	var (
+		t                         policyfile.Template
+		roots, machines, networks []string
+		operator                  bool
+		out                       string
+	)
+	cmd := &cobra.Command{
+		Use:   "from-measurements measurements.json… --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
+		Short: "Make a commented policy from what an image build measured",
+		Args:  cobra.MinimumNArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			if err := fill(&t, args, roots, machines, networks, operator); err != nil {
+				return err
+			}
+			text, err := policyfile.Build(t)
+			if err != nil {
+				return err
+			}
+			if out == "" || out == "-" {
+				_, err = a.stdout.Write(text)
+				return err
+			}
+			return os.WriteFile(out, text, 0o600)
+		},
+	}
+	f := cmd.Flags()
+	f.StringSliceVar(&roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
+	f.BoolVar(&operator, "operator", false, "the authorities of --ek-root issue for your machines only")
+	f.StringSliceVar(&machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
+	f.StringSliceVar(&networks, "node-cidr", nil, "network of node addresses")
+	f.StringSliceVar(&t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
+	f.Uint64Var(&t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
+	f.BoolVar(&t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
+	f.BoolVar(&t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root vouches for")
+	f.StringVarP(&out, "out", "o", "", "file to write; standard output if left out")
+	return cmd
+}
+
+func fill(t *policyfile.Template, files, roots, machines, networks []string, operator bool) error {
+	for _, path := range files {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		m, err := policyfile.ParseMeasurements(text)
+		if err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		t.Measurements = append(t.Measurements, m)
+	}
+	for _, path := range roots {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("--ek-root: %w", err)
+		}
+		certificates, err := policyfile.SplitPEM(text)
+		if err != nil {
+			return fmt.Errorf("--ek-root %s: %w", path, err)
+		}
+		for _, c := range certificates {
+			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator})
+		}
+	}
+	for _, s := range machines {
+		id, err := attest.ParseMachineID(s)
+		if err != nil {
+			return fmt.Errorf("--machine-id: %w", err)
+		}
+		t.MachineIDs = append(t.MachineIDs, id)
+	}
+	for _, s := range networks {
+		c, err := netip.ParsePrefix(s)
+		if err != nil || c != c.Masked() {
+			return fmt.Errorf("--node-cidr %q is not a network like 10.0.0.0/16", s)
+		}
+		t.NodeCIDRs = append(t.NodeCIDRs, c)
+	}
+	return nil
+}
+
+func (a *app) checkCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "check FILE", Short: "Say whether services would accept a policy, and what its owner should know", Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			text, err := os.ReadFile(args[0])
+			if err != nil {
+				return err
+			}
+			p, found, err := policyfile.Check(text, time.Now())
+			if err != nil {
+				return fmt.Errorf("%s: %w", args[0], err)
+			}
+			if a.output == outputJSON {
+				return a.json(map[string]any{"serial": p.Serial(), "findings": append([]policyfile.Finding{}, found...)})
+			}
+			for _, f := range found {
+				fmt.Fprintf(a.stdout, "%-8s  %s: %s\n", f.Level, f.Field, f.Text)
+			}
+			_, err = fmt.Fprintf(a.stdout, "%s: valid, serial %d, %d findings\n", args[0], p.Serial(), len(found))
+			return err
+		},
+	}
+}
+
+func (a *app) signCommand() *cobra.Command {
+	var key string
+	cmd := &cobra.Command{
+		Use:   "sign FILE --owner-key-file FILE",
+		Short: "Print the AttestationPolicy object of a policy, signed; kubectl apply puts it into a cluster",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			text, err := os.ReadFile(args[0])
+			if err != nil {
+				return err
+			}
+			_, b, err := policyfile.Parse(text)
+			if err != nil {
+				return fmt.Errorf("%s: %w", args[0], err)
+			}
+			owner, err := ownerdir.ReadKey(key)
+			if err != nil {
+				return err
+			}
+			signed := attest.SignPolicy(owner, b)
+			return a.json(map[string]any{
+				"apiVersion": "muster.dev/v1alpha1", "kind": "AttestationPolicy", "metadata": map[string]any{"name": "default"},
+				"spec": map[string]any{"policy": string(signed.GetPolicy()), "signature": base64.StdEncoding.EncodeToString(signed.GetSignature())},
+			})
+		},
+	}
+	cmd.Flags().StringVar(&key, "owner-key-file", "", "owner's key, owner.key of the owner's folder")
+	if err := cmd.MarkFlagRequired("owner-key-file"); err != nil {
+		panic(err)
+	}
+	return cmd
+}
+
+func (a *app) applyCommand() *cobra.Command {
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "apply [FILE]",
+		Short: "Sign the policy of the owner's folder and put it in force; FILE replaces it first",
+		Args:  cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			path, err := a.folder()
+			if err != nil {
+				return err
+			}
+			dir, err := ownerdir.Open(path)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = dir.Close() }()
+			if len(args) == 1 {
+				if err := replacePolicy(dir, args[0]); err != nil {
+					return err
+				}
+			}
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
+			defer cancel()
+			p, err := owner.ApplyPolicy(ctx, dir)
+			if err != nil {
+				return err
+			}
+			if a.output == outputJSON {
+				return a.json(p.Status)
+			}
+			_, err = fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).%s\n", p.Status.Serial, p.Status.Generation, insecure(p.Status.Insecure))
+			return err
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	return cmd
+}
+
+func replacePolicy(dir *ownerdir.Dir, path string) error {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	if _, _, err := policyfile.Parse(text); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return dir.Write(ownerdir.PolicyFile, text)
+}
+
+func insecure(on []string) string {
+	if len(on) == 0 {
+		return ""
+	}
+	return " Insecure switches that are on: " + strings.Join(on, ", ") + "."
+}

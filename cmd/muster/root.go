@@ -1,0 +1,146 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"text/tabwriter"
+
+	"github.com/go-logr/logr"
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+	"k8s.io/klog/v2"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/progress"
+)
+
+// Values of --output.
+const (
+	outputAuto  = "auto"
+	outputPlain = "plain"
+	outputJSON  = "json"
+)
+
+func (a *app) command() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "muster",
+		Short: "Make Kubernetes clusters of machines that prove what they booted",
+		Long: `Muster makes Kubernetes clusters of machines that prove by attestation what they booted.
+
+A first cluster:
+  muster policy from-measurements measurements.json --ek-root ca.pem --operator --node-cidr 10.0.0.0/16 -o policy.yaml
+  muster verify MACHINE:9000 --policy policy.yaml
+  muster init --name prod --endpoint MACHINE:9000 --init-secret-file init.secret --policy policy.yaml …`,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if !slices.Contains([]string{outputAuto, outputPlain, outputJSON}, a.output) {
+				return fmt.Errorf("--output %q: want auto, plain or json", a.output)
+			}
+			return nil
+		},
+	}
+	root.PersistentFlags().StringVar(&a.output, "output", outputAuto, "auto: a progress bar on a terminal, else lines; plain: lines; json: one object per line")
+	root.PersistentFlags().StringVar(&a.directory, "directory", "", "owner's folder of the cluster (default: the one ./muster-* there is)")
+	root.AddCommand(a.initCommand(), a.statusCommand(), a.policyCommand(), a.verifyCommand(), a.enrollCommand(), a.keyCommand(), a.initSecretCommand(), a.versionCommand())
+	return root
+}
+
+func (a *app) versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Tell which build this is", Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			info := buildinfo.Read()
+			if a.output == outputJSON {
+				return a.json(info)
+			}
+			_, err := fmt.Fprintln(a.stdout, "muster", info)
+			return err
+		},
+	}
+}
+
+// folder finds the owner's folder that is meant.
+func (a *app) folder() (string, error) {
+	if a.directory != "" {
+		return a.directory, nil
+	}
+	found, err := filepath.Glob("muster-*")
+	if err != nil {
+		return "", err
+	}
+	found = slices.DeleteFunc(found, func(p string) bool {
+		_, err := os.Stat(filepath.Join(p, "cluster.json"))
+		return err != nil
+	})
+	switch len(found) {
+	case 1:
+		return found[0], nil
+	case 0:
+		return "", errors.New("no owner's folder ./muster-NAME is here: name it by --directory, or make it by muster init")
+	default:
+		return "", fmt.Errorf("there are several owners' folders here (%v): name one by --directory", found)
+	}
+}
+
+// view opens the owner's folder to read.
+func (a *app) view() (*ownerdir.Dir, error) {
+	path, err := a.folder()
+	if err != nil {
+		return nil, err
+	}
+	return ownerdir.View(path)
+}
+
+// report gives the reporter that --output asks for: lines for people go to standard error, lines
+// for programs to standard output.
+func (a *app) report(steps int) progress.Reporter {
+	if a.output == outputJSON {
+		return progress.New(progress.Config{Out: a.stdout, Format: progress.JSON, Steps: steps})
+	}
+	if f, ok := a.stderr.(*os.File); ok && a.output == outputAuto && term.IsTerminal(int(f.Fd())) {
+		width, _, err := term.GetSize(int(f.Fd()))
+		if err != nil {
+			width = 0
+		}
+		return progress.New(progress.Config{Out: a.stderr, Format: progress.Bar, Steps: steps, Width: width})
+	}
+	return progress.New(progress.Config{Out: a.stderr, Format: progress.Plain, Steps: steps})
+}
+
+func (a *app) json(v any) error {
+	enc := json.NewEncoder(a.stdout)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+// table writes rows whose first is the heading.
+func (a *app) table(rows [][]string) error {
+	w := tabwriter.NewWriter(a.stdout, 0, 4, 3, ' ', 0)
+	for _, r := range rows {
+		for i, cell := range r {
+			if i > 0 {
+				fmt.Fprint(w, "\t")
+			}
+			fmt.Fprint(w, cell)
+		}
+		fmt.Fprintln(w)
+	}
+	return w.Flush()
+}
+
+// quietLibraries keeps client-go and helm from writing between our lines: what matters of
+// theirs comes back as an error.
+func quietLibraries() {
+	quiet := slog.New(slog.DiscardHandler)
+	klog.SetSlogLogger(quiet)
+	ctrllog.SetLogger(logr.FromSlogHandler(quiet.Handler()))
+	slog.SetDefault(quiet)
+}

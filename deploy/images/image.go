@@ -1,0 +1,196 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"crypto/sha256"
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+)
+
+// nonRoot is the user of the image. The chart sets another where a root-owned file must be read.
+const nonRoot = "65532:65532"
+
+// imageSpec says what becomes an image.
+type imageSpec struct {
+	Name       string // without tag and digest
+	Tag        string
+	Arch       string
+	Revision   string // Git commit, may be empty
+	Binary     string // path of the static binary
+	Entrypoint string // absolute path of it in the image
+}
+
+// buildImage gives an image of one layer with one file. Nothing in it depends on when or
+// where it is built.
+func buildImage(spec imageSpec) (v1.Image, error) {
+	binary, err := os.ReadFile(spec.Binary)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkStatic(binary); err != nil {
+		return nil, fmt.Errorf("%s: %w", spec.Binary, err)
+	}
+	var layer bytes.Buffer
+	w := tar.NewWriter(&layer)
+	if err := putFile(w, strings.TrimPrefix(spec.Entrypoint, "/"), 0o555, binary); err != nil {
+		return nil, err
+	}
+	if err := w.Close(); err != nil {
+		return nil, err
+	}
+	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
+	opener := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(layer.Bytes())), nil }
+	compressed, err := tarball.LayerFromOpener(opener, tarball.WithMediaType(types.OCILayer))
+	if err != nil {
+		return nil, err
+	}
+	img, err = mutate.AppendLayers(img, compressed)
+	if err != nil {
+		return nil, err
+	}
+	config, err := img.ConfigFile()
+	if err != nil {
+		return nil, err
+	}
+	config = config.DeepCopy()
+	config.OS, config.Architecture = "linux", spec.Arch
+	config.Created = v1.Time{Time: time.Unix(0, 0).UTC()}
+	for i := range config.History {
+		config.History[i].Created = config.Created
+	}
+	config.Config = v1.Config{
+		Entrypoint: []string{spec.Entrypoint},
+		User:       nonRoot,
+		WorkingDir: "/",
+		Labels: map[string]string{
+			"org.opencontainers.image.title":    filepath.Base(spec.Entrypoint),
+			"org.opencontainers.image.source":   "https://github.com/muster-k8s/muster",
+			"org.opencontainers.image.licenses": "Apache-2.0",
+			"org.opencontainers.image.version":  spec.Tag,
+			"org.opencontainers.image.revision": spec.Revision,
+		},
+	}
+	return mutate.ConfigFile(img, config)
+}
+
+// checkStatic refuses what could not start in an image that holds nothing else.
+func checkStatic(binary []byte) error {
+	f, err := elf.NewFile(bytes.NewReader(binary))
+	if err != nil {
+		return fmt.Errorf("want a Linux binary: %w", err)
+	}
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			return errors.New("it needs a dynamic linker: build it with CGO_ENABLED=0")
+		}
+	}
+	return nil
+}
+
+// writeImage writes the image as an OCI image layout in a tar (OCI Image Format, image-layout)
+// and gives its reference by digest.
+func writeImage(spec imageSpec, path string) (string, error) {
+	img, err := buildImage(spec)
+	if err != nil {
+		return "", err
+	}
+	archive, ref, err := ociArchive(spec, img)
+	if err != nil {
+		return "", err
+	}
+	// By rename: who reads the folder meanwhile sees the old archive or the new one.
+	tmp := path + ".tmp"
+	if err := os.WriteFile(tmp, archive, 0o644); err != nil {
+		return "", err
+	}
+	return ref, os.Rename(tmp, path)
+}
+
+func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
+	manifest, err := img.RawManifest()
+	if err != nil {
+		return nil, "", err
+	}
+	config, err := img.RawConfigFile()
+	if err != nil {
+		return nil, "", err
+	}
+	blobs := [][]byte{manifest, config}
+	layers, err := img.Layers()
+	if err != nil {
+		return nil, "", err
+	}
+	for _, l := range layers {
+		r, err := l.Compressed()
+		if err != nil {
+			return nil, "", err
+		}
+		b, err := io.ReadAll(r)
+		if err != nil {
+			return nil, "", err
+		}
+		blobs = append(blobs, b)
+	}
+	desc := v1.Descriptor{
+		MediaType: types.OCIManifestSchema1,
+		Size:      int64(len(manifest)),
+		Digest:    v1.Hash{Algorithm: "sha256", Hex: fmt.Sprintf("%x", sha256.Sum256(manifest))},
+		Platform:  &v1.Platform{OS: "linux", Architecture: spec.Arch},
+	}
+	byDigest := spec.Name + "@" + desc.Digest.String()
+	// Listed twice: containerd gives an imported image the names that it finds here, and a pod that
+	// names a digest is served from the node only if the image has that name.
+	index, err := json.Marshal(v1.IndexManifest{
+		SchemaVersion: 2, MediaType: types.OCIImageIndex,
+		Manifests: []v1.Descriptor{named(desc, spec.Name+":"+spec.Tag, spec.Tag), named(desc, byDigest, "")},
+	})
+	if err != nil {
+		return nil, "", err
+	}
+	var out bytes.Buffer
+	w := tar.NewWriter(&out)
+	if err := putFile(w, "oci-layout", 0o644, []byte(`{"imageLayoutVersion":"1.0.0"}`)); err != nil {
+		return nil, "", err
+	}
+	if err := putFile(w, "index.json", 0o644, index); err != nil {
+		return nil, "", err
+	}
+	for _, b := range blobs {
+		if err := putFile(w, fmt.Sprintf("blobs/sha256/%x", sha256.Sum256(b)), 0o644, b); err != nil {
+			return nil, "", err
+		}
+	}
+	return out.Bytes(), byDigest, w.Close()
+}
+
+// named gives a copy of d with the name that containerd reads, and the tag that others do.
+func named(d v1.Descriptor, containerd, tag string) v1.Descriptor {
+	d.Annotations = map[string]string{"io.containerd.image.name": containerd}
+	if tag != "" {
+		d.Annotations["org.opencontainers.image.ref.name"] = tag
+	}
+	return d
+}
+
+func putFile(w *tar.Writer, name string, mode int64, content []byte) error {
+	h := &tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: mode, Size: int64(len(content)), ModTime: time.Unix(0, 0), Format: tar.FormatUSTAR}
+	if err := w.WriteHeader(h); err != nil {
+		return err
+	}
+	_, err := w.Write(content)
+	return err
+}

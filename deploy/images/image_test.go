@@ -1,0 +1,155 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/validate"
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// spec gives an image of a program that was compiled as the services are.
+func spec(t *testing.T) imageSpec {
+	t.Helper()
+	dir := t.TempDir()
+	source, binary := filepath.Join(dir, "main.go"), filepath.Join(dir, "kms")
+	if err := os.WriteFile(source, []byte("package main\n\nfunc main() { println(1) }\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := compile(t.Context(), os.Stderr, source, binary, "amd64", "v0.1.0", ""); err != nil {
+		t.Fatal(err)
+	}
+	return imageSpec{Name: "registry.example/muster/kms", Tag: "v0.1.0", Arch: "amd64", Binary: binary, Entrypoint: "/kms"}
+}
+
+func TestAnImageIsValidAndRunsAsNobody(t *testing.T) {
+	img, err := buildImage(spec(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := img.ConfigFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if config.Config.User != nonRoot || config.Architecture != "amd64" || config.OS != "linux" || config.Config.Entrypoint[0] != "/kms" {
+		t.Errorf("%+v", config)
+	}
+}
+
+func TestTheSameBinaryGivesTheSameArchive(t *testing.T) {
+	dir := t.TempDir()
+	var archives [][]byte
+	var refs []string
+	for i := range 2 {
+		path := filepath.Join(dir, fmt.Sprint(i))
+		ref, err := writeImage(spec(t), path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		archives, refs = append(archives, b), append(refs, ref)
+	}
+	if refs[0] != refs[1] || !bytes.Equal(archives[0], archives[1]) {
+		t.Errorf("%s and %s", refs[0], refs[1])
+	}
+	if !strings.HasPrefix(refs[0], "registry.example/muster/kms@sha256:") {
+		t.Error(refs[0])
+	}
+}
+
+func TestAnArchiveIsAWholeLayoutWithBothNames(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "kms.tar")
+	ref, err := writeImage(spec(t), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := untar(t, path)
+	var index v1.IndexManifest
+	if err := json.Unmarshal(files["index.json"], &index); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	for name, b := range files {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	read, err := layout.ImageIndexFromPath(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := validate.Index(read); err != nil {
+		t.Error(err)
+	}
+	var names []string
+	for _, d := range index.Manifests {
+		names = append(names, d.Annotations["io.containerd.image.name"])
+		if _, ok := files["blobs/sha256/"+d.Digest.Hex]; !ok {
+			t.Errorf("manifest %s is missing", d.Digest)
+		}
+	}
+	if len(names) != 2 || names[0] != "registry.example/muster/kms:v0.1.0" || names[1] != ref {
+		t.Errorf("names %q, reference %s", names, ref)
+	}
+	for name, b := range files {
+		if sum, ok := strings.CutPrefix(name, "blobs/sha256/"); ok && fmt.Sprintf("%x", sha256.Sum256(b)) != sum {
+			t.Errorf("%s has other content", name)
+		}
+	}
+}
+
+func TestABinaryThatNeedsALinkerIsRefused(t *testing.T) {
+	s := spec(t)
+	shell, err := filepath.EvalSymlinks("/bin/sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Binary = shell
+	if _, err := buildImage(s); err == nil {
+		t.Error("an image of a shell without its libraries was built")
+	}
+}
+
+func untar(t *testing.T, path string) map[string][]byte {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	files := map[string][]byte{}
+	for r := tar.NewReader(f); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return files
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files[h.Name] = b
+	}
+}

@@ -1,0 +1,81 @@
+package owner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Connect gives a client for the cluster of an owner's folder.
+func Connect(d *ownerdir.Dir) (*cluster.Client, error) {
+	kubeconfig, err := d.Read(ownerdir.AdminConf)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, withRemedy(fmt.Errorf("%s holds no cluster yet", d.Path()), "Run muster init to its end first.")
+	}
+	if err != nil {
+		return nil, err
+	}
+	return cluster.Connect(kubeconfig)
+}
+
+// Enrol gives a name to a machine before it comes, as control planes need it.
+func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec) (created bool, err error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return false, err
+	}
+	if err := kube.Free(ctx, name, spec.MachineID); err != nil {
+		return false, err
+	}
+	return kube.Enrol(ctx, name, spec)
+}
+
+// SignedPolicy signs the policy of an owner's folder as it stands there.
+func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, error) {
+	text, err := d.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, nil, err
+	}
+	p, json, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	return p, attest.SignPolicy(key, json), nil
+}
+
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits until the
+// services say what they make of it.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPolicy, error) {
+	p, signed, err := SignedPolicy(d)
+	if err != nil {
+		return nil, err
+	}
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if have.Spec.Policy != string(signed.GetPolicy()) && have.Status.Serial > 0 && uint64(have.Status.Serial) >= p.Serial() {
+		err := attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), have.Status.Serial)
+		return nil, withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", have.Status.Serial+1, d.File(ownerdir.PolicyFile)))
+	}
+	if err := kube.PutPolicy(ctx, signed); err != nil {
+		return nil, err
+	}
+	return kube.PolicyInForce(ctx)
+}

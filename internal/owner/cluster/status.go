@@ -1,0 +1,141 @@
+package cluster
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+)
+
+// Status is how a cluster stands.
+type Status struct {
+	// Server is the API server's address.
+	Server string `json:"server"`
+	// Nodes are all names for which there is a Node or an enrolment.
+	Nodes []NodeStatus `json:"nodes"`
+	// Policy is nil if the cluster has none.
+	Policy *PolicyStatus `json:"policy,omitempty"`
+	// Services by name: empty if ready, else what they wait for.
+	Services map[string]string `json:"services"`
+	// Chart is the installed release; nil if there is none.
+	Chart *ChartStatus `json:"chart,omitempty"`
+}
+
+// NodeStatus is a Node with its enrolment.
+type NodeStatus struct {
+	Name string `json:"name"`
+	// Joined says that there is a Node of that name, Ready what it reports.
+	Joined bool `json:"joined"`
+	Ready  bool `json:"ready"`
+	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
+	Enrolled   bool       `json:"enrolled"`
+	Role       string     `json:"role,omitempty"`
+	MachineID  string     `json:"machineID,omitempty"`
+	DiskMode   string     `json:"diskMode,omitempty"`
+	Banned     bool       `json:"banned,omitempty"`
+	Accepted   *bool      `json:"accepted,omitempty"`
+	Reason     string     `json:"reason,omitempty"`
+	JudgedAt   *time.Time `json:"judgedAt,omitempty"`
+	Serial     int64      `json:"policySerial,omitempty"`
+	Generation int64      `json:"policyGeneration,omitempty"`
+	Kubelet    string     `json:"kubelet,omitempty"`
+}
+
+// PolicyStatus is the policy as the services see it.
+type PolicyStatus struct {
+	Accepted   bool     `json:"accepted"`
+	Serial     int64    `json:"serial"`
+	Generation int64    `json:"generation"`
+	Newest     int64    `json:"newestGeneration"`
+	Reason     string   `json:"reason,omitempty"`
+	Message    string   `json:"message,omitempty"`
+	Insecure   []string `json:"insecure,omitempty"`
+}
+
+// ChartStatus is the release.
+type ChartStatus struct {
+	Revision int    `json:"revision"`
+	Version  string `json:"version"`
+	Status   string `json:"status"`
+}
+
+// Status asks the cluster. Parts of Muster that are not there are left out.
+func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) {
+	s := &Status{Server: c.Server(), Services: map[string]string{}}
+	var err error
+	if s.Nodes, err = c.nodes(ctx); err != nil {
+		return nil, err
+	}
+	var p v1alpha1.AttestationPolicy
+	if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p); err == nil {
+		s.Policy = &PolicyStatus{
+			Accepted: p.Status.Accepted && p.Status.ObservedGeneration == p.Generation, Serial: p.Status.Serial, Generation: p.Status.Generation,
+			Newest: p.Generation, Reason: p.Status.Reason, Message: p.Status.Message, Insecure: p.Status.Insecure,
+		}
+	} else if !absent(err) {
+		return nil, err
+	}
+	for _, name := range Services {
+		text, err := c.serviceWaits(ctx, name)
+		if absent(err) {
+			text = "not installed"
+		} else if err != nil {
+			return nil, err
+		}
+		s.Services[name] = text
+	}
+	r, err := c.Release(log)
+	if err != nil {
+		return nil, err
+	}
+	if r != nil {
+		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
+	}
+	return s, nil
+}
+
+func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return nil, err
+	}
+	byName := map[string]*NodeStatus{}
+	at := func(name string) *NodeStatus {
+		if byName[name] == nil {
+			byName[name] = &NodeStatus{Name: name}
+		}
+		return byName[name]
+	}
+	for _, n := range nodes.Items {
+		s := at(n.Name)
+		s.Joined, s.Kubelet = true, n.Status.NodeInfo.KubeletVersion
+		for _, cond := range n.Status.Conditions {
+			s.Ready = s.Ready || cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue
+		}
+	}
+	var enrolled v1alpha1.AttestedNodeList
+	if err := c.client.List(ctx, &enrolled); err != nil && !absent(err) {
+		return nil, err
+	}
+	for _, n := range enrolled.Items {
+		s := at(n.Name)
+		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
+		s.DiskMode, s.Banned = string(n.Spec.DiskMode), n.Spec.Banned
+		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
+		if v := n.Status.LastVerdict; v != nil {
+			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time
+		}
+	}
+	out := make([]NodeStatus, 0, len(byName))
+	for _, s := range byName {
+		out = append(out, *s)
+	}
+	slices.SortFunc(out, func(a, b NodeStatus) int { return cmp.Compare(a.Name, b.Name) })
+	return out, nil
+}

@@ -1,0 +1,224 @@
+package owner
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"strconv"
+	"time"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/muster-k8s/muster/api/crds"
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/peerdial"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Deadlines of steps that wait for others. Each names what did not come.
+const (
+	apiTimeout          = 3 * time.Minute
+	certificatesTimeout = 3 * time.Minute
+	servicesTimeout     = 10 * time.Minute
+	joinserviceTimeout  = 3 * time.Minute
+)
+
+// install puts Muster into the cluster. Each step finds its own work when it is done again.
+//
+// The order matters: the first machine is enrolled and its kubelet's certificates are approved
+// before the chart's admission policies exist, which would keep both from happening.
+func (i *initialiser) install(ctx context.Context) error {
+	c := i.dir()
+	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
+	if err != nil {
+		return err
+	}
+	kube, err := cluster.Connect(kubeconfig)
+	if err != nil {
+		return err
+	}
+	m := c.FirstMachine
+	steps := []struct {
+		name string
+		do   func() (string, error)
+	}{
+		{"wait for the API server", func() (string, error) {
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			defer cancel()
+			return kube.Server(), kube.Reachable(ctx)
+		}},
+		{"apply the owner's manifests", func() (string, error) {
+			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
+		}},
+		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
+		{"enrol the first machine", func() (string, error) { return m.NodeName, i.enrol(ctx, kube) }},
+		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
+		{"approve its kubelet's certificates", func() (string, error) {
+			ctx, cancel := deadline(ctx, certificatesTimeout, "its kubelet did not ask for a serving certificate")
+			defer cancel()
+			return "", kube.ApproveFirstNode(ctx, m.NodeName, m.Addresses, i.Report.Say)
+		}},
+		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
+		{"wait for Muster's services", func() (string, error) {
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			defer cancel()
+			return "", kube.ServicesReady(ctx, i.Report.Say)
+		}},
+		{"judge the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+	}
+	for _, s := range steps {
+		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
+			continue
+		}
+		if err := i.step(s.name, s.do); err != nil {
+			return err
+		}
+	}
+	c = i.dir()
+	c.Stage = ownerdir.StageInstalled
+	return i.Dir.Save(c)
+}
+
+// deadline bounds a step; the cause says what did not come.
+func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
+}
+
+func (i *initialiser) define(ctx context.Context, kube *cluster.Client) (string, error) {
+	if err := kube.EnsureNamespace(ctx); err != nil {
+		return "", err
+	}
+	objects, err := definitions()
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Say)
+}
+
+// definitions gives the CustomResourceDefinitions that this program carries.
+func definitions() ([]*unstructured.Unstructured, error) {
+	var out []*unstructured.Unstructured
+	names, err := fs.Glob(crds.FS, "*.yaml")
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		text, err := crds.FS.ReadFile(name)
+		if err != nil {
+			return nil, err
+		}
+		objects, err := cluster.ParseManifests(name, text)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, objects...)
+	}
+	if len(out) == 0 {
+		return nil, errors.New("this program carries no definitions")
+	}
+	return out, nil
+}
+
+// enrol writes down the machine that this owner judged: its enrolment, what was seen of it, and
+// that its node may write.
+func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
+	m := i.dir().FirstMachine
+	for _, a := range m.Addresses {
+		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
+			err := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the policy's nodeCidrs have no network with the machine's address %s", a)
+			return withRemedy(err, "Add its network to nodeCidrs in "+i.Dir.File(ownerdir.PolicyFile)+" and run the command again, without --policy.")
+		}
+	}
+	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID, Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
+	if _, err := kube.Enrol(ctx, m.NodeName, spec); err != nil {
+		return err
+	}
+	judged, err := time.Parse(time.RFC3339, m.Verdict.Time)
+	if err != nil {
+		return fmt.Errorf("cluster.json: %w", err)
+	}
+	err = kube.RecordVerdict(ctx, m.NodeName, cluster.Verdict{
+		Time: judged, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
+		PCRs: m.Verdict.PCRs, AKName: m.Verdict.AKName, ResetCount: m.Verdict.ResetCount,
+	})
+	if err != nil {
+		return err
+	}
+	return kube.EnsureEnrolled(ctx, m.NodeName, m.ID)
+}
+
+func (i *initialiser) setPolicy(ctx context.Context, kube *cluster.Client) error {
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return err
+	}
+	return kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
+}
+
+func (i *initialiser) chart(ctx context.Context, kube *cluster.Client) (string, error) {
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return "", err
+	}
+	public, ok := key.Public().(ed25519.PublicKey)
+	if !ok {
+		return "", errors.New("the owner's key is no Ed25519 key")
+	}
+	v := i.Values
+	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
+	r, err := kube.InstallChart(ctx, v, i.Log)
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
+}
+
+// joinservice waits until a joinservice answers on one of the first machine's addresses, and
+// judges it as any machine that joins will.
+func (i *initialiser) joinservice(ctx context.Context) (string, error) {
+	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
+	defer cancel()
+	m := i.dir().FirstMachine
+	id, err := attest.ParseMachineID(m.ID)
+	if err != nil {
+		return "", fmt.Errorf("cluster.json: %w", err)
+	}
+	var at string
+	next := 0
+	err = i.retry(ctx, func() error {
+		at = net.JoinHostPort(m.Addresses[next%len(m.Addresses)], strconv.Itoa(i.Values.JoinPort()))
+		next++
+		return i.askJoinservice(ctx, at, id)
+	})
+	return at, err
+}
+
+func (i *initialiser) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
+	// The services serve a machine that is locked to this cluster, and no other state of it.
+	s, err := peerdial.Open(peerdial.Target{
+		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }()
+	resp, err := healthv1connect.NewHealthClient(s.Client(), s.URL(), rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
+	if err != nil {
+		return err
+	}
+	if resp.GetStatus() != healthv1.HealthCheckResponse_SERVING {
+		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
+	}
+	return nil
+}

@@ -1,0 +1,127 @@
+package ownerdir
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/internal/versions"
+)
+
+// Stage says how far init got.
+type Stage string
+
+// The stages.
+const (
+	// StagePrepared: the folder is on the disk; nothing was sent.
+	StagePrepared Stage = "prepared"
+	// StageRequested: a machine was judged and may hold the secrets. No other gets them.
+	StageRequested Stage = "requested"
+	// StageInitialised: there is a cluster of one machine.
+	StageInitialised Stage = "initialised"
+	// StageInstalled: Muster's services run in it.
+	StageInstalled Stage = "installed"
+)
+
+// Cluster is cluster.json: what was asked for, and what came of it. It holds no secret.
+type Cluster struct {
+	// Version of this file's meaning: 1.
+	Version int `json:"version"`
+	// Name of the cluster, a DNS label.
+	Name string `json:"name"`
+	// Endpoint is HOST:PORT of the first machine's init server.
+	Endpoint string `json:"endpoint"`
+	// KubernetesVersion is the full version without "v".
+	KubernetesVersion string `json:"kubernetesVersion"`
+	// ControlPlaneEndpoint is HOST:PORT of the API server.
+	ControlPlaneEndpoint string `json:"controlPlaneEndpoint"`
+	// PodCIDRs, ServiceCIDRs and APIServerSANs are as in InitRequest.
+	PodCIDRs      []string `json:"podCIDRs"`
+	ServiceCIDRs  []string `json:"serviceCIDRs"`
+	APIServerSANs []string `json:"apiServerSANs,omitempty"`
+	// Components are what nodes install.
+	Components []versions.Component `json:"components,omitempty"`
+	// OwnerID is SHA-256 of the owner's public key.
+	OwnerID string `json:"ownerID"`
+
+	// Stage and what follows are set as init goes on.
+	Stage Stage `json:"stage"`
+	// ClusterID is known with the first result, 64 hexadecimal digits.
+	ClusterID string `json:"clusterID,omitempty"`
+	// FirstMachine is the machine that init was judged and done on.
+	FirstMachine *Machine `json:"firstMachine,omitempty"`
+}
+
+// Machine is the first machine as its owner judged it.
+type Machine struct {
+	ID string `json:"id"`
+	// NodeName, DiskID and Addresses are known with the result.
+	NodeName  string   `json:"nodeName,omitempty"`
+	DiskID    string   `json:"diskID,omitempty"`
+	Addresses []string `json:"addresses,omitempty"`
+	// Verdict is what the owner saw before sending anything.
+	Verdict Verdict `json:"verdict"`
+}
+
+// Verdict is what the evidence said and by what it was accepted.
+type Verdict struct {
+	Time           string            `json:"time"` // RFC 3339
+	PolicySerial   uint64            `json:"policySerial"`
+	EvidenceDigest string            `json:"evidenceDigest"`
+	PCRs           map[string]string `json:"pcrs"`
+	AKName         string            `json:"akName"`
+	ResetCount     uint32            `json:"resetCount"`
+}
+
+func (c Cluster) clone() Cluster {
+	b, err := json.Marshal(c)
+	if err != nil {
+		panic("ownerdir: " + err.Error()) // no field can fail
+	}
+	out, err := parseCluster(b)
+	if err != nil {
+		return Cluster{} // only a value that was never saved has no version
+	}
+	return out
+}
+
+func parseCluster(b []byte) (Cluster, error) {
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	var c Cluster
+	if err := dec.Decode(&c); err != nil {
+		return Cluster{}, err
+	}
+	if c.Version != 1 {
+		return Cluster{}, fmt.Errorf("version %d was written by another version of muster; this one reads 1", c.Version)
+	}
+	return c, nil
+}
+
+// differences lists what was asked for otherwise, by the flags' names.
+func (c Cluster) differences(other Cluster) []string {
+	var diff []string
+	for _, f := range []struct {
+		flag string
+		a, b any
+	}{
+		{"--name", c.Name, other.Name},
+		{"--endpoint", c.Endpoint, other.Endpoint},
+		{"--kubernetes", c.KubernetesVersion, other.KubernetesVersion},
+		{"--control-plane-endpoint", c.ControlPlaneEndpoint, other.ControlPlaneEndpoint},
+		{"--pod-cidr", c.PodCIDRs, other.PodCIDRs},
+		{"--service-cidr", c.ServiceCIDRs, other.ServiceCIDRs},
+		{"--api-server-san", slices.Concat(c.APIServerSANs), slices.Concat(other.APIServerSANs)},
+		{"--components", slices.Concat(c.Components), slices.Concat(other.Components)},
+	} {
+		if !reflect.DeepEqual(f.a, f.b) {
+			diff = append(diff, f.flag)
+		}
+	}
+	return diff
+}
+
+func join(flags []string) string { return strings.Join(flags, " and ") }

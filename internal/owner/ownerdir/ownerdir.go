@@ -1,0 +1,387 @@
+// Package ownerdir keeps what the owner of a cluster must not lose, in one folder:
+//
+//	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
+//	root-secret       root of all keys of the cluster
+//	salt              salt of all derivations from it
+//	init-secret       what the first machine asks for
+//	measurement-salt  makes the cluster ID; no secret
+//	idempotency-key   lets a lost init be resumed
+//	policy.yaml       the policy, for the owner to edit
+//	cluster.json      what was asked for, and how far init got
+//	admin.conf        administrator's kubeconfig, once there is a cluster
+//
+// The folder is 0700 and its files are 0600. Everything is on the disk before anything is
+// sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.
+package ownerdir
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// Names of the files that others read.
+const (
+	PolicyFile = "policy.yaml"
+	AdminConf  = "admin.conf"
+
+	ownerKeyFile        = "owner.key"
+	rootFile            = "root-secret"
+	saltFile            = "salt"
+	measurementSaltFile = "measurement-salt"
+	initFile            = "init-secret"
+	idempotencyFile     = "idempotency-key"
+	clusterFile         = "cluster.json"
+)
+
+// ErrOtherCluster says that a folder holds something else than what was asked for.
+var ErrOtherCluster = errors.New("the folder belongs to another cluster")
+
+// Secrets are what init sends. They print as nothing (K3).
+type Secrets struct {
+	Init            [32]byte
+	Root            [32]byte
+	Salt            [32]byte
+	MeasurementSalt [32]byte
+	IdempotencyKey  [16]byte
+}
+
+// Format implements [fmt.Formatter]: no verb prints a byte.
+func (Secrets) Format(w fmt.State, _ rune) { _, _ = w.Write([]byte("ownerdir.Secrets[secret]")) }
+
+// MarshalJSON refuses.
+func (Secrets) MarshalJSON() ([]byte, error) {
+	return nil, errors.New("ownerdir: secrets are not marshalled")
+}
+
+// NewSecrets makes all of them but the init secret, which the machine's metadata already know
+// by its hash.
+func NewSecrets(initSecret [32]byte) Secrets {
+	s := Secrets{Init: initSecret}
+	for _, b := range [][]byte{s.Root[:], s.Salt[:], s.MeasurementSalt[:], s.IdempotencyKey[:]} {
+		_, _ = rand.Read(b) // never fails: crypto/rand ends the program instead
+	}
+	return s
+}
+
+// Dir is an owner's folder, locked against other programs until Close.
+type Dir struct {
+	path    string
+	lock    *os.File
+	sync    func(*os.File) error // nil: opened to read only
+	cluster Cluster
+}
+
+// Path gives the folder's path.
+func (d *Dir) Path() string { return d.path }
+
+// File gives the path of one of its files.
+func (d *Dir) File(name string) string { return filepath.Join(d.path, name) }
+
+// Cluster gives what cluster.json says.
+func (d *Dir) Cluster() Cluster { return d.cluster.clone() }
+
+// New says what a folder is made with.
+type New struct {
+	Cluster  Cluster
+	Secrets  Secrets
+	OwnerKey ed25519.PrivateKey
+	// Policy is the YAML text; nil to resume with the one that is there.
+	Policy []byte
+}
+
+// Create makes the folder, or opens the one of the very same cluster that is there: same
+// parameters (see [Cluster.differences]), same init secret. Anything else in its place is
+// refused with [ErrOtherCluster], and nothing is overwritten.
+func Create(path string, n New) (*Dir, error) { return create(path, n, (*os.File).Sync) }
+
+func create(path string, n New, sync func(*os.File) error) (*Dir, error) {
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) && len(n.Policy) == 0 {
+		return nil, errors.New("a new cluster needs a policy: give --policy")
+	}
+	err := os.Mkdir(path, 0o700)
+	switch {
+	case errors.Is(err, fs.ErrExist):
+		return resume(path, n, sync)
+	case err != nil:
+		return nil, fmt.Errorf("owner's folder: %w", err)
+	}
+	d, err := open(path, sync)
+	if err != nil {
+		return nil, err
+	}
+	if err := d.fill(n); err != nil {
+		_ = d.Close()
+		return nil, fmt.Errorf("owner's folder: %w", err)
+	}
+	return d, nil
+}
+
+// fill writes all files; cluster.json comes last, so that a folder with one is complete.
+func (d *Dir) fill(n New) error {
+	key, err := encodeKey(n.OwnerKey)
+	if err != nil {
+		return err
+	}
+	s := n.Secrets
+	for _, f := range []struct {
+		name    string
+		content []byte
+	}{
+		{ownerKeyFile, key},
+		{rootFile, hexLine(s.Root[:])},
+		{saltFile, hexLine(s.Salt[:])},
+		{measurementSaltFile, hexLine(s.MeasurementSalt[:])},
+		{initFile, hexLine(s.Init[:])},
+		{idempotencyFile, hexLine(s.IdempotencyKey[:])},
+		{PolicyFile, n.Policy},
+	} {
+		if err := d.Write(f.name, f.content); err != nil {
+			return err
+		}
+	}
+	n.Cluster.Version = 1
+	n.Cluster.OwnerID = OwnerID(n.OwnerKey.Public().(ed25519.PublicKey))
+	if err := d.Save(n.Cluster); err != nil {
+		return err
+	}
+	parent, err := os.Open(filepath.Dir(filepath.Clean(d.path)))
+	if err != nil {
+		return err
+	}
+	defer parent.Close()
+	return d.sync(parent)
+}
+
+func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
+	d, err := open(path, sync)
+	if err != nil {
+		return nil, err
+	}
+	if err := d.load(); err != nil {
+		_ = d.Close()
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("%w: %s exists, but holds no finished cluster.json: if an earlier `muster init` was interrupted before it sent anything, remove the folder; else choose another --directory", ErrOtherCluster, path)
+		}
+		return nil, err
+	}
+	if err := d.same(n); err != nil {
+		_ = d.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+// same says whether the folder is that of the cluster that n asks for.
+func (d *Dir) same(n New) error {
+	if diff := d.cluster.differences(n.Cluster); len(diff) > 0 {
+		return fmt.Errorf("%w: %s was made with another %s; to resume, repeat the flags of then, or choose another --directory", ErrOtherCluster, d.path, join(diff))
+	}
+	have, err := d.Secrets()
+	if err != nil {
+		return err
+	}
+	if have.Init != n.Secrets.Init {
+		return fmt.Errorf("%w: %s was made with another init secret", ErrOtherCluster, d.path)
+	}
+	policy, err := d.Read(PolicyFile)
+	if err != nil {
+		return err
+	}
+	if n.Policy != nil && !bytes.Equal(policy, n.Policy) {
+		return fmt.Errorf("%w: %s is not the policy that was given; to change it, edit that file and leave out --policy", ErrOtherCluster, d.File(PolicyFile))
+	}
+	return nil
+}
+
+// Open opens the folder of a cluster.
+func Open(path string) (*Dir, error) { return existing(open(path, (*os.File).Sync)) }
+
+// View opens the folder of a cluster to read from it, also while another program works with
+// it. Writing fails.
+func View(path string) (*Dir, error) {
+	return existing(view(path, nil))
+}
+
+func existing(d *Dir, err error) (*Dir, error) {
+	if err != nil {
+		return nil, err
+	}
+	if err := d.load(); err != nil {
+		_ = d.Close()
+		return nil, fmt.Errorf("%s is no owner's folder: %w; name it by --directory, or make it by `muster init`", d.path, err)
+	}
+	return d, nil
+}
+
+func view(path string, sync func(*os.File) error) (*Dir, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("owner's folder: %w", err)
+	}
+	if err := private(f, 0o700); err != nil {
+		_ = f.Close()
+		return nil, err
+	}
+	return &Dir{path: path, lock: f, sync: sync}, nil
+}
+
+// open locks the folder. Its own descriptor carries the lock, so nothing is left behind.
+func open(path string, sync func(*os.File) error) (*Dir, error) {
+	d, err := view(path, sync)
+	if err != nil {
+		return nil, err
+	}
+	f := d.lock
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("owner's folder %s is in use by another muster", path)
+	}
+	return d, nil
+}
+
+// private refuses what others could read: the owner must learn that a secret may be known.
+func private(f *os.File, max fs.FileMode) error {
+	st, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if st.Mode().Perm()&^max != 0 {
+		return fmt.Errorf("%s has mode %04o, so others may have read it: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), max)
+	}
+	return nil
+}
+
+// Close gives the lock back.
+func (d *Dir) Close() error { return d.lock.Close() }
+
+// Write replaces a file: when it returns, the content is on the disk under its name, and at
+// no time was there half a file.
+func (d *Dir) Write(name string, content []byte) error {
+	if d.sync == nil {
+		return errors.New("the owner's folder was opened to read only")
+	}
+	tmp, err := os.OpenFile(d.File("."+name+".new"), os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	defer os.Remove(tmp.Name()) // finds nothing once it has its name
+	defer tmp.Close()
+	if err := tmp.Chmod(0o600); err != nil { // an umask may have taken our own bits
+		return err
+	}
+	if _, err := tmp.Write(content); err != nil {
+		return err
+	}
+	if err := d.sync(tmp); err != nil {
+		return err
+	}
+	if err := os.Rename(tmp.Name(), d.File(name)); err != nil {
+		return err
+	}
+	return d.sync(d.lock)
+}
+
+// Read gives a file's content. One that others may read is refused.
+func (d *Dir) Read(name string) ([]byte, error) {
+	f, err := os.Open(d.File(name))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	if err := private(f, 0o600); err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	const limit = 1 << 20 // none of them comes near
+	if st.Size() > limit {
+		return nil, fmt.Errorf("%s is longer than %d bytes", f.Name(), limit)
+	}
+	b := make([]byte, st.Size())
+	n, err := f.ReadAt(b, 0)
+	if n == len(b) {
+		return b, nil
+	}
+	return nil, err
+}
+
+// Save writes cluster.json.
+func (d *Dir) Save(c Cluster) error {
+	b, err := json.MarshalIndent(c, "", "  ")
+	if err != nil {
+		return err
+	}
+	if err := d.Write(clusterFile, append(b, '\n')); err != nil {
+		return err
+	}
+	d.cluster = c.clone()
+	return nil
+}
+
+func (d *Dir) load() error {
+	b, err := d.Read(clusterFile)
+	if err != nil {
+		return err
+	}
+	c, err := parseCluster(b)
+	if err != nil {
+		return fmt.Errorf("%s: %w", d.File(clusterFile), err)
+	}
+	d.cluster = c
+	return nil
+}
+
+// Secrets reads what init sends.
+func (d *Dir) Secrets() (Secrets, error) {
+	var s Secrets
+	for _, f := range []struct {
+		name string
+		to   []byte
+	}{
+		{rootFile, s.Root[:]},
+		{saltFile, s.Salt[:]},
+		{measurementSaltFile, s.MeasurementSalt[:]},
+		{initFile, s.Init[:]},
+		{idempotencyFile, s.IdempotencyKey[:]},
+	} {
+		b, err := d.Read(f.name)
+		if err != nil {
+			return Secrets{}, err
+		}
+		if err := ParseHex(b, f.to); err != nil {
+			return Secrets{}, fmt.Errorf("%s: %w", d.File(f.name), err)
+		}
+	}
+	return s, nil
+}
+
+// OwnerKey reads the key that signs policies.
+func (d *Dir) OwnerKey() (ed25519.PrivateKey, error) {
+	b, err := d.Read(ownerKeyFile)
+	if err != nil {
+		return nil, err
+	}
+	k, err := ParseKey(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", d.File(ownerKeyFile), err)
+	}
+	return k, nil
+}
+
+// OwnerID names an owner: SHA-256 of the public key, in hexadecimal digits.
+func OwnerID(k ed25519.PublicKey) string {
+	sum := sha256.Sum256(k)
+	return hex.EncodeToString(sum[:])
+}

@@ -1,0 +1,164 @@
+// Package peerdial opens sessions from the owner's seat: we give no evidence of our own, and
+// judge the machine at the other end before a byte of a request leaves (A6).
+//
+// What was judged is kept, refused or not, so that a person can be shown what a machine
+// said of itself and where it differs from the policy.
+package peerdial
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+)
+
+// Target says whom we expect. All fields are required but EventLog, Only and DialContext.
+type Target struct {
+	// Addr is HOST:PORT.
+	Addr string
+	// Purpose is what the peer's evidence must have been made for (A5).
+	Purpose attest.Purpose
+	// Policy is the owner's.
+	Policy *attest.Policy
+	// Locks are the acceptable states of the node lock.
+	Locks []attest.Lock
+	// Only is the one machine that is acceptable; nil: any that the policy accepts. Once one
+	// was accepted, a session stays with it: what follows is meant for that machine alone.
+	Only *attest.MachineID
+	// EventLog asks for the event log.
+	EventLog bool
+	// DialContext opens the TCP connection; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// Judgement is what became of a peer's evidence.
+type Judgement struct {
+	Claims    attest.Claims
+	Appraisal attest.Appraisal
+	// Err is why the machine was refused; nil if it was accepted.
+	Err error
+}
+
+// Session is one or more connections to the target, each judged anew.
+type Session struct {
+	url       string
+	transport *atls.Transport
+	client    *http.Client
+
+	mu     sync.Mutex
+	judged *Judgement
+}
+
+// Open prepares a session. The first request dials.
+func Open(t Target) (*Session, error) {
+	if t.Policy == nil {
+		return nil, errors.New("peerdial: Policy is missing: without one nobody is accepted (A3)")
+	}
+	if len(t.Locks) == 0 {
+		return nil, errors.New("peerdial: Locks are missing: without one nobody is accepted (A3)")
+	}
+	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: t.Policy.EKRoots, Now: time.Now})
+	if err != nil {
+		return nil, err
+	}
+	s := &Session{url: "https://" + t.Addr}
+	s.transport, err = atls.NewTransport(atls.ClientConfig{
+		Attester:    atls.NoAttester,
+		Verifier:    verifier,
+		Appraiser:   &judge{inner: t.Policy.For(t.Locks...), only: t.Only, keep: s.keep},
+		PeerPurpose: t.Purpose,
+		EventLog:    t.EventLog,
+		DialContext: t.DialContext,
+	})
+	if err != nil {
+		return nil, err
+	}
+	s.client = rpc.HTTPClient(s.transport)
+	return s, nil
+}
+
+// URL is the base for generated clients.
+func (s *Session) URL() string { return s.url }
+
+// Client sends requests to judged peers only.
+func (s *Session) Client() *http.Client { return s.client }
+
+// Judged gives the latest judgement; false if no evidence was genuine so far.
+func (s *Session) Judged() (Judgement, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.judged == nil {
+		return Judgement{}, false
+	}
+	return *s.judged, true
+}
+
+// Close ends all connections.
+func (s *Session) Close() error { return s.transport.Close() }
+
+func (s *Session) keep(j Judgement) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.judged = &j
+}
+
+// judge appraises by the policy, and by the one machine that we may have begun with.
+type judge struct {
+	inner attest.Appraiser
+	keep  func(Judgement)
+
+	mu   sync.Mutex
+	only *attest.MachineID
+}
+
+func (j *judge) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
+	a, err := j.inner.Appraise(ctx, c)
+	if err == nil {
+		if err = j.pin(c.Machine()); err != nil {
+			a = attest.Appraisal{}
+		}
+	}
+	j.keep(Judgement{Claims: c, Appraisal: a, Err: err})
+	return a, err
+}
+
+func (j *judge) pin(id attest.MachineID) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.only == nil {
+		j.only = &id
+	}
+	if id != *j.only {
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the machine is %s, but %s is expected at this address", id, *j.only)
+	}
+	return nil
+}
+
+// Exchange runs handshake and exchange by asking a question that every Muster service answers
+// to everybody: is it well? The error is nil if the peer was accepted, whatever it answers.
+func (s *Session) Exchange(ctx context.Context) (attest.Peer, error) {
+	ctx, peer := atls.CapturePeer(ctx)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/grpc.health.v1.Health/Check", http.NoBody)
+	if err != nil {
+		return attest.Peer{}, err
+	}
+	resp, err := s.client.Do(req)
+	if resp != nil {
+		_ = resp.Body.Close()
+	}
+	if p, ok := peer(); ok {
+		return p, nil
+	}
+	if err == nil {
+		err = errors.New("the connection has no verdict") // A1: cannot be, since a client always judges
+	}
+	return attest.Peer{}, err
+}

@@ -1,0 +1,107 @@
+package policyfile
+
+import (
+	"crypto/x509"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Level says how bad a finding is.
+type Level string
+
+// The levels.
+const (
+	// Insecure weakens the cluster.
+	Insecure Level = "insecure"
+	// Warning will or may not do what its author wanted.
+	Warning Level = "warning"
+)
+
+// Finding is something in a policy that its owner should know.
+type Finding struct {
+	Level Level  `json:"level"`
+	Field string `json:"field"`
+	Text  string `json:"text"`
+}
+
+// soon is how long before its end a root is worth a warning.
+const soon = 90 * 24 * time.Hour
+
+// Check gives what a policy's owner should know. An error means that no service would
+// accept the policy at all.
+func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
+	p, b, err := Parse(text)
+	if err != nil {
+		return nil, nil, err
+	}
+	m := &attestv1.Policy{}
+	if err := protojson.Unmarshal(b, m); err != nil {
+		return nil, nil, err // cannot be: Parse read the same bytes
+	}
+	var found []Finding
+	add := func(l Level, field, format string, args ...any) {
+		found = append(found, Finding{l, field, fmt.Sprintf(format, args...)})
+	}
+	for _, s := range p.Insecure() {
+		add(Insecure, "insecure."+s, "%s", switches[s])
+	}
+	if m.GetTpm2() == nil {
+		add(Warning, "tpm2", "no TPM rules: nobody is accepted")
+	}
+	if len(m.GetRoles()) == 0 {
+		add(Warning, "roles", "empty: no machine may join as anything; list worker, control-plane")
+	}
+	if len(m.GetNodeCidrs()) == 0 {
+		add(Warning, "nodeCidrs", "empty: no node may have an address, so none can join")
+	}
+	for _, s := range m.GetNodeCidrs() {
+		if c, err := netip.ParsePrefix(s); err == nil && c.Bits() < wide(c) {
+			add(Warning, "nodeCidrs", "%s is wide: a node may have any address in it that is still free", s)
+		}
+	}
+	for _, r := range m.GetTpm2().GetPcrs() {
+		if r.GetMode() == "WarnOnly" {
+			add(Warning, fmt.Sprintf("tpm2.pcrs[%d]", r.GetIndex()), "WarnOnly: other values are accepted and reported")
+		}
+	}
+	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
+		add(Warning, "tpm2.machineIds", "empty: every machine that a root vouches for and that booted an accepted image may join as a worker")
+	}
+	found = append(found, checkRoots(p.EKRoots(), now)...)
+	return p, found, nil
+}
+
+var switches = map[string]string{
+	"anyMachine":        "any machine that a TPM vendor's root vouches for is accepted, an attacker's too",
+	"allowSelfAsserted": "evidence that only the peer itself vouches for would be accepted",
+	"allowPlainState":   "machines may keep their state, and the cluster's secrets in it, on a disk that is not encrypted",
+}
+
+func wide(c netip.Prefix) int {
+	if c.Addr().Is4() {
+		return 8
+	}
+	return 32
+}
+
+func checkRoots(roots []*x509.Certificate, now time.Time) []Finding {
+	var found []Finding
+	for i, c := range roots {
+		field := fmt.Sprintf("tpm2.ekRoots[%d]", i)
+		switch {
+		case now.After(c.NotAfter):
+			found = append(found, Finding{Warning, field, fmt.Sprintf("%q expired on %s: no machine below it is accepted", c.Subject, c.NotAfter.UTC().Format(time.DateOnly))})
+		case now.Before(c.NotBefore):
+			found = append(found, Finding{Warning, field, fmt.Sprintf("%q is valid from %s only", c.Subject, c.NotBefore.UTC().Format(time.DateOnly))})
+		case now.Add(soon).After(c.NotAfter):
+			found = append(found, Finding{Warning, field, fmt.Sprintf("%q expires on %s: replace it before", c.Subject, c.NotAfter.UTC().Format(time.DateOnly))})
+		}
+	}
+	return found
+}

@@ -1,0 +1,240 @@
+package policyfile
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/hex"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Measurements are the PCR values that an image leads to, as its build foretells them. Who
+// reads them back from a machine instead would trust whatever booted there.
+type Measurements struct {
+	// Version of this file's meaning: 1.
+	Version int `json:"version"`
+	// Bank is "sha256", "sha384" or "sha512".
+	Bank string `json:"bank"`
+	// Image names the image, for the comment.
+	Image string `json:"image"`
+	// PCRs maps PCR numbers to values in lower-case hexadecimal digits.
+	PCRs map[string]string `json:"pcrs"`
+}
+
+// ParseMeasurements reads measurements.json.
+func ParseMeasurements(text []byte) (Measurements, error) {
+	var m Measurements
+	dec := json.NewDecoder(bytes.NewReader(text))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&m); err != nil {
+		return m, fmt.Errorf("measurements: %w", err)
+	}
+	if m.Version != 1 {
+		return m, fmt.Errorf("measurements: version %d, this program reads 1", m.Version)
+	}
+	if _, err := m.values(); err != nil {
+		return m, fmt.Errorf("measurements: %w", err)
+	}
+	return m, nil
+}
+
+// meanings says in the file what each PCR holds (TCG PC Client Platform Firmware Profile,
+// section 3.3.4, and the systemd boot loader's documentation).
+var meanings = map[int]string{
+	0: "firmware code", 1: "firmware configuration", 2: "drivers of extension cards", 3: "their configuration",
+	4: "boot loader and kernel image", 5: "boot loader's configuration, partition table", 6: "host specific", 7: "Secure Boot keys",
+	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "nothing that Muster judges", 11: "unified kernel image and boot phases",
+	12: "nothing: zero, no configuration from outside the image", 13: "nothing: zero, no system extensions", 14: "nothing: zero, no shim keys",
+}
+
+// values gives the registers in order. Boot PCRs that must be zero are filled in, since an
+// image build has nothing to say about them; one that says otherwise is taken by its word.
+func (m Measurements) values() (map[int]string, error) {
+	bank, ok := attest.Banks[m.Bank]
+	if !ok {
+		return nil, fmt.Errorf("bank %q: want sha256, sha384 or sha512", m.Bank)
+	}
+	out := map[int]string{}
+	for key, v := range m.PCRs {
+		i, err := strconv.Atoi(key)
+		if err != nil || strconv.Itoa(i) != key || i < 0 || i >= attest.LockPCR {
+			return nil, fmt.Errorf("PCR %q: want a number from 0 to 14", key)
+		}
+		if b, err := hex.DecodeString(v); err != nil || len(b) != bank.Size() || hex.EncodeToString(b) != v {
+			return nil, fmt.Errorf("PCR %d: want %d lower-case hexadecimal digits", i, 2*bank.Size())
+		}
+		out[i] = v
+	}
+	for _, i := range []int{8, 12, 13, 14} {
+		if _, ok := out[i]; !ok {
+			out[i] = strings.Repeat("0", 2*bank.Size())
+		}
+	}
+	for _, i := range []int{4, 9, 11} {
+		if _, ok := out[i]; !ok {
+			return nil, fmt.Errorf("PCR %d is missing: it says what was booted", i)
+		}
+	}
+	return out, nil
+}
+
+// Root is a certificate authority of endorsement keys.
+type Root struct {
+	// PEM is one certificate.
+	PEM string
+	// Operator says that it issues for the owner's machines only.
+	Operator bool
+}
+
+// Template says what goes into a new policy.
+type Template struct {
+	// Measurements of one or more images, all in one bank.
+	Measurements []Measurements
+	Roots        []Root
+	// MachineIDs may be empty if every root is the operator's.
+	MachineIDs []attest.MachineID
+	NodeCIDRs  []netip.Prefix
+	Roles      []string
+	// Serial of the policy; 0 means 1.
+	Serial uint64
+	// AllowPlainState and AnyMachine are insecure switches.
+	AllowPlainState, AnyMachine bool
+}
+
+// Build gives a commented policy in YAML. What it gives always passes [Parse].
+func Build(t Template) ([]byte, error) {
+	if len(t.Measurements) == 0 {
+		return nil, errors.New("policy: no measurements were given")
+	}
+	if len(t.NodeCIDRs) == 0 {
+		return nil, errors.New("policy: no node network was given, so no node could have an address: give --node-cidr")
+	}
+	values, images, err := merge(t.Measurements)
+	if err != nil {
+		return nil, err
+	}
+	var b bytes.Buffer
+	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
+
+	line("# Muster policy: which machines may be in the cluster. Edit it, count serial up, then run")
+	line("#   muster policy check FILE    and    muster policy apply FILE")
+	line("# docs/operate.md explains each field.")
+	line("version: 1")
+	line("# Counted up with every change; a cluster never goes back to a lower one.")
+	line("serial: %d", max(t.Serial, 1))
+	line("# What machines may become. A control plane must be enrolled by you beforehand: muster enroll.")
+	line("roles: [%s]", strings.Join(t.Roles, ", "))
+	line("# Node addresses must lie in one of these networks.")
+	line("nodeCidrs:")
+	for _, c := range t.NodeCIDRs {
+		line("  - %s", c)
+	}
+	line("tpm2:")
+	writeMachines(line, t)
+	line("  # Who vouches that a TPM is one. operator: true means that the authority issues for your machines only;")
+	line("  # a TPM vendor's root also vouches for the TPMs that an attacker bought.")
+	line("  ekRoots:")
+	for _, r := range t.Roots {
+		if err := writeRoot(line, r); err != nil {
+			return nil, err
+		}
+	}
+	line("  bank: %s", t.Measurements[0].Bank)
+	line("  # What must have been booted. From the build of: %s.", strings.Join(images, ", "))
+	line("  # Mode Enforce refuses other values, WarnOnly reports them.")
+	line("  pcrs:")
+	for _, i := range slices.Sorted(maps.Keys(values)) {
+		line("    # %s", meanings[i])
+		line("    - index: %d", i)
+		line("      mode: Enforce")
+		line("      values:")
+		for _, v := range values[i] {
+			line("        - %q", v)
+		}
+	}
+	line("# Switches that weaken the cluster; each that is on is shown by muster status.")
+	line("insecure:")
+	line("  # Accept any machine that a vendor's root vouches for, the attacker's too.")
+	line("  anyMachine: %t", t.AnyMachine)
+	line("  # Accept machines whose state is not on an encrypted disk.")
+	line("  allowPlainState: %t", t.AllowPlainState)
+	if _, _, err := Parse(b.Bytes()); err != nil {
+		return nil, err
+	}
+	return b.Bytes(), nil
+}
+
+func writeMachines(line func(string, ...any), t Template) {
+	line("  # Machine IDs: SHA-256 of the endorsement key's SubjectPublicKeyInfo; muster verify shows a machine's.")
+	if len(t.MachineIDs) == 0 {
+		line("  # None listed: any machine that a root below vouches for.")
+		line("  machineIds: []")
+		return
+	}
+	line("  machineIds:")
+	for _, id := range t.MachineIDs {
+		line("    - %q", id.String())
+	}
+}
+
+func writeRoot(line func(string, ...any), r Root) error {
+	block, _ := pem.Decode([]byte(r.PEM))
+	if block == nil {
+		return errors.New("policy: an EK root is no PEM certificate")
+	}
+	c, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return fmt.Errorf("policy: EK root: %w", err)
+	}
+	line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
+	line("    - operator: %t", r.Operator)
+	line("      pem: |")
+	for l := range strings.Lines(strings.TrimSpace(r.PEM)) {
+		line("        %s", strings.TrimRight(l, "\r\n"))
+	}
+	return nil
+}
+
+// merge gives, per PCR, the values of all images.
+func merge(all []Measurements) (values map[int][]string, images []string, err error) {
+	values = map[int][]string{}
+	for _, m := range all {
+		if m.Bank != all[0].Bank {
+			return nil, nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy judges one", all[0].Bank, m.Bank)
+		}
+		v, err := m.values()
+		if err != nil {
+			return nil, nil, fmt.Errorf("policy: image %q: %w", m.Image, err)
+		}
+		for i, value := range v {
+			if !slices.Contains(values[i], value) {
+				values[i] = append(values[i], value)
+			}
+		}
+		// The name stands in a comment: nothing of it may end the line.
+		images = append(images, fmt.Sprintf("%q", m.Image))
+	}
+	for i, v := range values {
+		if n := len(all); n > 1 && missing(all, i) {
+			return nil, nil, fmt.Errorf("policy: PCR %d is measured for some of the %d images only, and its %d values would refuse the others", i, n, len(v))
+		}
+	}
+	return values, images, nil
+}
+
+func missing(all []Measurements, pcr int) bool {
+	return slices.ContainsFunc(all, func(m Measurements) bool {
+		v, err := m.values()
+		return err != nil || v[pcr] == ""
+	})
+}

@@ -1,0 +1,85 @@
+// Package policyfile turns what an image build measured into a policy that its owner can
+// read and edit, and such a file into the bytes that are signed.
+//
+// The file is YAML for the sake of comments. Services never see YAML: what is signed and
+// judged by is JSON, made here, at the edge.
+package policyfile
+
+import (
+	"encoding/pem"
+	"errors"
+	"fmt"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"sigs.k8s.io/yaml"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// ToJSON gives the JSON of a policy in YAML or JSON. The same text always gives the same
+// bytes. It does not check what the policy says; [attest.ParsePolicy] does.
+func ToJSON(text []byte) ([]byte, error) {
+	// Four times what a policy may have in JSON: comments and indentation.
+	if len(text) > 4*attest.MaxPolicySize {
+		return nil, fmt.Errorf("policy: the file has more than %d bytes", 4*attest.MaxPolicySize)
+	}
+	b, err := yaml.YAMLToJSONStrict(text)
+	if err != nil {
+		return nil, fmt.Errorf("policy: %w", err)
+	}
+	return b, nil
+}
+
+// Parse reads a policy in YAML or JSON, and gives it with the bytes to sign.
+func Parse(text []byte) (*attest.Policy, []byte, error) {
+	b, err := ToJSON(text)
+	if err != nil {
+		return nil, nil, err
+	}
+	p, err := attest.ParsePolicy(b)
+	if err != nil {
+		return nil, nil, err
+	}
+	return p, b, nil
+}
+
+// SplitPEM gives each certificate of a PEM file by itself, as a policy wants them. Anything
+// else in the file is an error.
+func SplitPEM(text []byte) ([]string, error) {
+	var out []string
+	for {
+		block, rest := pem.Decode(text)
+		if block == nil {
+			break
+		}
+		if block.Type != "CERTIFICATE" {
+			return nil, fmt.Errorf("it holds a %s, want certificates only", block.Type)
+		}
+		out = append(out, string(pem.EncodeToMemory(&pem.Block{Type: block.Type, Bytes: block.Bytes})))
+		text = rest
+	}
+	if len(out) == 0 {
+		return nil, errors.New("it holds no certificate in PEM")
+	}
+	return out, nil
+}
+
+// Rule is what a policy says of one PCR.
+type Rule struct {
+	Values []string
+	Mode   string
+}
+
+// Rules gives a policy's PCR rules, to be shown. It is empty for what is no policy.
+func Rules(json []byte) map[int]Rule {
+	m := &attestv1.Policy{}
+	if err := protojson.Unmarshal(json, m); err != nil {
+		return nil
+	}
+	out := map[int]Rule{}
+	for _, r := range m.GetTpm2().GetPcrs() {
+		out[int(r.GetIndex())] = Rule{Values: r.GetValues(), Mode: r.GetMode()}
+	}
+	return out
+}

@@ -1,0 +1,221 @@
+// Package progress tells a person or a program how far a command got.
+//
+// A command is a row of steps. Each begins, may say what it is doing, and ends with a
+// duration. On a terminal that is one moving line with a bar above the steps that are done;
+// elsewhere it is one line for each event, for people or (JSON) for machines.
+package progress
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strings"
+	"sync"
+	"time"
+	"unicode/utf8"
+)
+
+// Reporter is told what happens. Implementations are safe for concurrent use.
+type Reporter interface {
+	// Begin starts the next step; the one before has ended.
+	Begin(step string)
+	// Say tells what the step is doing now.
+	Say(text string)
+	// End ends the step; err is nil if it succeeded. detail is what came of it, may be empty.
+	End(detail string, err error)
+	// Close ends the report; a moving line is removed.
+	Close()
+}
+
+// Format is how a report looks.
+type Format string
+
+// The formats.
+const (
+	Bar   Format = "bar"
+	Plain Format = "plain"
+	JSON  Format = "json"
+)
+
+// Config says how to report.
+type Config struct {
+	Out    io.Writer
+	Format Format
+	// Steps is how many steps there will be, for the bar.
+	Steps int
+	// Width of the terminal in columns; for Bar. 0 means 80.
+	Width int
+	// Now is the clock; nil means time.Now.
+	Now func() time.Time
+}
+
+// New gives a reporter.
+func New(cfg Config) Reporter {
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	if cfg.Width <= 0 {
+		cfg.Width = 80
+	}
+	r := &reporter{cfg: cfg, start: cfg.Now()}
+	if cfg.Format == Bar {
+		r.stop, r.stopped = make(chan struct{}), make(chan struct{})
+		go r.tick()
+	}
+	return r
+}
+
+type reporter struct {
+	cfg     Config
+	start   time.Time
+	stop    chan struct{} // Bar only: ends tick
+	stopped chan struct{}
+
+	mu     sync.Mutex
+	done   int
+	step   string
+	text   string
+	began  time.Time
+	closed bool
+}
+
+// event is one line of the format JSON.
+type event struct {
+	Time    time.Time `json:"time"`
+	Event   string    `json:"event"` // step, progress, done or failed
+	Step    string    `json:"step"`
+	Text    string    `json:"text,omitempty"`
+	Seconds float64   `json:"seconds"` // since the step began
+	Total   float64   `json:"totalSeconds"`
+}
+
+func (r *reporter) Begin(step string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.step, r.text, r.began = step, "", r.cfg.Now()
+	r.show("step", "")
+}
+
+func (r *reporter) Say(text string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if text == r.text {
+		return
+	}
+	r.text = printable(text)
+	r.show("progress", r.text)
+}
+
+func (r *reporter) End(detail string, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.text = ""
+	if err != nil {
+		r.show("failed", printable(err.Error()))
+		return
+	}
+	r.done++
+	r.show("done", printable(detail))
+}
+
+func (r *reporter) Close() {
+	r.mu.Lock()
+	closed := r.closed
+	r.closed = true
+	r.mu.Unlock()
+	if closed || r.stop == nil {
+		return
+	}
+	close(r.stop)
+	<-r.stopped
+	fmt.Fprint(r.cfg.Out, clearLine)
+}
+
+// show writes an event; r.mu is held.
+func (r *reporter) show(kind, text string) {
+	now := r.cfg.Now()
+	inStep, total := now.Sub(r.began), now.Sub(r.start)
+	switch r.cfg.Format {
+	case JSON:
+		b, err := json.Marshal(event{Time: now.UTC(), Event: kind, Step: r.step, Text: text, Seconds: inStep.Seconds(), Total: total.Seconds()})
+		if err == nil {
+			fmt.Fprintf(r.cfg.Out, "%s\n", b)
+		}
+	case Bar:
+		switch kind {
+		case "done":
+			fmt.Fprintf(r.cfg.Out, "%s✓ %-44s %8s  %s\n", clearLine, r.step, round(inStep), text)
+		case "failed":
+			fmt.Fprintf(r.cfg.Out, "%s✗ %-44s %8s\n", clearLine, r.step, round(inStep))
+		}
+		r.draw(now)
+	default:
+		switch kind {
+		case "step":
+			fmt.Fprintf(r.cfg.Out, "%7s  %s …\n", round(total), r.step)
+		case "progress":
+			fmt.Fprintf(r.cfg.Out, "%7s  %s: %s\n", round(total), r.step, text)
+		case "done":
+			fmt.Fprintf(r.cfg.Out, "%7s  %s: done in %s%s\n", round(total), r.step, round(inStep), dash(text))
+		case "failed":
+			fmt.Fprintf(r.cfg.Out, "%7s  %s: failed after %s\n", round(total), r.step, round(inStep))
+		}
+	}
+}
+
+const clearLine = "\r\x1b[2K"
+
+// draw draws the moving line; r.mu is held.
+func (r *reporter) draw(now time.Time) {
+	const cells = 20
+	steps := max(r.cfg.Steps, r.done, 1)
+	full := cells * r.done / steps
+	line := fmt.Sprintf("[%s%s] %d/%d %s %s", strings.Repeat("█", full), strings.Repeat("·", cells-full), r.done, steps, round(now.Sub(r.start)), r.step)
+	if r.text != "" {
+		line += ": " + r.text
+	}
+	fmt.Fprint(r.cfg.Out, clearLine, cut(line, r.cfg.Width-1))
+}
+
+// tick lets the clock on the moving line run.
+func (r *reporter) tick() {
+	defer close(r.stopped)
+	t := time.NewTicker(time.Second)
+	defer t.Stop()
+	for {
+		select {
+		case <-r.stop:
+			return
+		case <-t.C:
+			r.mu.Lock()
+			r.draw(r.cfg.Now())
+			r.mu.Unlock()
+		}
+	}
+}
+
+func dash(s string) string {
+	if s == "" {
+		return ""
+	}
+	return " (" + s + ")"
+}
+
+func round(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) }
+
+func cut(s string, columns int) string {
+	if utf8.RuneCountInString(s) <= columns {
+		return s
+	}
+	return string([]rune(s)[:max(columns-1, 0)]) + "…"
+}
+
+// printable takes out what could move a terminal's cursor: text comes from a machine.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || (r >= 0x80 && r < 0xa0) || r == utf8.RuneError {
+			return ' '
+		}
+		return r
+	}, s)
+}
