@@ -1,0 +1,290 @@
+package demo
+
+import (
+	"context"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/internal/intruder"
+)
+
+// ticket is what the intruder holds: all of node2's ticket but the private keys.
+type ticket struct {
+	ca, client, serving string // PEM
+}
+
+func (r *run) refuseTampered(ctx context.Context) error {
+	return r.refuseMachine(ctx, driver.Node{Name: "node3", JoinEndpoints: []string{node1Joinservice}, TamperBootstrapper: true}, "a machine with one changed byte in its bootstrapper", "POLICY_REFUSED")
+}
+
+func (r *run) refuseForeign(ctx context.Context) error {
+	return r.refuseMachine(ctx, driver.Node{Name: "node4", JoinEndpoints: []string{node1Joinservice}, ForeignEK: true}, "a machine whose TPM no root vouches for", "EK_UNTRUSTED")
+}
+
+// refuseMachine boots a machine and waits until the joinservice has refused it by name of
+// the reason, in the machine's own log and in the joinservice's audit record.
+func (r *run) refuseMachine(ctx context.Context, n driver.Node, who, reason string) error {
+	m, err := r.Lab.AddNode(ctx, n)
+	if err != nil {
+		return err
+	}
+	var audit string
+	err = until(ctx, time.Minute, func(ctx context.Context) error {
+		log, err := os.ReadFile(filepath.Join(m.Log, "muster-bootstrapper.log"))
+		if err != nil {
+			return err
+		}
+		if !strings.Contains(string(log), reason) {
+			return fmt.Errorf("%s's log does not say %s yet:\n%s", n.Name, reason, tail(string(log), 5))
+		}
+		records, err := r.at(ctx, "node1", "cat", "/var/log/muster/audit.jsonl")
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(records) {
+			if strings.Contains(line, reason) && strings.Contains(line, m.Address) {
+				audit = line
+				return nil
+			}
+		}
+		return fmt.Errorf("the audit record does not say %s yet", reason)
+	})
+	if err != nil {
+		return err
+	}
+	r.refused(who, reason, "audit record: "+audit)
+	// It goes on trying, which must change nothing; see unchanged.
+	return nil
+}
+
+func tail(s string, lines int) string {
+	all := strings.Split(strings.TrimRight(s, "\n"), "\n")
+	return strings.Join(all[max(0, len(all)-lines):], "\n")
+}
+
+const attacker = "node9"
+
+// refuseIntruder gives a machine without evidence all of node2's ticket but its keys.
+func (r *run) refuseIntruder(ctx context.Context) error {
+	if err := r.steal(ctx); err != nil {
+		return err
+	}
+	if _, err := r.Lab.AddNode(ctx, driver.Node{Name: attacker, NoBootstrapper: true}); err != nil {
+		return err
+	}
+	roots, err := os.ReadFile(r.owner("ek-roots.pem"))
+	if err != nil {
+		return err
+	}
+	for path, content := range map[string]string{
+		"/root/ca.crt": r.ticket.ca, "/root/client.crt": r.ticket.client, "/root/serving.crt": r.ticket.serving, "/root/ek-roots.pem": string(roots),
+	} {
+		if _, err := r.pipe(ctx, attacker, []byte(content), "sh", "-c", `cat > "$0"`, path); err != nil {
+			return err
+		}
+	}
+	if err := r.attempts(ctx, ""); err != nil {
+		return err
+	}
+	return r.kubeadmByCertificate(ctx)
+}
+
+// steal takes what a ticket holds from node2's disk, without the keys that node2 made.
+func (r *run) steal(ctx context.Context) error {
+	for path, to := range map[string]*string{
+		"/etc/kubernetes/pki/ca.crt":                      &r.ticket.ca,
+		"/var/lib/kubelet/pki/kubelet-client-current.pem": &r.ticket.client,
+		"/var/lib/kubelet/pki/kubelet-server-current.pem": &r.ticket.serving,
+	} {
+		content, err := r.at(ctx, "node2", "cat", path)
+		if err != nil {
+			return err
+		}
+		for rest := []byte(content); ; {
+			var b *pem.Block
+			if b, rest = pem.Decode(rest); b == nil {
+				break
+			}
+			if b.Type == "CERTIFICATE" {
+				*to += string(pem.EncodeToMemory(b))
+			}
+		}
+		if *to == "" {
+			return fmt.Errorf("no certificate in node2's %s", path)
+		}
+	}
+	return nil
+}
+
+// attempts runs the intruder's raw requests on the attacker's machine. None may get in.
+func (r *run) attempts(ctx context.Context, token string) error {
+	out, err := r.at(ctx, attacker, "/usr/lib/muster-lab/lab", "intruder", "--server", driver.ControlPlaneEndpoint, "--joinservice", node1Joinservice,
+		"--ca", "/root/ca.crt", "--certificate", "/root/client.crt", "--ek-roots", "/root/ek-roots.pem", "--victim", "node2", "--token", token)
+	if err != nil {
+		return err
+	}
+	var list []intruder.Attempt
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		return err
+	}
+	if len(list) == 0 {
+		return errors.New("the intruder made no attempt")
+	}
+	for _, a := range list {
+		r.say("%-86s %s", a.What, a.Reason)
+		switch {
+		case a.In:
+			return fmt.Errorf("the intruder got in: %s: %s", a.What, a.Answer)
+		case !slices.Contains([]string{"401", "403", "422", "TLS", "SESSION_REQUIRED", "PEER_NOT_ATTESTED"}, a.Reason):
+			return fmt.Errorf("%s failed, but was not refused: %s %s", a.What, a.Reason, a.Answer)
+		case a.Reason == "TLS" && !strings.Contains(a.Answer, "tls:"):
+			return fmt.Errorf("%s failed, but not in TLS: %s", a.What, a.Answer)
+		}
+	}
+	last := list[len(list)-1]
+	who := fmt.Sprintf("a machine without evidence, with node2's ticket (%d raw requests)", len(list))
+	if token != "" {
+		last = list[0]
+		if !strings.Contains(last.Answer, "ValidatingAdmissionPolicy") {
+			return fmt.Errorf("the token's request for a certificate was refused, but not by Muster's admission policy: %s", last.Answer)
+		}
+		who = fmt.Sprintf("the same with kubeadm's bootstrap token (%d raw requests)", len(list))
+	}
+	r.refused(who, last.Reason, last.Answer)
+	return nil
+}
+
+const joinByCertificate = `apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "https://` + driver.ControlPlaneEndpoint + `", certificate-authority: /root/ca.crt}}]
+users: [{name: u, user: {client-certificate: /root/client.crt, client-key: /root/own.key}}]
+contexts: [{name: x, context: {cluster: c, user: u}}]
+current-context: x
+`
+
+func joinConfiguration(discovery string) string {
+	return `apiVersion: kubeadm.k8s.io/v1beta4
+kind: JoinConfiguration
+discovery:
+` + discovery + `
+nodeRegistration:
+  name: ` + attacker + `
+  criSocket: unix:///run/containerd/containerd.sock
+  ignorePreflightErrors: [SystemVerification]
+timeouts: {discovery: 10s, tlsBootstrap: 10s, kubernetesAPICall: 10s}
+`
+}
+
+// kubeadmByCertificate runs kubeadm join with node2's certificate and a key of its own.
+func (r *run) kubeadmByCertificate(ctx context.Context) error {
+	for path, content := range map[string]string{
+		"/root/discovery.conf": joinByCertificate,
+		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: abcdef.0123456789abcdef"),
+	} {
+		if _, err := r.pipe(ctx, attacker, []byte(content), "sh", "-c", `cat > "$0"`, path); err != nil {
+			return err
+		}
+	}
+	if _, err := r.at(ctx, attacker, "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "/root/own.key"); err != nil {
+		return err
+	}
+	return r.kubeadmJoin(ctx, "kubeadm join with node2's certificate and a key of its own")
+}
+
+// kubeadmJoin must fail, and says with what.
+func (r *run) kubeadmJoin(ctx context.Context, who string) error {
+	ctx, cancel := context.WithTimeout(ctx, 90*time.Second)
+	defer cancel()
+	out, err := r.at(ctx, attacker, "kubeadm", "join", "--config", "/root/join.yaml")
+	if err == nil {
+		return fmt.Errorf("%s got in:\n%s", who, out)
+	}
+	if ctx.Err() != nil {
+		return fmt.Errorf("%s did not end: %w", who, err)
+	}
+	cause := "no error line"
+	for line := range strings.Lines(err.Error()) {
+		if strings.HasPrefix(line, "error") || strings.Contains(line, "Forbidden") || strings.Contains(line, "forbidden") {
+			cause = line
+			break
+		}
+	}
+	r.refused(who, "kubeadm fails", cause)
+	_, err = r.at(ctx, attacker, "kubeadm", "reset", "--force")
+	return err
+}
+
+const bootstrapToken = "abcdef.0123456789abcdef"
+
+// refuseToken undoes by hand what Muster's init left out: kubeadm's bootstrap token, its
+// bindings, and the API server's switch. The admission policies still keep the intruder
+// out.
+func (r *run) refuseToken(ctx context.Context) error {
+	for _, argv := range [][]string{
+		{"kubeadm", "init", "phase", "bootstrap-token", "--kubeconfig", "/etc/kubernetes/admin.conf"},
+		{"kubeadm", "token", "create", bootstrapToken, "--kubeconfig", "/etc/kubernetes/admin.conf"},
+		{"sed", "-i", "s/--enable-bootstrap-token-auth=false/--enable-bootstrap-token-auth=true/", "/etc/kubernetes/manifests/kube-apiserver.yaml"},
+	} {
+		if _, err := r.at(ctx, "node1", argv...); err != nil {
+			return err
+		}
+	}
+	// The API server restarts; then the token authenticates.
+	err := until(ctx, 2*time.Minute, func(ctx context.Context) error {
+		out, err := r.at(ctx, attacker, "curl", "-sS", "--max-time", "5", "--cacert", "/root/ca.crt", "-H", "Authorization: Bearer "+bootstrapToken,
+			"-o", "/dev/null", "-w", "%{http_code}", "https://"+driver.ControlPlaneEndpoint+"/api/v1/namespaces/kube-system/configmaps/kubeadm-config")
+		if err != nil {
+			return err
+		}
+		if out != "200" {
+			return fmt.Errorf("the token gets HTTP %s", out)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	r.say("the token authenticates again, and kubeadm's bindings are back")
+	if err := r.attempts(ctx, bootstrapToken); err != nil {
+		return err
+	}
+	join := joinConfiguration("  bootstrapToken: {token: " + bootstrapToken + `, apiServerEndpoint: "` + driver.ControlPlaneEndpoint + `", unsafeSkipCAVerification: true}`)
+	if _, err := r.pipe(ctx, attacker, []byte(join), "sh", "-c", "cat > /root/join.yaml"); err != nil {
+		return err
+	}
+	return r.kubeadmJoin(ctx, "kubeadm join with kubeadm's bootstrap token")
+}
+
+// unchanged checks that nobody who was refused has left anything in the cluster.
+func (r *run) unchanged(ctx context.Context) error {
+	for _, resource := range []string{"nodes", "attestednodes"} {
+		got, err := r.names(ctx, resource)
+		if err != nil {
+			return err
+		}
+		if !slices.Equal(got, r.report.Nodes) {
+			return fmt.Errorf("%s: %v, want %v", resource, got, r.report.Nodes)
+		}
+		r.say("%s: %s", resource, strings.Join(got, ", "))
+	}
+	csrs, err := r.kubectl(ctx, "get", "csr", "-o", `jsonpath={range .items[*]}{.metadata.name} {.spec.username} {.spec.signerName}{"\n"}{end}`)
+	if err != nil {
+		return err
+	}
+	for line := range strings.Lines(csrs) {
+		f := strings.Fields(line)
+		if len(f) == 3 && f[1] != "system:node:node1" && f[1] != "system:node:node2" {
+			return fmt.Errorf("somebody else asked for a certificate: %s", line)
+		}
+	}
+	r.say("certificate requests: only node1's and node2's own")
+	return nil
+}

@@ -1,0 +1,302 @@
+// Package driver drives a lab: it is what the program lab does, for programs and tests
+// that want the same without parsing its output.
+//
+// A lab is a folder and one daemon process. Everything else (machines, their TPMs, the
+// network) hangs off that process, so a [Lab] is only a folder name and needs no closing;
+// what must be closed is the lab itself, with [Lab.Down].
+package driver
+
+import (
+	"context"
+	"embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"syscall"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/lab/internal/daemon"
+	"github.com/muster-k8s/muster/lab/internal/firmware"
+	"github.com/muster-k8s/muster/lab/internal/host"
+	"github.com/muster-k8s/muster/lab/internal/image"
+	"github.com/muster-k8s/muster/lab/internal/lan"
+	"github.com/muster-k8s/muster/lab/internal/machine"
+)
+
+//go:embed manifests
+var manifests embed.FS
+
+// DefaultDir is where a lab keeps its state unless told otherwise.
+const DefaultDir = "/var/lib/muster-lab"
+
+// Owner is the name of the owner's seat for [Lab.Command]: not a machine, but a place on
+// the lab's network with the address [OwnerAddress].
+const Owner = "owner"
+
+// Addresses of every lab, for what is configured with them.
+const (
+	OwnerAddress         = lan.Owner
+	ControlPlaneEndpoint = lan.ControlPlane // the load balancer in front of all control planes
+	PodSubnet            = "10.244.0.0/16"
+	ServiceSubnet        = "10.96.0.0/16"
+	NodeSubnet           = lan.Network
+)
+
+// Machine, Status, Measurements and Process describe a running lab.
+type (
+	Machine      = daemon.Machine
+	Status       = daemon.Status
+	Measurements = firmware.Measurements
+	Process      = host.Process
+)
+
+// A Lab is the lab in Dir, up or not.
+type Lab struct {
+	Dir string    // absolute, at most 70 bytes (Unix sockets are below it)
+	Log io.Writer // progress, a line per step
+}
+
+// Open names a lab. It does not look whether it is up.
+func Open(dir string, log io.Writer) (*Lab, error) {
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, err
+	}
+	if len(abs) > 70 {
+		return nil, fmt.Errorf("lab folder %s: its path is longer than 70 bytes; choose a shorter --dir", abs)
+	}
+	return &Lab{Dir: abs, Log: log}, nil
+}
+
+// OwnerDir is the folder in which commands of the owner's seat run. It holds
+// components.yaml and manifests/ from the lab, and what the owner makes.
+func (l *Lab) OwnerDir() string { return filepath.Join(l.Dir, "owner") }
+
+// MeasurementsPath is the file that [Lab.Measurements] reads, written when the image is built.
+func (l *Lab) MeasurementsPath() string { return filepath.Join(l.Dir, "measurements.json") }
+
+// Measurements returns what a machine of this lab measures, computed from the image when
+// it was built; no machine is asked.
+func (l *Lab) Measurements() (Measurements, error) {
+	m, err := image.LoadManifest(image.Image{Dir: filepath.Join(l.Dir, "image")}.ManifestPath())
+	if err != nil {
+		return Measurements{}, err
+	}
+	return m.Measurements()
+}
+
+// Status returns what runs.
+func (l *Lab) Status(ctx context.Context) (Status, error) { return l.client().Status(ctx) }
+
+// Push puts images into the lab's registry, from which machines pull whatever registry a
+// reference names. The path is an OCI image layout, one in a tar, or a folder of such tars;
+// in the layout's index each image has the annotation io.containerd.image.name with its
+// full reference.
+func (l *Lab) Push(ctx context.Context, path string) error {
+	dirs, err := l.layouts(path)
+	if err != nil {
+		return err
+	}
+	for _, d := range dirs {
+		if err := l.client().Push(ctx, d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Node says what machine to add.
+type Node struct {
+	Name   string // nodeN gets address 192.168.77.(10+N); others need Number
+	Number int    // 1 to 240; 0: the one in the name
+
+	// For /etc/muster/metadata.yaml, which is not measured.
+	Role           string   // control-plane or worker (the default)
+	InitSecretHash string   // SHA-256 of the init secret, lower-case hex; only where init is allowed
+	JoinEndpoints  []string // host:port of joinservices
+
+	TamperBootstrapper bool // its bootstrapper differs from the image's in one byte, and runs
+	ForeignEK          bool // its TPM is genuine, but comes from a CA that the image's ekRoots don't name
+	NoBootstrapper     bool // nothing of Muster in it, but kubelet, kubeadm and kubectl
+	PullImages         bool // begin without container images: each one is pulled from the mirror
+}
+
+// AddNode makes and boots a machine and returns when its units are started.
+func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
+	if n.Role == "" {
+		n.Role = "worker"
+	}
+	if n.Role != "worker" && n.Role != "control-plane" {
+		return Machine{}, fmt.Errorf("role %q: want control-plane or worker", n.Role)
+	}
+	if n.Number == 0 {
+		if _, err := fmt.Sscanf(n.Name, "node%d", &n.Number); err != nil {
+			return Machine{}, fmt.Errorf("machine %q has no number in its name: give it one with --number", n.Name)
+		}
+	}
+	metadata := map[string]any{
+		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineMetadata",
+		"name": n.Name, "role": n.Role, "addresses": []string{lan.Address(n.Number)}, "joinEndpoints": append([]string{}, n.JoinEndpoints...),
+	}
+	if n.InitSecretHash != "" {
+		metadata["initSecretHash"] = n.InitSecretHash
+	}
+	y, err := yaml.Marshal(metadata)
+	if err != nil {
+		return Machine{}, err
+	}
+	done := l.step("machine " + n.Name)
+	m, err := l.client().AddNode(ctx, daemon.NodeRequest{
+		Name: n.Name, Number: n.Number, ControlPlane: n.Role == "control-plane", Metadata: string(y),
+		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
+	})
+	if err == nil {
+		done()
+	}
+	return m, err
+}
+
+// RemoveNode ends a machine and deletes all that it had.
+func (l *Lab) RemoveNode(ctx context.Context, name string) error {
+	return l.client().RemoveNode(ctx, name)
+}
+
+// RebootNode cuts a machine's power and boots it again: the disk stays, the PCRs start over.
+func (l *Lab) RebootNode(ctx context.Context, name string) (Machine, error) {
+	return l.client().RebootNode(ctx, name)
+}
+
+// Command returns a command that runs in a machine, or on the owner's seat. Standard input
+// and output are the caller's to set. Killing it kills what it runs.
+func (l *Lab) Command(ctx context.Context, where string, argv ...string) (*exec.Cmd, error) {
+	args, env, err := l.enter(ctx, where)
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, "nsenter", append(args, argv...)...)
+	cmd.Env = env
+	if where == Owner {
+		cmd.Dir = l.OwnerDir()
+	}
+	return cmd, nil
+}
+
+// Exec replaces this process by a command in a machine or on the owner's seat.
+func (l *Lab) Exec(ctx context.Context, where string, argv ...string) error {
+	cmd, err := l.Command(ctx, where, argv...)
+	if err != nil {
+		return err
+	}
+	if cmd.Dir != "" {
+		if err := os.Chdir(cmd.Dir); err != nil {
+			return err
+		}
+	}
+	return syscall.Exec(cmd.Path, cmd.Args, cmd.Env)
+}
+
+func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err error) {
+	s, err := l.Status(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	if where == Owner {
+		return []string{"-t", strconv.Itoa(s.Owner.PID), "--net", "--"}, os.Environ(), nil
+	}
+	i := slices.IndexFunc(s.Machines, func(m Machine) bool { return m.Name == where })
+	if i < 0 || !s.Machines[i].Running {
+		return nil, nil, fmt.Errorf("no machine %q runs; lab status lists them", where)
+	}
+	env = []string{"PATH=" + machine.Path, "HOME=/root", "LANG=C.UTF-8", "TERM=" + os.Getenv("TERM")}
+	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil
+}
+
+// Down ends everything that runs and removes all that the lab has made, its folder
+// included. It is also right for a lab whose daemon was killed, and for one that is down.
+func (l *Lab) Down(ctx context.Context) error {
+	if _, err := os.Stat(filepath.Join(l.Dir, "lab.json")); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	done := l.step("lab down")
+	p, err := l.daemonProcess()
+	if err != nil {
+		return err
+	}
+	if p.Alive() {
+		if err := l.client().Shutdown(ctx); err != nil { // it can't answer: then the kernel ends what hangs off it
+			if err := p.Signal(syscall.SIGTERM); err != nil {
+				return err
+			}
+		}
+		wait, cancel := context.WithTimeout(ctx, 30*time.Second)
+		defer cancel()
+		if p.Wait(wait) != nil {
+			if err := errors.Join(p.Signal(syscall.SIGKILL), p.Wait(ctx)); err != nil {
+				return err
+			}
+		}
+	}
+	cg, err := host.DetectCgroups()
+	if err != nil {
+		return err
+	}
+	clean, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	if err := cg.Remove(clean, daemon.CgroupName(l.Dir)); err != nil {
+		return err
+	}
+	if err := l.removeDir(); err != nil {
+		return err
+	}
+	done()
+	return nil
+}
+
+// Entries of a lab's folder. Down removes these and nothing else, whatever folder it was
+// pointed at.
+var entries = []string{
+	"machines", "image", "tools", "registry", "layouts", "ca", "ca-foreign", "owner", "measurements.json",
+	"daemon.sock", "daemon.log", "daemon.json", "owner.log", "lab.json",
+}
+
+func (l *Lab) removeDir() error {
+	for _, e := range entries {
+		if err := os.RemoveAll(filepath.Join(l.Dir, e)); err != nil {
+			return err
+		}
+	}
+	if err := os.Remove(l.Dir); err != nil && !errors.Is(err, syscall.ENOTEMPTY) && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func (l *Lab) client() *daemon.Client { return daemon.NewClient(l.Dir) }
+
+// daemonProcess returns the identity of the daemon that was started last.
+func (l *Lab) daemonProcess() (Process, error) {
+	var p Process
+	b, err := os.ReadFile(filepath.Join(l.Dir, "daemon.json"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return p, nil
+	}
+	if err != nil {
+		return p, err
+	}
+	return p, json.Unmarshal(b, &p)
+}
+
+// step reports a step's duration when it is done.
+func (l *Lab) step(name string) func() {
+	start := time.Now()
+	return func() { fmt.Fprintf(l.Log, "%-32s %6.2f s\n", name, time.Since(start).Seconds()) }
+}

@@ -1,0 +1,341 @@
+package driver
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/lab/internal/daemon"
+	"github.com/muster-k8s/muster/lab/internal/host"
+	"github.com/muster-k8s/muster/lab/internal/image"
+	"github.com/muster-k8s/muster/lab/internal/kube"
+	"github.com/muster-k8s/muster/lab/internal/lan"
+	"github.com/muster-k8s/muster/lab/internal/oci"
+	"github.com/muster-k8s/muster/lab/internal/vtpm"
+)
+
+// components are the programs that machines fetch from the mirror, as a ticket lists them.
+var components = []string{"kubelet", "kubeadm", "kubectl"}
+
+// Up says what lab to bring up.
+type Up struct {
+	Source       string   // the checkout; empty: found above the working directory
+	Lab          string   // the program lab; empty: this program
+	Bootstrapper string   // the program that makes machines nodes; empty: machines have none
+	Preinstalled []string // of kubelet, kubeadm and kubectl, what the image has already; the others are fetched as components
+	OwnerKey     string   // base64 Ed25519 public key for image.yaml; may be empty
+	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
+	NoPreload    bool     // don't prepare a store of container images: machines pull
+}
+
+// Up installs what is missing on the host, builds what is missing in the cache, builds the
+// machines' image, and starts the lab's network and mirror. No machine is started.
+func (l *Lab) Up(ctx context.Context, u Up) error {
+	if err := host.EnsurePackages(ctx, l.Log); err != nil {
+		return err
+	}
+	if _, err := l.Status(ctx); err == nil {
+		return fmt.Errorf("a lab is up in %s; lab down takes it down", l.Dir)
+	}
+	if err := l.Down(ctx); err != nil { // what a killed lab has left
+		return err
+	}
+	if left, err := os.ReadDir(l.Dir); err == nil && len(left) > 0 {
+		return fmt.Errorf("%s is not empty and not a lab's: choose another --dir", l.Dir)
+	}
+	cfg, err := l.prepare(ctx, u)
+	if err != nil {
+		return err
+	}
+	if err := l.startDaemon(ctx); err != nil {
+		return err
+	}
+	if u.NoPreload {
+		return nil
+	}
+	return l.preload(ctx, cfg)
+}
+
+// prepare builds everything that the daemon needs.
+func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
+	cfg := daemon.Config{Dir: l.Dir}
+	var err error
+	if u.Source == "" {
+		if u.Source, err = findSource(); err != nil {
+			return cfg, err
+		}
+	}
+	if u.Lab == "" {
+		if u.Lab, err = os.Executable(); err != nil {
+			return cfg, err
+		}
+	}
+	cfg.Source = u.Source
+	cache, err := kube.CacheDir()
+	if err != nil {
+		return cfg, err
+	}
+	done := l.step("Kubernetes binaries")
+	build, err := kube.Binaries(ctx, u.Source, cache, l.Log)
+	if err != nil {
+		return cfg, err
+	}
+	done()
+	cfg.KubeDir, cfg.Sums = build.Dir, build.Sums
+
+	// From here on there is something to take down.
+	if err := os.MkdirAll(l.OwnerDir(), 0o700); err != nil {
+		return cfg, err
+	}
+	if err := l.writeConfig(cfg); err != nil {
+		return cfg, err
+	}
+	done = l.step("container images")
+	tools := filepath.Join(l.Dir, "tools")
+	if err := kube.Tools(ctx, u.Source, tools, "./lab/pause", "./lab/echo", "./lab/podnet"); err != nil {
+		return cfg, err
+	}
+	images, err := oci.Images(build, tools)
+	if err != nil {
+		return cfg, err
+	}
+	layout, id, err := oci.Layout(ctx, images, cache)
+	if err != nil {
+		return cfg, err
+	}
+	done()
+	cfg.Layouts = []string{layout}
+	for _, i := range u.Images {
+		more, err := l.layouts(i)
+		if err != nil {
+			return cfg, err
+		}
+		cfg.Layouts = append(cfg.Layouts, more...)
+	}
+	if !u.NoPreload {
+		cfg.Golden = filepath.Join(cache, "containerd", id+"-"+kube.ContainerdVersion)
+	}
+	done = l.step("machine image")
+	if err := l.buildImage(u, build); err != nil {
+		return cfg, err
+	}
+	done()
+	return cfg, errors.Join(l.ownerFiles(build), l.writeConfig(cfg))
+}
+
+func (l *Lab) layouts(path string) ([]string, error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, err
+	}
+	return oci.Layouts(abs, filepath.Join(l.Dir, "layouts"))
+}
+
+func (l *Lab) writeConfig(cfg daemon.Config) error {
+	j, err := json.MarshalIndent(cfg, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(l.Dir, "lab.json"), j, 0o600)
+}
+
+// buildImage makes both CAs and the image, and writes down what it will measure.
+func (l *Lab) buildImage(u Up, build kube.Build) error {
+	ca, err := vtpm.NewCA(filepath.Join(l.Dir, "ca"), "Muster lab EK CA")
+	if err != nil {
+		return err
+	}
+	if _, err := vtpm.NewCA(filepath.Join(l.Dir, "ca-foreign"), "Another EK CA"); err != nil {
+		return err
+	}
+	roots, err := os.ReadFile(ca.CertPath())
+	if err != nil {
+		return err
+	}
+	for _, p := range u.Preinstalled {
+		if !slices.Contains(components, p) {
+			return fmt.Errorf("preinstalled program %q: want some of %v", p, components)
+		}
+	}
+	if _, err := image.Build(filepath.Join(l.Dir, "image"), image.Spec{
+		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Preinstalled: u.Preinstalled,
+		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry,
+	}); err != nil {
+		return err
+	}
+	m, err := l.Measurements()
+	if err != nil {
+		return err
+	}
+	j, err := json.MarshalIndent(m, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(l.MeasurementsPath(), append(j, '\n'), 0o644)
+}
+
+// ownerFiles puts into the owner's folder what an owner of this lab's machines needs.
+func (l *Lab) ownerFiles(build kube.Build) error {
+	files := lan.Files{}
+	var list []versions.Component
+	for _, c := range components {
+		list = append(list, versions.Component{URL: files.URL(c), SHA256: build.Sums[c], Path: "/usr/local/bin/" + c, Mode: 0o755})
+	}
+	j, err := json.MarshalIndent(versions.NewList(list...), "", "  ")
+	if err != nil {
+		return err
+	}
+	ca, err := os.ReadFile(filepath.Join(l.Dir, "ca", "ca.pem"))
+	if err != nil {
+		return err
+	}
+	for name, content := range map[string][]byte{"components.yaml": append(j, '\n'), "ek-roots.pem": ca} {
+		if err := os.WriteFile(filepath.Join(l.OwnerDir(), name), content, 0o644); err != nil {
+			return err
+		}
+	}
+	return os.CopyFS(l.OwnerDir(), manifests)
+}
+
+// startDaemon starts the daemon from the image's own copy of this program, in a network
+// namespace of its own, and waits until it answers.
+func (l *Lab) startDaemon(ctx context.Context) error {
+	done := l.step("network and mirror")
+	logPath := filepath.Join(l.Dir, "daemon.log")
+	log, err := os.OpenFile(logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := exec.Command(filepath.Join(l.Dir, "image", "base", image.Init), "daemon", "--dir", l.Dir) // it outlives ctx: not CommandContext
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Cloneflags: syscall.CLONE_NEWNET}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start the lab's daemon: %w", err)
+	}
+	p, err := host.ProcessOf(cmd.Process.Pid)
+	if err != nil {
+		return err
+	}
+	ended := make(chan struct{})
+	go func() { // reaps it, should it end before this process does
+		_ = cmd.Wait()
+		close(ended)
+	}()
+	j, err := json.Marshal(p)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(l.Dir, "daemon.json"), j, 0o600)
+	}
+	if err != nil {
+		return errors.Join(err, p.Signal(syscall.SIGKILL))
+	}
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if _, err := l.Status(ctx); err == nil {
+			done()
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-ended:
+			b, err := os.ReadFile(logPath)
+			return errors.Join(fmt.Errorf("the lab's daemon ended; its log:\n%s", b), err)
+		case <-ctx.Done():
+			return errors.Join(ctx.Err(), p.Signal(syscall.SIGKILL))
+		}
+	}
+}
+
+// preload makes the store of container images that machines begin with, if the cache has
+// none for these images: containerd itself pulls them from the mirror, once, in a machine
+// made for it.
+func (l *Lab) preload(ctx context.Context, cfg daemon.Config) error {
+	if _, err := os.Stat(cfg.Golden); err == nil {
+		return nil
+	}
+	done := l.step("store of container images")
+	unlock, err := kube.Lock(filepath.Dir(cfg.Golden))
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if _, err := os.Stat(cfg.Golden); err == nil {
+		return nil
+	}
+	const name = "golden"
+	if _, err := l.client().AddNode(ctx, daemon.NodeRequest{Name: name, Number: 240, Bare: true}); err != nil {
+		return err
+	}
+	refs, err := oci.Refs(cfg.Layouts[0])
+	if err != nil {
+		return err
+	}
+	for _, r := range refs {
+		if err := l.output(ctx, name, "ctr", "-n", "k8s.io", "images", "pull", "--hosts-dir", "/etc/containerd/certs.d", r); err != nil {
+			return err
+		}
+	}
+	if err := l.output(ctx, name, "systemctl", "stop", "containerd"); err != nil {
+		return err
+	}
+	tmp := cfg.Golden + ".tmp"
+	if err := os.RemoveAll(tmp); err != nil {
+		return err
+	}
+	from := filepath.Join(daemon.MachineDir(l.Dir, name), "disk", "containerd")
+	if out, err := exec.CommandContext(ctx, "cp", "-a", "--", from, tmp).CombinedOutput(); err != nil {
+		return fmt.Errorf("copy containerd's folder: %w: %s", err, out)
+	}
+	if err := os.Rename(tmp, cfg.Golden); err != nil {
+		return err
+	}
+	if err := l.RemoveNode(ctx, name); err != nil {
+		return err
+	}
+	done()
+	return nil
+}
+
+func (l *Lab) output(ctx context.Context, where string, argv ...string) error {
+	cmd, err := l.Command(ctx, where, argv...)
+	if err != nil {
+		return err
+	}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s in %s: %w\n%s", argv[0], where, err, out)
+	}
+	return nil
+}
+
+// findSource finds the checkout that the working directory is in.
+func findSource() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for {
+		b, err := os.ReadFile(filepath.Join(dir, "go.mod"))
+		if err == nil && bytes.HasPrefix(b, []byte("module github.com/muster-k8s/muster\n")) {
+			return dir, nil
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", err
+		}
+		if dir == filepath.Dir(dir) {
+			return "", errors.New("no checkout of Muster above the working directory: name it with --source")
+		}
+		dir = filepath.Dir(dir)
+	}
+}

@@ -1,0 +1,74 @@
+// Package host knows the Linux machine that the lab runs on: its Debian packages,
+// its cgroup hierarchies, and processes by an identity that a reused pid can't take.
+//
+// The lab is a guest there. It adds cgroup sub-directories and processes, remembers
+// each one, and takes exactly those away again; it never mounts, unmounts or
+// reconfigures anything that it did not make.
+package host
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+)
+
+// Packages are the Debian packages whose programs the lab runs or puts into its
+// machines and images.
+var Packages = []string{
+	"runc", "containernetworking-plugins", "nftables", "iproute2", "iptables", "util-linux",
+	"conntrack", "ethtool", "socat", "swtpm", "swtpm-tools",
+}
+
+// ErrNotRoot says that the caller may not make namespaces.
+var ErrNotRoot = errors.New("the lab makes namespaces, mounts and cgroups: run it as root")
+
+// EnsurePackages installs what is missing of [Packages] with apt-get; progress goes to log.
+// It does nothing, in a few milliseconds, when all are there.
+func EnsurePackages(ctx context.Context, log io.Writer) error {
+	if os.Geteuid() != 0 {
+		return ErrNotRoot
+	}
+	missing, err := missingPackages(ctx)
+	if err != nil || len(missing) == 0 {
+		return err
+	}
+	fmt.Fprintf(log, "installing Debian packages: %s\n", strings.Join(missing, " "))
+	install := append([]string{"install", "-y", "--no-install-recommends"}, missing...)
+	for _, args := range [][]string{{"update"}, install} {
+		cmd := exec.CommandContext(ctx, "apt-get", args...)
+		cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("apt-get %s: %w; install these packages by hand and try again: %s\n%s",
+				args[0], err, strings.Join(missing, " "), tail(out))
+		}
+	}
+	return nil
+}
+
+func missingPackages(ctx context.Context) ([]string, error) {
+	args := append([]string{"-W", "-f=${Package} ${db:Status-Status}\n"}, Packages...)
+	out, err := exec.CommandContext(ctx, "dpkg-query", args...).Output()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) { // it exits with 1 when a package is unknown, and still lists the others
+		return nil, fmt.Errorf("dpkg-query (the lab needs Debian or a system with its packages): %w", err)
+	}
+	var missing []string
+	for _, p := range Packages {
+		if !strings.Contains("\n"+string(out), "\n"+p+" installed\n") {
+			missing = append(missing, p)
+		}
+	}
+	return missing, nil
+}
+
+func tail(b []byte) string {
+	const most = 2000
+	if len(b) > most {
+		b = b[len(b)-most:]
+	}
+	return string(b)
+}

@@ -1,0 +1,71 @@
+// Package lan is the lab's network: an unnamed network namespace with one bridge, and on
+// the bridge's own address what a data centre would have there: a load balancer in front
+// of the control planes, and a mirror for files and container images.
+//
+// The daemon lives in that namespace, so all of this listens for the lab's machines only;
+// nothing of it is reachable from the host or from another lab.
+package lan
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"strconv"
+	"strings"
+)
+
+// The lab's addresses. Several labs use the same ones, each in a namespace of its own.
+const (
+	Network      = "192.168.77.0/24"
+	Gateway      = "192.168.77.1"
+	Owner        = "192.168.77.2"
+	ControlPlane = Gateway + ":6443" // the cluster's control-plane endpoint
+	Registry     = Gateway + ":5000"
+	FilesHost    = Gateway // HTTP on port 80
+	bridge       = "lan0"
+)
+
+// Address is the IPv4 address of the machine with this number, 1 to 240.
+func Address(number int) string { return "192.168.77." + strconv.Itoa(10+number) }
+
+// Setup makes the bridge in the caller's network namespace.
+func Setup(ctx context.Context) error {
+	return ip(ctx,
+		"link set lo up",
+		"link add "+bridge+" type bridge forward_delay 0",
+		"addr add "+Gateway+"/24 dev "+bridge,
+		"link set "+bridge+" up",
+	)
+}
+
+// Plug connects the network namespace of process pid to the bridge: it gets an eth0. The
+// cable disappears with the namespace.
+func Plug(ctx context.Context, name string, pid int) error {
+	port := "v" + name
+	if len(port) > 15 { // IFNAMSIZ
+		return fmt.Errorf("machine name %q: at most 14 characters", name)
+	}
+	return ip(ctx,
+		fmt.Sprintf("link add %s type veth peer name eth0 netns %d", port, pid),
+		fmt.Sprintf("link set %s master %s up", port, bridge),
+	)
+}
+
+// Configure gives eth0 of the caller's network namespace its address and route.
+func Configure(ctx context.Context, address string) error {
+	return ip(ctx,
+		"link set lo up",
+		"addr add "+address+"/24 dev eth0",
+		"link set eth0 up",
+		"route add default via "+Gateway,
+	)
+}
+
+func ip(ctx context.Context, commands ...string) error {
+	cmd := exec.CommandContext(ctx, "ip", "-batch", "-")
+	cmd.Stdin = strings.NewReader(strings.Join(commands, "\n") + "\n")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("ip: %w: %s", err, out)
+	}
+	return nil
+}

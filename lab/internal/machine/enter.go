@@ -1,0 +1,55 @@
+package machine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"runtime"
+	"syscall"
+)
+
+// Namespaces that make a machine.
+const namespaces = syscall.CLONE_NEWNS | syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC |
+	syscall.CLONE_NEWNET | syscall.CLONE_NEWPID | syscall.CLONE_NEWCGROUP
+
+// Enter moves this process into the machine's cgroups and starts PID 1 in new namespaces.
+// A cgroup namespace begins where its maker is, so that must come first. It returns when
+// PID 1 has ended; if this process ends before, the kernel ends PID 1 and so the machine.
+func Enter(specPath string) error {
+	s, err := loadSpec(specPath)
+	if err != nil {
+		return err
+	}
+	if err := s.Cgroups.Enter(s.Cgroup, os.Getpid()); err != nil {
+		return err
+	}
+	runtime.LockOSThread() // Pdeathsig is sent when the *thread* that started the child ends
+	cmd := exec.Command("/proc/self/exe", "machine-init", specPath)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.ExtraFiles = []*os.File{os.NewFile(fdReport, "report"), os.NewFile(fdPlug, "plug")}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: namespaces, Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start PID 1 in new namespaces: %w", err)
+	}
+	signal.Ignore(syscall.SIGINT) // a Ctrl-C at the terminal is for the command in front
+	if err := report(Report{PID: cmd.Process.Pid}); err != nil {
+		return errors.Join(err, cmd.Process.Kill())
+	}
+	return cmd.Wait()
+}
+
+// HoldNetwork keeps the network namespace that it runs in: it waits for the cable, takes
+// the address, and stays until ctx ends.
+func HoldNetwork(ctx context.Context, address string) error {
+	if err := connect(ctx, address); err != nil {
+		return errors.Join(err, report(Report{Error: err.Error()}))
+	}
+	if err := report(Report{Ready: true}); err != nil {
+		return err
+	}
+	<-ctx.Done()
+	return nil
+}

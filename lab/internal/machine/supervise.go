@@ -1,0 +1,343 @@
+package machine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	notifyDir   = "/run/systemd/notify"
+	enabledDir  = "/var/lib/systemd/enabled" // an empty file for each unit that was enabled
+	startLimit  = time.Minute                // for Type=notify: from start to READY=1
+	stopTimeout = 20 * time.Second           // from SIGTERM to SIGKILL
+)
+
+// A service is what runs, or doesn't, of a unit.
+type service struct {
+	state  string // inactive, activating, active, deactivating or failed, as systemctl says it
+	pid    int    // 0: no process
+	wanted bool   // by start; a service that ends by itself is restarted only while wanted
+	result string // how the last process ended
+	notify *net.UnixConn
+}
+
+// A supervisor runs units and reaps every orphan of the machine, as PID 1 must.
+type supervisor struct {
+	dir string // of unit files
+	env []string
+	log *slog.Logger
+
+	mu       sync.Mutex
+	changed  chan struct{} // closed and replaced at each change of a state
+	units    map[string]Unit
+	services map[string]*service
+	pids     map[int]string // running main processes
+}
+
+func newSupervisor(dir string, env []string, log *slog.Logger) (*supervisor, error) {
+	s := &supervisor{
+		dir: dir, env: env, log: log,
+		changed: make(chan struct{}), services: map[string]*service{}, pids: map[int]string{},
+	}
+	if err := os.MkdirAll(notifyDir, 0o755); err != nil {
+		return nil, err
+	}
+	return s, s.reload()
+}
+
+// reload reads the unit files again; what runs goes on.
+func (s *supervisor) reload() error {
+	units, err := loadUnits(s.dir)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.units = units
+	for name := range units {
+		if s.services[name] == nil {
+			s.services[name] = &service{state: "inactive"}
+		}
+	}
+	return nil
+}
+
+// enable makes a unit one of those that start at boot, or takes that back.
+func (s *supervisor) enable(name string, on bool) error {
+	f := filepath.Join(enabledDir, name)
+	if on {
+		return os.WriteFile(f, nil, 0o644)
+	}
+	if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// enabled reports whether a unit starts at boot.
+func (s *supervisor) enabled(u Unit) bool {
+	_, err := os.Stat(filepath.Join(enabledDir, u.Name))
+	return err == nil || slices.Contains(u.WantedBy, bootTarget)
+}
+
+// atBoot lists the units that start at boot, by name.
+func (s *supervisor) atBoot() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var names []string
+	for name, u := range s.units {
+		if s.enabled(u) {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// start starts a unit and waits until it is active. A unit whose condition doesn't hold
+// stays as it is, without an error, as with systemd.
+func (s *supervisor) start(ctx context.Context, name string) error {
+	s.mu.Lock()
+	u, ok := s.units[name]
+	if !ok {
+		s.mu.Unlock()
+		return errNoUnit(name)
+	}
+	svc := s.services[name]
+	for _, c := range u.Conditions {
+		if _, err := os.Stat(c); err != nil {
+			s.mu.Unlock()
+			s.log.Info("condition failed", "unit", name, "path", c)
+			return nil
+		}
+	}
+	svc.wanted = true
+	var err error
+	if svc.pid == 0 {
+		err = s.spawn(name)
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, startLimit)
+	defer cancel()
+	if err := s.wait(ctx, func() bool { return svc.state != "activating" }); err != nil {
+		return fmt.Errorf("%s.service did not report that it is ready: %w", name, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if svc.state == "failed" {
+		return fmt.Errorf("%s.service failed: %s", name, svc.result)
+	}
+	return nil
+}
+
+// spawn starts a unit's process; the caller holds mu, so that the reaper can't see the end
+// of a process before its pid is known.
+func (s *supervisor) spawn(name string) error {
+	u, svc := s.units[name], s.services[name]
+	fail := func(err error) error {
+		svc.result = err.Error()
+		s.set(svc, "failed")
+		return fmt.Errorf("start %s.service: %w", name, err)
+	}
+	env := s.env
+	if u.Notify {
+		if err := s.listen(name, svc); err != nil {
+			return fail(err)
+		}
+		env = append(env[:len(env):len(env)], "NOTIFY_SOCKET="+filepath.Join(notifyDir, name))
+	}
+	argv, env, err := u.command(env)
+	if err != nil {
+		return fail(err)
+	}
+	log, err := os.OpenFile(filepath.Join("/var/log", name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640)
+	if err != nil {
+		return fail(err)
+	}
+	defer log.Close()
+	path, err := exec.LookPath(argv[0])
+	if err != nil {
+		return fail(err)
+	}
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		return fail(err)
+	}
+	defer null.Close()
+	pid, err := syscall.ForkExec(path, argv, &syscall.ProcAttr{
+		Dir: "/", Env: env, Files: []uintptr{null.Fd(), log.Fd(), log.Fd()},
+		Sys: &syscall.SysProcAttr{Setsid: true},
+	})
+	if err != nil {
+		return fail(err)
+	}
+	svc.pid = pid
+	s.pids[pid] = name
+	s.log.Info("started", "unit", name, "pid", pid)
+	if u.Notify {
+		s.set(svc, "activating")
+	} else {
+		s.set(svc, "active")
+	}
+	return nil
+}
+
+// listen opens the unit's notification socket (sd_notify(3)), one per unit, so that the
+// address says who is ready.
+func (s *supervisor) listen(name string, svc *service) error {
+	if svc.notify != nil {
+		return nil
+	}
+	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(notifyDir, name), Net: "unixgram"})
+	if err != nil {
+		return err
+	}
+	svc.notify = c
+	go func() { // as long as PID 1 lives
+		buf := make([]byte, 4096)
+		for {
+			n, err := c.Read(buf)
+			if err != nil {
+				return
+			}
+			for line := range strings.Lines(string(buf[:n])) {
+				if strings.TrimSpace(line) == "READY=1" {
+					s.mu.Lock()
+					if svc.state == "activating" && svc.pid != 0 {
+						s.set(svc, "active")
+					}
+					s.mu.Unlock()
+				}
+			}
+		}
+	}()
+	return nil
+}
+
+// stop ends a unit's process and waits for its end.
+func (s *supervisor) stop(ctx context.Context, name string) error {
+	s.mu.Lock()
+	svc, ok := s.services[name]
+	if !ok {
+		s.mu.Unlock()
+		return errNoUnit(name)
+	}
+	svc.wanted = false
+	pid := svc.pid
+	if pid == 0 {
+		s.set(svc, "inactive")
+		s.mu.Unlock()
+		return nil
+	}
+	s.set(svc, "deactivating")
+	_ = syscall.Kill(pid, syscall.SIGTERM) // mu is held: the pid is still this service's
+	s.mu.Unlock()
+
+	ended := func() bool { return svc.pid != pid }
+	term, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	if s.wait(term, ended) == nil {
+		return nil
+	}
+	s.mu.Lock()
+	if !ended() {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+	s.mu.Unlock()
+	return s.wait(ctx, ended)
+}
+
+// wait returns when cond, evaluated under mu, holds.
+func (s *supervisor) wait(ctx context.Context, cond func() bool) error {
+	for {
+		s.mu.Lock()
+		ok, changed := cond(), s.changed
+		s.mu.Unlock()
+		if ok {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
+// set changes a state; the caller holds mu.
+func (s *supervisor) set(svc *service, state string) {
+	svc.state = state
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// reap collects every child that has ended, each time the kernel says that there is one.
+func (s *supervisor) reap(sigchld <-chan os.Signal) {
+	for range sigchld {
+		s.mu.Lock()
+		for {
+			var status syscall.WaitStatus
+			pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, nil)
+			if errors.Is(err, syscall.EINTR) {
+				continue
+			}
+			if pid <= 0 || err != nil {
+				break
+			}
+			if name, ok := s.pids[pid]; ok {
+				delete(s.pids, pid)
+				s.ended(name, status)
+			}
+		}
+		s.mu.Unlock()
+	}
+}
+
+// ended books the end of a unit's process; the caller holds mu.
+func (s *supervisor) ended(name string, status syscall.WaitStatus) {
+	u, svc := s.units[name], s.services[name]
+	svc.pid = 0
+	svc.result = fmt.Sprintf("exit code %d", status.ExitStatus())
+	if status.Signaled() {
+		svc.result = "signal " + status.Signal().String()
+	}
+	s.log.Info("ended", "unit", name, "result", svc.result)
+	good := status.Exited() && status.ExitStatus() == 0
+	if svc.wanted && (u.Restart == "always" || u.Restart == "on-failure" && !good) {
+		s.set(svc, "activating")
+		time.AfterFunc(u.RestartWait, func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if svc.wanted && svc.pid == 0 {
+				if err := s.spawn(name); err != nil {
+					s.log.Error("restart", "err", err)
+				}
+			}
+		})
+		return
+	}
+	if svc.wanted && !good {
+		s.set(svc, "failed")
+	} else {
+		s.set(svc, "inactive")
+	}
+	svc.wanted = false
+}
+
+type errNoUnit string
+
+func (e errNoUnit) Error() string { return "Unit " + string(e) + ".service could not be found." }
