@@ -1,0 +1,117 @@
+# Muster: build, test, demonstrate. `make help` lists what there is.
+# Nothing has to be set up first: what is missing on a Debian 12 machine is installed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+ROOT := $(CURDIR)
+BIN := $(ROOT)/bin
+DEV := $(BIN)/dev
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/muster
+
+export GOTOOLCHAIN := local
+# Tools are built from modules of their own, outside the workspace.
+TOOLGO := GOWORK=off GOFLAGS=-buildvcs=false CGO_ENABLED=0 go
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -s -w -X github.com/muster-k8s/muster/internal/buildinfo.version=$(VERSION)
+COMMANDS := muster bootstrapper joinservice kms
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z][a-z0-9-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "  %-18s %s\n", $$1, $$2}'
+
+##### Build
+
+.PHONY: build
+build: ## Build muster, bootstrapper, joinservice and kms, static, into bin/
+	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/ $(COMMANDS:%=./cmd/%)
+
+.PHONY: lab-bin
+lab-bin: ## Build the lab program into bin/
+	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/lab ./lab
+
+.PHONY: images
+images: build ## Build the services' OCI images, without a container engine, into dist/images/
+	go run -buildvcs=false ./deploy/images -version '$(VERSION)' -bin $(BIN) -o $(ROOT)/dist/images
+
+.PHONY: generate
+generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/
+	rm -rf gen/muster gen/grpc
+	PATH=$(DEV):$$PATH buf generate
+	$(DEV)/controller-gen object paths=./api/... 
+	$(DEV)/controller-gen crd paths=./api/... output:crd:dir=api/v1alpha1/crds
+
+##### Check
+
+.PHONY: test
+test: deps check unit e2e ## Everything that CI runs: checks, unit and integration tests, and real clusters
+
+.PHONY: unit
+unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
+	MUSTER_KUBE_BIN=$$(go run -buildvcs=false ./lab kube-binaries) go test -race -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
+
+.PHONY: e2e
+e2e: deps kube build ## Tests that bring up real machines and a real cluster
+	MUSTER_KUBE_BIN=$$(go run -buildvcs=false ./lab kube-binaries) go test -count=1 -timeout 40m -p 1 ./e2e/...
+
+.PHONY: check
+check: lint generated modules static ## Everything that needs no running service
+
+.PHONY: lint
+lint: $(DEV)/.dev $(DEV)/.lint ## Lint Go and protobuf
+	PATH=$(DEV):$$PATH buf lint
+	PATH=$(DEV):$$PATH buf format -d --exit-code >/dev/null || { echo 'run: bin/dev/buf format -w'; exit 1; }
+	$(DEV)/golangci-lint run ./... ./gen/... ./trust/...
+
+.PHONY: generated
+generated: ## Fail if generating again changes anything
+	@before=$$(git status --porcelain -- gen api; git diff -- gen api | sha256sum); \
+	$(MAKE) --no-print-directory generate; \
+	after=$$(git status --porcelain -- gen api; git diff -- gen api | sha256sum); \
+	if [ "$$before" != "$$after" ]; then echo 'generated files are out of date: commit what `make generate` wrote'; git status --short -- gen api; exit 1; fi
+
+.PHONY: modules
+modules: ## Build each module by itself, as an importer would
+	GOWORK=off go build -buildvcs=false ./...
+	cd gen && GOWORK=off go build ./...
+	cd trust && GOWORK=off go build ./...
+
+.PHONY: static
+static: build ## Check that what ships is static and leaves nothing unfinished
+	@for c in $(COMMANDS); do if ldd $(BIN)/$$c >/dev/null 2>&1; then echo "$$c is not static"; exit 1; fi; done
+	@if git grep -nE 'TODO|FIXME|t\.Skip' -- '*.go' '*.sh' '*.yaml' '*.proto' ':!tools/lint/*'; then echo 'unfinished work in the tree'; exit 1; fi
+
+##### Demonstrate
+
+.PHONY: demo
+demo: deps kube images lab-bin ## A real attested cluster on this machine, step by step (KEEP=1 leaves it up)
+	$(BIN)/lab demo $(if $(KEEP),--keep)
+
+.PHONY: demo-down
+demo-down: lab-bin ## Remove what `make demo KEEP=1` left
+	$(BIN)/lab down
+
+##### What they need
+
+.PHONY: deps
+deps: ## Install the Debian packages that tests and demo use (as root)
+	@deploy/lab-packages.sh
+
+.PHONY: kube
+kube: deps ## Build Kubernetes, etcd, containerd and CoreDNS from their modules, once (cached by content)
+	@go run -buildvcs=false ./lab kube-binaries >/dev/null
+
+$(DEV)/.dev: tools/dev/go.mod tools/dev/go.sum
+	cd tools/dev && $(TOOLGO) build -o $(DEV)/ tool
+	@touch $@
+
+$(DEV)/.lint: tools/lint/go.mod tools/lint/go.sum
+	cd tools/lint && $(TOOLGO) build -o $(DEV)/ tool
+	@touch $@
+
+.PHONY: clean
+clean: ## Remove what was built here (not the caches)
+	rm -rf $(BIN) dist

@@ -1,0 +1,169 @@
+// Package member is what Muster's services in a cluster have in common: a view of the cluster, the
+// owner's policy, evidence of their own machine, a verifier and judges for others' evidence, and the
+// readiness that follows from these.
+package member
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/evidence"
+	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+)
+
+// readyInterval is how often health follows readiness.
+const readyInterval = time.Second
+
+// Config lists what a Member needs. All fields are required.
+type Config struct {
+	// Attester makes evidence of this machine with the service's purpose.
+	Attester attest.Attester
+	// Owner is the public key that policies are signed with.
+	Owner ed25519.PublicKey
+	// API is how to reach the Kubernetes API.
+	API *rest.Config
+	Log *slog.Logger
+}
+
+// Member is one service of a cluster. Use its fields to make what the service has of its own, then
+// run its Parts.
+type Member struct {
+	// Cluster is the view of the Kubernetes API.
+	Cluster *cluster.Cluster
+	// Policy is the owner's policy in force.
+	Policy *policy.Store
+	// Verifier checks others' evidence against the policy's EK roots.
+	Verifier attest.Verifier
+	// Registry collects the process's metrics, RPC those of its server and clients.
+	Registry *prometheus.Registry
+	RPC      *rpc.Metrics
+	// Health is gRPC's view of readiness.
+	Health *rpc.Health
+
+	probe *evidence.Probe
+}
+
+// New returns a Member that does nothing yet, or says which part of cfg is missing.
+func New(cfg Config) (*Member, error) {
+	if cfg.Attester == nil || cfg.API == nil || cfg.Log == nil {
+		return nil, errors.New("member: every field of Config is required")
+	}
+	m := &Member{Registry: prometheus.NewRegistry(), Health: rpc.NewHealth()}
+	m.Registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	var err error
+	if m.RPC, err = rpc.NewMetrics(m.Registry); err != nil {
+		return nil, err
+	}
+	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Log: cfg.Log, Metrics: m.Registry}); err != nil {
+		return nil, err
+	}
+	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: m.Policy.Roots, Now: time.Now})
+	if err != nil {
+		return nil, err
+	}
+	m.Verifier = m.Policy.Guard(verifier)
+	if m.probe, err = evidence.NewProbe(cfg.Attester, cfg.Log); err != nil {
+		return nil, err
+	}
+	if m.Cluster, err = cluster.Open(cfg.API, cfg.Log); err != nil {
+		return nil, err
+	}
+	return m, policy.Follow(m.Cluster, m.Policy)
+}
+
+// JudgeMembers judges machines that belong to this cluster: those of other services.
+func (m *Member) JudgeMembers() (*policy.Judge, error) {
+	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
+		info, err := m.Cluster.Info()
+		if err != nil {
+			return nil, err
+		}
+		return []attest.Lock{attest.LockedTo(info.ClusterID)}, nil
+	})
+}
+
+// JudgeJoiners judges machines that ask to join: unlocked, or locked to this cluster by an attempt
+// that did not come to its end.
+func (m *Member) JudgeJoiners() (*policy.Judge, error) {
+	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
+		info, err := m.Cluster.Info()
+		if err != nil {
+			return nil, err
+		}
+		return []attest.Lock{attest.Unlocked(), attest.LockedTo(info.ClusterID)}, nil
+	})
+}
+
+// Ready says by name what must hold for the service to be an endpoint. That the key service or the
+// API can be reached is no part of it: a joinservice that is no endpoint can't tell a machine when to
+// try again.
+func (m *Member) Ready() map[string]func(context.Context) error {
+	return map[string]func(context.Context) error{
+		"policy":    func(context.Context) error { _, err := m.Policy.Current(); return err },
+		"informers": func(context.Context) error { return m.Cluster.Ready() },
+		"cluster":   func(context.Context) error { _, err := m.Cluster.Info(); return err },
+		"evidence":  func(context.Context) error { return m.probe.Ready() },
+	}
+}
+
+// Parts are what runs for as long as the service does.
+func (m *Member) Parts() []serve.Part {
+	return []serve.Part{
+		{Name: "informers", Run: m.Cluster.Serve},
+		{Name: "own evidence", Run: m.probe.Serve},
+		{Name: "health", Run: m.followHealth},
+	}
+}
+
+func (m *Member) followHealth(ctx context.Context) error {
+	tick := time.NewTicker(readyInterval)
+	defer tick.Stop()
+	for {
+		ready := true
+		for _, check := range m.Ready() {
+			ready = ready && check(ctx) == nil
+		}
+		m.Health.SetAll(ready)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// ParseOwnerKey reads an owner's public key: 32 bytes in base64.
+func ParseOwnerKey(s string) (ed25519.PublicKey, error) {
+	b, err := base64.StdEncoding.DecodeString(s)
+	if err != nil || len(b) != ed25519.PublicKeySize {
+		return nil, fmt.Errorf("the owner's public key must be %d bytes in base64", ed25519.PublicKeySize)
+	}
+	return b, nil
+}
+
+// API gives the configuration of a kubeconfig file, or for an empty path that of the pod.
+func API(kubeconfig string) (*rest.Config, error) {
+	if kubeconfig == "" {
+		c, err := rest.InClusterConfig()
+		if err != nil {
+			return nil, fmt.Errorf("no pod of a cluster, and no --kubeconfig: %w", err)
+		}
+		return c, nil
+	}
+	return clientcmd.BuildConfigFromFlags("", kubeconfig)
+}

@@ -1,0 +1,366 @@
+// Package membertest is a cluster for tests of Muster's services: a real control plane with Muster's
+// CRDs and the chart's own RBAC and admission policies, an owner who signs policies, and services that
+// run in the test's process as they do in a pod.
+package membertest
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// patience is how long a condition may take on a machine that builds at the same time.
+const patience = 30 * time.Second
+
+// Enrolled is the ConfigMap of nodes that may write.
+const Enrolled = "muster-enrolled"
+
+// Cluster is a control plane with what Muster's chart installs, and its owner.
+type Cluster struct {
+	*envtest.Cluster
+	// Owner signs policies; Public is what services verify them with.
+	Owner  ed25519.PrivateKey
+	Public ed25519.PublicKey
+	// Root and Salt are the cluster's secrets, and ID is derived from them.
+	Root, Salt, MeasurementSalt [32]byte
+	ID                          keys.ClusterID
+}
+
+// Start starts one; chart is the path of the rendered chart.
+func Start(ctx context.Context, chart string) (*Cluster, error) {
+	rendered, err := os.ReadFile(chart) //nolint:gosec // a test's own file
+	if err != nil {
+		return nil, err
+	}
+	e, err := envtest.Start(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c := &Cluster{Cluster: e, Root: [32]byte{1, 2, 3}, Salt: [32]byte{4, 5, 6}, MeasurementSalt: [32]byte{7, 8, 9}}
+	c.ID = keys.NewRoot(c.Root, c.Salt).ClusterID(c.MeasurementSalt)
+	c.Public, c.Owner, err = ed25519.GenerateKey(nil)
+	err = errors.Join(err,
+		e.InstallCRDs(ctx),
+		e.Namespace(ctx, clusterinfo.Namespace),
+		c.describe(ctx), // before the admission policy that reads it, as at init
+		e.Apply(ctx, rendered, "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+	)
+	if err != nil {
+		return nil, errors.Join(err, e.Stop())
+	}
+	return c, nil
+}
+
+// Reset removes what earlier tests left and writes what a fresh cluster has: its description, and
+// an empty list of enrolled nodes.
+func (c *Cluster) Reset(t testing.TB) {
+	t.Helper()
+	ctx := t.Context()
+	for _, o := range []client.Object{&v1alpha1.AttestedNode{}, &v1alpha1.AttestationPolicy{}, &certificatesv1.CertificateSigningRequest{}, &corev1.Node{}} {
+		if err := c.Client.DeleteAllOf(ctx, o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, o := range []client.Object{&corev1.Pod{}, &corev1.Service{}} {
+		if err := c.Client.DeleteAllOf(ctx, o, client.InNamespace(clusterinfo.Namespace), client.GracePeriodSeconds(0)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.describe(ctx); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// describe writes the two ConfigMaps as init does.
+func (c *Cluster) describe(ctx context.Context) error {
+	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: c.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443"}
+	text, err := info.Marshal()
+	if err != nil {
+		return err
+	}
+	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, Enrolled: nil} {
+		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: name}, Data: data}
+		err := c.Client.Create(ctx, m)
+		if apierrors.IsAlreadyExists(err) {
+			err = c.Client.Update(ctx, m)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// SetPolicy signs a policy and puts it where services read it. It gives the object's generation.
+func (c *Cluster) SetPolicy(t testing.TB, policy []byte) int64 {
+	t.Helper()
+	signed := attest.SignPolicy(c.Owner, policy)
+	return c.SetPolicyObject(t, string(policy), base64.StdEncoding.EncodeToString(signed.GetSignature()))
+}
+
+// SetPolicyObject writes the AttestationPolicy as it is.
+func (c *Cluster) SetPolicyObject(t testing.TB, policy, signature string) int64 {
+	t.Helper()
+	ctx := t.Context()
+	p := &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}
+	err := c.Client.Get(ctx, client.ObjectKeyFromObject(p), p)
+	p.Spec = v1alpha1.AttestationPolicySpec{Policy: policy, Signature: signature}
+	if err != nil {
+		err = c.Client.Create(ctx, p)
+	} else {
+		err = c.Client.Update(ctx, p)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p.Generation
+}
+
+// Enrol writes an AttestedNode.
+func (c *Cluster) Enrol(t testing.TB, name string, spec v1alpha1.AttestedNodeSpec) {
+	t.Helper()
+	if err := c.Client.Create(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Node reads an AttestedNode; nil if there is none.
+func (c *Cluster) Node(t testing.TB, name string) *v1alpha1.AttestedNode {
+	t.Helper()
+	n := &v1alpha1.AttestedNode{}
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, n); err != nil {
+		if client.IgnoreNotFound(err) != nil {
+			t.Fatal(err)
+		}
+		return nil
+	}
+	return n
+}
+
+// Listed reads who may write.
+func (c *Cluster) Listed(t testing.TB) map[string]string {
+	t.Helper()
+	m := &corev1.ConfigMap{}
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Namespace: clusterinfo.Namespace, Name: Enrolled}, m); err != nil {
+		t.Fatal(err)
+	}
+	return m.Data
+}
+
+// CSRs lists the names of all CertificateSigningRequests.
+func (c *Cluster) CSRs(t testing.TB) []string {
+	t.Helper()
+	l := &certificatesv1.CertificateSigningRequestList{}
+	if err := c.Client.List(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	var out []string
+	for _, o := range l.Items {
+		out = append(out, o.Name)
+	}
+	return out
+}
+
+// Service is one that runs until its test ends.
+type Service struct {
+	// Addr is where its RPCs are, Probes the base URL of its metrics and probes.
+	Addr, Probes string
+	// Log is what it has logged, JSON lines.
+	Log *Buffer
+}
+
+// Serve runs a service, which logs to stderr, and waits until it is ready.
+func Serve(t testing.TB, run func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error) *Service {
+	t.Helper()
+	rpcs, probes := listen(t), listen(t)
+	s := &Service{Addr: rpcs.Addr().String(), Probes: "http://" + probes.Addr().String(), Log: &Buffer{}}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- run(ctx, rpcs, probes, s.Log) }()
+	t.Cleanup(func() {
+		cancel()
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Errorf("the service ended with %v", err)
+			}
+		case <-time.After(patience):
+			t.Error("the service does not stop")
+		}
+		if t.Failed() {
+			t.Logf("its log:\n%s", s.Log)
+		}
+	})
+	Eventually(t, func() error {
+		select {
+		case err := <-done:
+			done <- err
+			t.Fatalf("the service ended with %v\n%s", err, s.Log)
+		default:
+		}
+		return s.Ready(t)
+	})
+	return s
+}
+
+func listen(t testing.TB) net.Listener {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func (s *Service) get(t testing.TB, path string) (int, string, error) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.Probes+path, nil)
+	if err != nil {
+		return 0, "", err
+	}
+	transport := &http.Transport{DisableKeepAlives: true}
+	resp, err := (&http.Client{Transport: transport, Timeout: 5 * time.Second}).Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	body, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(body), errors.Join(err, resp.Body.Close())
+}
+
+// Ready gives nil, or what is not ready.
+func (s *Service) Ready(t testing.TB) error {
+	t.Helper()
+	code, body, err := s.get(t, "/readyz")
+	if err != nil || code == http.StatusOK {
+		return err
+	}
+	return errors.New(body)
+}
+
+// Metric adds up the values of a metric's series that have all of the labels, given as name, value,
+// name, value.
+func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
+	t.Helper()
+	_, body, err := s.get(t, "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	sum := 0.0
+	for _, m := range families[name].GetMetric() {
+		has := map[string]string{}
+		for _, l := range m.GetLabel() {
+			has[l.GetName()] = l.GetValue()
+		}
+		fits := true
+		for i := 0; i+1 < len(labels); i += 2 {
+			fits = fits && has[labels[i]] == labels[i+1]
+		}
+		if fits {
+			sum += m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+		}
+	}
+	return sum
+}
+
+// Logged says whether a line of the log has all of the attributes, given as name, value, name, value.
+func (s *Service) Logged(attrs ...string) bool { return HasLine(s.Log.Bytes(), attrs...) }
+
+// HasLine says whether one of the JSON lines has all of the string fields.
+func HasLine(lines []byte, fields ...string) bool {
+	for line := range bytes.Lines(lines) {
+		var has map[string]any
+		if json.Unmarshal(line, &has) != nil {
+			continue
+		}
+		fits := true
+		for i := 0; i+1 < len(fields); i += 2 {
+			fits = fits && has[fields[i]] == fields[i+1]
+		}
+		if fits {
+			return true
+		}
+	}
+	return false
+}
+
+// Eventually tries f until it gives nil, and fails the test if that takes too long.
+func Eventually(t testing.TB, f func() error) {
+	t.Helper()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	end := time.After(patience)
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatalf("after %s: %v", patience, err)
+		case <-t.Context().Done():
+			t.Fatalf("the test ends, and %v", err)
+		}
+	}
+}
+
+// Want gives an error unless ok.
+func Want(ok bool, format string, args ...any) error {
+	if ok {
+		return nil
+	}
+	return fmt.Errorf(format, args...)
+}
+
+// Buffer takes what is written to it by several goroutines.
+type Buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+// Write implements [io.Writer].
+func (b *Buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+// Bytes gives a copy of what was written.
+func (b *Buffer) Bytes() []byte {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return bytes.Clone(b.b.Bytes())
+}
+
+func (b *Buffer) String() string { return string(b.Bytes()) }
