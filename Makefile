@@ -12,6 +12,7 @@ DEV := $(BIN)/dev
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/muster
 
 export GOTOOLCHAIN := local
+LAB := go run -buildvcs=false ./lab
 # Tools are built from modules of their own, outside the workspace.
 TOOLGO := GOWORK=off GOFLAGS=-buildvcs=false CGO_ENABLED=0 go
 
@@ -51,11 +52,11 @@ test: deps check unit e2e ## Everything that CI runs: checks, unit and integrati
 
 .PHONY: unit
 unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
-	MUSTER_KUBE_BIN=$$(go run -buildvcs=false ./lab kube-binaries) go test -race -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go test -race -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
 .PHONY: e2e
-e2e: deps kube build ## Tests that bring up real machines and a real cluster
-	MUSTER_KUBE_BIN=$$(go run -buildvcs=false ./lab kube-binaries) go test -count=1 -timeout 40m -p 1 ./e2e/...
+e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real machines and a real cluster
+	go test -race -count=1 -timeout 40m -p 1 ./e2e/...
 
 .PHONY: check
 check: lint generated modules static ## Everything that needs no running service
@@ -98,11 +99,11 @@ demo-down: lab-bin ## Remove what `make demo KEEP=1` left
 
 .PHONY: deps
 deps: ## Install the Debian packages that tests and demo use (as root)
-	@deploy/lab-packages.sh
+	@$(LAB) deps
 
 .PHONY: kube
 kube: deps ## Build Kubernetes, etcd, containerd and CoreDNS from their modules, once (cached by content)
-	@go run -buildvcs=false ./lab kube-binaries >/dev/null
+	@$(LAB) kube-binaries >/dev/null
 
 $(DEV)/.dev: tools/dev/go.mod tools/dev/go.sum
 	cd tools/dev && $(TOOLGO) build -o $(DEV)/ tool
@@ -111,6 +112,8 @@ $(DEV)/.dev: tools/dev/go.mod tools/dev/go.sum
 $(DEV)/.lint: tools/lint/go.mod tools/lint/go.sum
 	cd tools/lint && $(TOOLGO) build -o $(DEV)/ tool
 	@touch $@
+
+include lab/lab.mk
 
 .PHONY: clean
 clean: ## Remove what was built here (not the caches)

@@ -23,7 +23,7 @@ func commands() *cobra.Command {
 	root.PersistentFlags().StringVar(&dir, "dir", driver.DefaultDir, "the lab's folder; labs in different folders don't meet")
 	open := func() (*driver.Lab, error) { return driver.Open(dir, os.Stderr) }
 	root.AddCommand(upCommand(open), addNodeCommand(open), execCommand(open), shellCommand(open), statusCommand(open),
-		measurementsCommand(open), pushCommand(open), kubeBinariesCommand(), demoCommand(open), intruderCommand())
+		measurementsCommand(open), pushCommand(open), kubeBinariesCommand(), demoCommand(open), intruderCommand(), depsCommand())
 	root.AddCommand(
 		simple("down", "End everything and remove all that the lab has made", cobra.NoArgs, open,
 			func(cmd *cobra.Command, l *driver.Lab, _ []string) error { return l.Down(cmd.Context()) }),
@@ -168,4 +168,13 @@ func kubeBinariesCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&source, "source", "", "checkout of Muster (default: the one around the working directory)")
 	return cmd
+}
+
+func depsCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "deps", Short: "Install the Debian packages that the lab and the tests use, if any is missing", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return driver.EnsurePackages(cmd.Context(), cmd.ErrOrStderr())
+		},
+	}
 }

@@ -10,5 +10,7 @@ require (
 	pgregory.net/rapid v1.3.0
 )
 
+require golang.org/x/sys v0.8.0 // indirect
+
 // The three modules ship together from one repository.
 replace github.com/muster-k8s/muster/gen => ../gen

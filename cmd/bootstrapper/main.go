@@ -67,6 +67,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := parse(flags, args[1:]); err != nil {
 			return err
 		}
+		if err := noCoreDumps(); err != nil {
+			return err
+		}
 		return runBootstrapper(ctx, *image, *meta, *record, *lock, logger(stderr))
 	case "attester":
 		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
@@ -119,6 +122,14 @@ func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm
 		cfg.EventLog = img.TPM.EventLog
 	}
 	return tpm2.NewAttester(cfg)
+}
+
+// noCoreDumps keeps what passes through our memory off the disk (K3).
+func noCoreDumps() error {
+	if err := syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{}); err != nil {
+		return fmt.Errorf("turn core dumps off: %w", err)
+	}
+	return nil
 }
 
 func runBootstrapper(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {

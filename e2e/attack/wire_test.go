@@ -8,6 +8,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"slices"
 	"testing"
 	"time"
 
@@ -84,7 +85,7 @@ func encode(t testing.TB, m proto.Message) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...) //nolint:gosec // small
+	return append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...)
 }
 
 func (w *wire) send(t testing.TB, m proto.Message) []byte {
@@ -101,7 +102,7 @@ func (w *wire) receive() (*attestv1.Frame, []byte, error) {
 	if _, err := io.ReadFull(w, head); err != nil {
 		return nil, nil, err
 	}
-	raw := append(head, make([]byte, binary.BigEndian.Uint32(head))...)
+	raw := slices.Concat(head, make([]byte, binary.BigEndian.Uint32(head)))
 	if _, err := io.ReadFull(w, raw[4:]); err != nil {
 		return nil, nil, err
 	}

@@ -230,7 +230,7 @@ func TestMachinesThatDifferMeasureDifferently(t *testing.T) {
 }
 
 func TestARebootedMachineMeasuresAgainAndKeepsItsDisk(t *testing.T) {
-	b := newBench(t, driver.Up{NoPreload: true})
+	b := newBench(t, driver.Up{})
 	want, err := b.Measurements()
 	if err != nil {
 		t.Fatal(err)
@@ -261,6 +261,9 @@ func TestARebootedMachineMeasuresAgainAndKeepsItsDisk(t *testing.T) {
 	}
 	if note := b.must(t, "node1", nil, "cat", "/var/lib/muster/note"); note != "kept\n" {
 		t.Errorf("the disk holds %q", note)
+	}
+	if images := b.must(t, "node1", nil, "ctr", "-n", "k8s.io", "images", "ls", "-q"); !strings.Contains(images, "registry.k8s.io/kube-apiserver:") {
+		t.Errorf("images that it began with: %s", images)
 	}
 	if state := b.must(t, "node1", nil, "systemctl", "is-active", "muster-attester"); strings.TrimSpace(state) != "active" {
 		t.Errorf("an enabled unit is %q after a reboot", state)

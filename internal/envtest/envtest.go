@@ -20,6 +20,7 @@ import (
 	"syscall"
 	"time"
 
+	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -100,7 +101,7 @@ func Start(ctx context.Context) (_ *Cluster, err error) {
 		return nil, err
 	}
 	// The signers are all that is wanted of it: the approver is left out, as in a cluster of Muster's.
-	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers=certificatesigningrequest-signing-controller", "--leader-elect=false",
+	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers=certificatesigningrequest-signing-controller", "--leader-elect=false", "--use-service-account-credentials",
 		"--secure-port=0", "--cluster-signing-cert-file="+c.pki.file("ca.crt"), "--cluster-signing-key-file="+c.pki.file("ca.key"), "--cluster-signing-duration=24h"); err != nil {
 		return nil, err
 	}
@@ -148,7 +149,11 @@ func (c *Cluster) connect(ctx context.Context, server string) error {
 func (c *Cluster) ready(ctx context.Context) error {
 	var err error
 	if c.Client == nil {
-		if c.Client, err = client.New(c.Admin, client.Options{Scheme: cluster.Scheme()}); err != nil {
+		scheme := cluster.Scheme()
+		if err := rbacv1.AddToScheme(scheme); err != nil {
+			return err
+		}
+		if c.Client, err = client.New(c.Admin, client.Options{Scheme: scheme}); err != nil {
 			c.Client = nil
 			return err
 		}
@@ -163,7 +168,7 @@ func (c *Cluster) run(bin, name string, args ...string) error {
 	if err != nil {
 		return err
 	}
-	p.cmd = exec.Command(filepath.Join(bin, name), args...) //nolint:gosec,noctx // our own programs, which Stop ends in order
+	p.cmd = exec.Command(filepath.Join(bin, name), args...) // not CommandContext: Stop ends them in order
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	p.cmd.Dir = c.Dir
 	// A test binary that is killed takes them along.

@@ -63,8 +63,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 	if err := i.load(); err != nil {
 		return err
 	}
-	switch i.dir().Stage {
-	case ownerdir.StagePrepared, ownerdir.StageRequested:
+	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
 		if err := i.machine(ctx); err != nil {
 			return err
 		}

@@ -21,6 +21,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	appsclient "k8s.io/client-go/kubernetes/typed/apps/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -97,19 +98,24 @@ func servingCSR(t *testing.T, node string, change func(*x509.CertificateRequest)
 
 // daemonSets plays the controller that this control plane runs without: once the chart is there, all
 // pods are ready.
-func daemonSets(ctx ctx) error {
+func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	ready := map[string]bool{}
 	for len(ready) < len(cluster.Services) {
 		for _, name := range cluster.Services {
-			var ds appsv1.DaemonSet
-			if err := shared.Client.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: name}, &ds); err != nil {
+			ds, err := api.Get(ctx, name, metav1.GetOptions{})
+			if apierrors.IsNotFound(err) {
 				continue // not there yet
 			}
+			if err != nil {
+				return err
+			}
 			ds.Status = appsv1.DaemonSetStatus{ObservedGeneration: ds.Generation, DesiredNumberScheduled: 1, CurrentNumberScheduled: 1, UpdatedNumberScheduled: 1, NumberReady: 1}
-			if err := shared.Client.Status().Update(ctx, &ds); err == nil {
+			if _, err := api.UpdateStatus(ctx, ds, metav1.UpdateOptions{}); err == nil {
 				ready[name] = true
+			} else if !apierrors.IsConflict(err) {
+				return err
 			}
 		}
 		select {
@@ -143,7 +149,8 @@ func TestInitMakesACluster(t *testing.T) {
 		}
 	}
 	controller := make(chan error, 1)
-	go func() { controller <- daemonSets(ctx) }()
+	admin := kube(t, "controller", "system:masters")
+	go func() { controller <- daemonSets(ctx, admin.AppsV1().DaemonSets(cluster.Namespace)) }()
 
 	manifests, err := cluster.ParseManifests("network.yaml", []byte(`
 # A kind and an object of it, as networks bring them.
@@ -302,7 +309,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 		spec v1alpha1.AttestedNodeSpec
 		want string
 	}{
-		"a name of another machine":    {"node1", spec, "NAME_TAKEN"},
+		"a name of another machine":    {"node1", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{2}.String(), Role: v1alpha1.RoleControlPlane}, "NAME_TAKEN"},
 		"a machine with another name":  {"node3", spec, "NAME_MISMATCH"},
 		"a machine with another role":  {"node2", v1alpha1.AttestedNodeSpec{MachineID: other.String(), Role: v1alpha1.RoleWorker}, "ROLE_REFUSED"},
 		"a machine with another disk":  {"node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: "0191e0a8-7b1c-7000-8000-000000000000"}, "DISK_MISMATCH"},

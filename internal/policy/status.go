@@ -83,7 +83,7 @@ func statusOf(r Report) v1alpha1.AttestationPolicyStatus {
 	out := v1alpha1.AttestationPolicyStatus{Accepted: r.Err == nil, ObservedGeneration: r.Observed.Generation}
 	if r.InForce != nil {
 		out.Generation = r.InForce.Generation
-		out.Serial = int64(min(r.InForce.Policy.Serial(), math.MaxInt64)) //nolint:gosec // bounded
+		out.Serial = int64(min(r.InForce.Policy.Serial(), math.MaxInt64))
 		out.Insecure = r.InForce.Policy.Insecure()
 	}
 	if r.Err != nil {

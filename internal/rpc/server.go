@@ -202,7 +202,9 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	wg.Wait()
 	for range running {
-		<-failed
+		if e := <-failed; !errors.Is(e, http.ErrServerClosed) && !errors.Is(e, net.ErrClosed) {
+			err = errors.Join(err, e)
+		}
 	}
 	return errors.Join(err, closed)
 }

@@ -80,7 +80,9 @@ func (p Probes) Run(ctx context.Context) error {
 	if srv.Shutdown(grace) != nil {
 		_ = srv.Close()
 	}
-	<-failed
+	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)
+	}
 	return nil
 }
 

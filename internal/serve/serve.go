@@ -32,9 +32,11 @@ func All(ctx context.Context, parts ...Part) error {
 	for i, p := range parts {
 		wg.Go(func() {
 			defer cancel()
-			if err := p.Run(ctx); err != nil && !(ctx.Err() != nil && errors.Is(err, ctx.Err())) {
-				errs[i] = fmt.Errorf("%s: %w", p.Name, err)
+			err := p.Run(ctx)
+			if err == nil || ctx.Err() != nil && errors.Is(err, ctx.Err()) {
+				return
 			}
+			errs[i] = fmt.Errorf("%s: %w", p.Name, err)
 		})
 	}
 	wg.Wait()

@@ -111,7 +111,7 @@ func (c Component) check() error {
 		return fmt.Errorf("%s: sha256 %q: want 64 lower-case hexadecimal digits", c.URL, c.SHA256)
 	}
 	if !path.IsAbs(c.Path) || path.Clean(c.Path) != c.Path {
-		return fmt.Errorf("%s: path %q: want an absolute path without . and ..", c.URL, c.Path)
+		return fmt.Errorf("%s: path %q: want an absolute path, without single and double dots", c.URL, c.Path)
 	}
 	if c.Extract != (c.Mode == 0) {
 		return fmt.Errorf("%s: mode: a file needs one, an archive has none", c.URL)

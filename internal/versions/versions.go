@@ -39,7 +39,7 @@ func Resolve(s string) (string, error) {
 	}
 	patch, ok := newest[parts[0]+"."+parts[1]]
 	if !ok {
-		return "", fmt.Errorf("Kubernetes %s is not supported: use one of %s", s, strings.Join(Supported(), ", "))
+		return "", fmt.Errorf("version %s of Kubernetes is not supported: use one of %s", s, strings.Join(Supported(), ", "))
 	}
 	if len(parts) == 3 {
 		return bare, nil

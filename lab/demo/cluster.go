@@ -41,12 +41,11 @@ func (r *run) policy(ctx context.Context) error {
 	if len(s.Machines) > 0 {
 		return errors.New("machines exist already: a policy from now on could have been read back from one")
 	}
-	if _, err := r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
+	if err := r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
 		"--ek-root", "ek-roots.pem", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile); err != nil {
 		return err
 	}
-	_, err = r.show(ctx, driver.Owner, r.muster(), "policy", "check", policyFile)
-	return err
+	return r.show(ctx, driver.Owner, r.muster(), "policy", "check", policyFile)
 }
 
 func (r *run) muster() string { return filepath.Join(r.Bin, "muster") }
@@ -73,12 +72,11 @@ func (r *run) boot(ctx context.Context) error {
 }
 
 func (r *run) init(ctx context.Context) error {
-	_, err := r.show(ctx, driver.Owner, r.muster(), "init",
+	return r.show(ctx, driver.Owner, r.muster(), "init",
 		"--name", cluster, "--endpoint", node1Init, "--init-secret-file", initSecretFile, "--policy", policyFile,
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
 		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"),
 		"--images", filepath.Join(r.Images, "digests.json"))
-	return err
 }
 
 func (r *run) join(ctx context.Context) error {
@@ -97,11 +95,11 @@ func (r *run) join(ctx context.Context) error {
 func (r *run) look(ctx context.Context) error {
 	admin := []string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf"}
 	for _, what := range [][]string{{"get", "nodes", "-o", "wide"}, {"get", "attestednodes"}, {"get", "attestationpolicies"}, {"-n", "muster-system", "get", "pods", "-o", "wide"}} {
-		if _, err := r.show(ctx, "node1", append(admin, what...)...); err != nil {
+		if err := r.show(ctx, "node1", append(admin, what...)...); err != nil {
 			return err
 		}
 	}
-	if _, err := r.show(ctx, driver.Owner, r.muster(), "status"); err != nil {
+	if err := r.show(ctx, driver.Owner, r.muster(), "status"); err != nil {
 		return err
 	}
 	nodes, err := r.names(ctx, "nodes")

@@ -162,18 +162,17 @@ func (r *run) pipe(ctx context.Context, where string, stdin []byte, argv ...stri
 }
 
 // show runs a command and shows it with what it prints.
-func (r *run) show(ctx context.Context, where string, argv ...string) (string, error) {
+func (r *run) show(ctx context.Context, where string, argv ...string) error {
 	r.say("%s$ %s", where, strings.Join(argv, " "))
 	cmd, err := r.Lab.Command(ctx, where, argv...)
 	if err != nil {
-		return "", err
+		return err
 	}
-	var out bytes.Buffer
 	w := &indent{to: r.Out}
-	cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, w), w
+	cmd.Stdout, cmd.Stderr = w, w
 	err = cmd.Run()
 	w.flush()
-	return out.String(), err
+	return err
 }
 
 // indent puts lines under a step.

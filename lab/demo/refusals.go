@@ -156,6 +156,7 @@ func (r *run) attempts(ctx context.Context, token string) error {
 		if !strings.Contains(last.Answer, "ValidatingAdmissionPolicy") {
 			return fmt.Errorf("the token's request for a certificate was refused, but not by Muster's admission policy: %s", last.Answer)
 		}
+		last.Reason = "ADMISSION"
 		who = fmt.Sprintf("the same with kubeadm's bootstrap token (%d raw requests)", len(list))
 	}
 	r.refused(who, last.Reason, last.Answer)
@@ -196,30 +197,35 @@ func (r *run) kubeadmByCertificate(ctx context.Context) error {
 	if _, err := r.at(ctx, attacker, "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "/root/own.key"); err != nil {
 		return err
 	}
-	return r.kubeadmJoin(ctx, "kubeadm join with node2's certificate and a key of its own")
+	said, err := r.kubeadmJoin(ctx, "kubeadm join with node2's certificate and a key of its own")
+	if err != nil {
+		return err
+	}
+	if !strings.Contains(said, "private key does not match public key") {
+		return fmt.Errorf("kubeadm join failed, but not for want of the key: %s", said)
+	}
+	r.refused("kubeadm join with node2's certificate and a key of its own", "TLS", said)
+	return nil
 }
 
-// kubeadmJoin must fail, and says with what.
-func (r *run) kubeadmJoin(ctx context.Context, who string) error {
+// kubeadmJoin must fail, and gives the line that says with what.
+func (r *run) kubeadmJoin(ctx context.Context, who string) (said string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 90*time.Second)
 	defer cancel()
 	out, err := r.at(ctx, attacker, "kubeadm", "join", "--config", "/root/join.yaml")
 	if err == nil {
-		return fmt.Errorf("%s got in:\n%s", who, out)
+		return "", fmt.Errorf("%s got in:\n%s", who, out)
 	}
 	if ctx.Err() != nil {
-		return fmt.Errorf("%s did not end: %w", who, err)
+		return "", fmt.Errorf("%s did not end: %w", who, err)
 	}
-	cause := "no error line"
 	for line := range strings.Lines(err.Error()) {
-		if strings.HasPrefix(line, "error") || strings.Contains(line, "Forbidden") || strings.Contains(line, "forbidden") {
-			cause = line
+		if strings.HasPrefix(line, "error") {
+			said = strings.TrimSpace(line)
 			break
 		}
 	}
-	r.refused(who, "kubeadm fails", cause)
-	_, err = r.at(ctx, attacker, "kubeadm", "reset", "--force")
-	return err
+	return said, nil
 }
 
 const bootstrapToken = "abcdef.0123456789abcdef"
@@ -256,11 +262,31 @@ func (r *run) refuseToken(ctx context.Context) error {
 	if err := r.attempts(ctx, bootstrapToken); err != nil {
 		return err
 	}
-	join := joinConfiguration("  bootstrapToken: {token: " + bootstrapToken + `, apiServerEndpoint: "` + driver.ControlPlaneEndpoint + `", unsafeSkipCAVerification: true}`)
-	if _, err := r.pipe(ctx, attacker, []byte(join), "sh", "-c", "cat > /root/join.yaml"); err != nil {
+	// Told the cluster's CA, kubeadm goes all the way to the kubelet's request for a certificate.
+	for path, content := range map[string]string{
+		"/root/discovery.conf": "apiVersion: v1\nkind: Config\nclusters: [{name: \"\", cluster: {server: \"https://" + driver.ControlPlaneEndpoint + "\", certificate-authority: /root/ca.crt}}]\n",
+		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: " + bootstrapToken),
+	} {
+		if _, err := r.pipe(ctx, attacker, []byte(content), "sh", "-c", `cat > "$0"`, path); err != nil {
+			return err
+		}
+	}
+	const who = "kubeadm join with kubeadm's bootstrap token"
+	said, err := r.kubeadmJoin(ctx, who)
+	if err != nil {
 		return err
 	}
-	return r.kubeadmJoin(ctx, "kubeadm join with kubeadm's bootstrap token")
+	kubelet, err := r.at(ctx, attacker, "cat", "/var/log/kubelet.log")
+	if err != nil {
+		return err
+	}
+	for line := range strings.Lines(kubelet) {
+		if strings.Contains(line, "ValidatingAdmissionPolicy 'muster-node-certificates'") {
+			r.refused(who, "ADMISSION", line)
+			return nil
+		}
+	}
+	return fmt.Errorf("%s failed, but not because its kubelet got no certificate: %s\n%s", who, said, tail(kubelet, 10))
 }
 
 // unchanged checks that nobody who was refused has left anything in the cluster.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 
+	"github.com/muster-k8s/muster/lab/internal/host"
 	"github.com/muster-k8s/muster/lab/internal/kube"
 )
 
@@ -23,3 +24,7 @@ func KubeBinaries(ctx context.Context, source string, log io.Writer) (string, er
 	b, err := kube.Binaries(ctx, source, cache, log)
 	return b.Dir, err
 }
+
+// EnsurePackages installs the Debian packages that the lab and the project's tests use, if
+// any is missing.
+func EnsurePackages(ctx context.Context, log io.Writer) error { return host.EnsurePackages(ctx, log) }

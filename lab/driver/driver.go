@@ -51,12 +51,15 @@ const (
 	NodeSubnet           = lan.Network
 )
 
-// Machine, Status, Measurements and Process describe a running lab.
 type (
-	Machine      = daemon.Machine
-	Status       = daemon.Status
+	// Machine is a machine that was started.
+	Machine = daemon.Machine
+	// Status is everything that a lab runs.
+	Status = daemon.Status
+	// Measurements are the PCR values that a policy is made of.
 	Measurements = firmware.Measurements
-	Process      = host.Process
+	// Process is one process for good: a reused pid is another Process.
+	Process = host.Process
 )
 
 // A Lab is the lab in Dir, up or not.

@@ -263,7 +263,7 @@ func (l *Lab) startDaemon(ctx context.Context) error {
 // made for it.
 func (l *Lab) preload(ctx context.Context, cfg daemon.Config) error {
 	if _, err := os.Stat(cfg.Golden); err == nil {
-		return nil
+		return kube.Used(cfg.Golden)
 	}
 	done := l.step("store of container images")
 	unlock, err := kube.Lock(filepath.Dir(cfg.Golden))
@@ -298,7 +298,7 @@ func (l *Lab) preload(ctx context.Context, cfg daemon.Config) error {
 	if out, err := exec.CommandContext(ctx, "cp", "-a", "--", from, tmp).CombinedOutput(); err != nil {
 		return fmt.Errorf("copy containerd's folder: %w: %s", err, out)
 	}
-	if err := os.Rename(tmp, cfg.Golden); err != nil {
+	if err := errors.Join(os.Rename(tmp, cfg.Golden), kube.Prune(filepath.Dir(cfg.Golden))); err != nil {
 		return err
 	}
 	if err := l.RemoveNode(ctx, name); err != nil {

@@ -41,6 +41,7 @@ func main() {
 
 type agent struct {
 	node, api, cni string
+	token          string // path
 	client         *http.Client
 	routes         map[netip.Prefix]netip.Addr
 	log            *slog.Logger
@@ -49,7 +50,7 @@ type agent struct {
 func run(ctx context.Context, log *slog.Logger) error {
 	a := agent{
 		node: os.Getenv("NODE_NAME"), api: os.Getenv("API_SERVER"), cni: os.Getenv("CNI_DIR"),
-		routes: map[netip.Prefix]netip.Addr{}, log: log,
+		token: serviceAccount + "token", routes: map[netip.Prefix]netip.Addr{}, log: log,
 	}
 	if a.node == "" || a.api == "" || a.cni == "" {
 		return errors.New("NODE_NAME, API_SERVER and CNI_DIR must be set")
@@ -127,7 +128,7 @@ func (a *agent) sync(ctx context.Context) error {
 
 func (a *agent) list(ctx context.Context) (nodeList, error) {
 	var l nodeList
-	token, err := os.ReadFile(serviceAccount + "token") // the kubelet renews it
+	token, err := os.ReadFile(a.token) // the kubelet renews it
 	if err != nil {
 		return l, err
 	}

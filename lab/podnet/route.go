@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"net/netip"
+	"slices"
 	"syscall"
 )
 
@@ -17,7 +18,7 @@ func setRoute(dst netip.Prefix, via netip.Addr) error {
 	if err != nil {
 		return err
 	}
-	defer syscall.Close(fd)
+	defer func() { _ = syscall.Close(fd) }() // a socket: nothing is lost
 	if err := syscall.Sendto(fd, routeMessage(dst, via), 0, &syscall.SockaddrNetlink{Family: syscall.AF_NETLINK}); err != nil {
 		return err
 	}
@@ -52,5 +53,5 @@ func routeMessage(dst netip.Prefix, via netip.Addr) []byte {
 	binary.NativeEndian.PutUint32(head, uint32(16+len(body)))
 	binary.NativeEndian.PutUint16(head[4:], syscall.RTM_NEWROUTE)
 	binary.NativeEndian.PutUint16(head[6:], syscall.NLM_F_REQUEST|syscall.NLM_F_ACK|syscall.NLM_F_CREATE|syscall.NLM_F_REPLACE)
-	return append(head, body...)
+	return slices.Concat(head, body)
 }

@@ -267,7 +267,8 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 
 // startNode makes sure that what a node needs is running: kubelet and attester.
 func (b *Bootstrapper) startNode(ctx context.Context) error {
-	for _, u := range []string{machine.UnitKubelet, machine.UnitAttester} {
+	// The attester first: pods that the kubelet starts ask it.
+	for _, u := range []string{machine.UnitAttester, machine.UnitKubelet} {
 		for _, verb := range []string{"enable", "start"} {
 			if err := b.cfg.Machine.Unit(ctx, verb, u); err != nil {
 				return fmt.Errorf("%s: %w", u, err)

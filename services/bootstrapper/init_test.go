@@ -41,7 +41,7 @@ func TestAnInitMakesTheFirstNodeAndTellsSo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	id := root.ClusterID([32]byte(rec.MeasurementSalt))
+	id := root.ClusterID([32]byte(w.request().GetMeasurementSalt()))
 	machineID := w.tpm.ID()
 	if !bytes.Equal(res.GetClusterId(), id[:]) || !bytes.Equal(res.GetMachineId(), machineID[:]) || res.GetNodeName() != "node1" ||
 		!bytes.Equal(res.GetKubeconfig(), w.machine.API.Kubeconfig()) || res.GetAddresses()[0] != "192.168.77.11" {
@@ -111,6 +111,7 @@ func TestARequestIsRefusedBeforeAnythingHappens(t *testing.T) {
 		"a short root secret":      {func(q *initv1.InitRequest) { q.RootSecret = q.GetRootSecret()[1:] }, "REQUEST_INVALID"},
 		"a root secret of zeroes":  {func(q *initv1.InitRequest) { q.RootSecret = make([]byte, 32) }, "REQUEST_INVALID"},
 		"no salt":                  {func(q *initv1.InitRequest) { q.Salt = nil }, "REQUEST_INVALID"},
+		"no measurement salt":      {func(q *initv1.InitRequest) { q.MeasurementSalt = nil }, "REQUEST_INVALID"},
 		"a cluster name with dots": {func(q *initv1.InitRequest) { q.ClusterName = "a.b" }, "REQUEST_INVALID"},
 		"a minor version":          {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.36" }, "REQUEST_INVALID"},
 		"an old version":           {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.20.1" }, "REQUEST_INVALID"},

@@ -129,12 +129,9 @@ func (b *Bootstrapper) becomeFirst(ctx context.Context, r *initRun) (*initv1.Ini
 	rec := b.lock.record()
 	// The caller chose the salt, so that it knows what PCR 15 may become.
 	salt, resumed := [32]byte(o.request.GetMeasurementSalt()), rec.Locked()
-	if resumed {
-		salt = [32]byte(rec.MeasurementSalt)
-	}
 	id := o.root.ClusterID(salt)
 	if resumed && id != keys.ClusterID(rec.ClusterID) {
-		return nil, invalid("root_secret, salt: this machine was locked by an init with others; use the directory of that cluster")
+		return nil, invalid("root_secret, salt, measurement_salt: this machine was locked by an init with others; use the directory of that cluster")
 	}
 	r.tell(initv1.Phase_PHASE_WAITING, "taking the node lock")
 	err := b.lock.acquire(ctx, journal.Record{

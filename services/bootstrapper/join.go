@@ -43,6 +43,9 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		}
 	})
 	pause := retry.Backoff{Min: b.cfg.Timing.RetryMin, Max: b.cfg.Timing.RetryMax}
+	// To find nobody costs nobody anything: a machine that waits for its cluster to be made
+	// looks again soon.
+	knock := retry.Backoff{Min: b.cfg.Timing.RetryMin, Max: min(b.cfg.Timing.RetryMax, maxKnock)}
 	var order []string // endpoints, those that failed last
 	for {
 		failed, err := b.joinOnce(ctx, racing, &order)
@@ -62,7 +65,15 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 			b.metrics.joins.WithLabelValues(reason).Inc()
 			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err))
 		}
-		if err := retry.Wait(racing, pause.Next(hint)); errors.Is(err, errLostRace) {
+		var wait time.Duration
+		if errors.Is(err, errNobody) || errors.Is(err, errUnreachable) {
+			wait = knock.Next(0)
+			pause.Reset()
+		} else {
+			wait = pause.Next(hint)
+			knock.Reset()
+		}
+		if err := retry.Wait(racing, wait); errors.Is(err, errLostRace) {
 			return errLostRace
 		} else if err != nil {
 			return ctx.Err()
@@ -84,7 +95,13 @@ func reasonOf(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_INTERNAL
 }
 
-var errNobody = errors.New("no joinservice is known yet")
+var (
+	errNobody      = errors.New("no joinservice is known yet")
+	errUnreachable = errors.New("no joinservice can be reached")
+)
+
+// maxKnock bounds the pause while nobody is there to be asked.
+const maxKnock = 5 * time.Second
 
 // joinOnce makes one try. failed is false if there was nobody to ask.
 func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (failed bool, err error) {
@@ -104,7 +121,7 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 	}
 	endpoint, first, err := race(racing, *order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
 	if err != nil {
-		return true, err
+		return true, fmt.Errorf("%w: %w", errUnreachable, err)
 	}
 	defer first.Close() //nolint:errcheck // closed by the transport if it was used
 	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -102,9 +103,11 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 	defer cancel()
 	var tail kubeadm.Tail
 	line := b.output(ctx, "kubeadm "+verb, &tail)
+	at := ""
 	err := b.cfg.Machine.Kubeadm(run, func(l string) {
 		line(l)
-		if name, ok := kubeadm.Phase(l); ok {
+		if name, ok := kubeadm.Phase(l); ok && name != at {
+			at = name
 			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
 		}
 	}, verb, "--config", b.on(configFile))
@@ -130,7 +133,9 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 func (b *Bootstrapper) output(ctx context.Context, program string, tail *kubeadm.Tail) func(string) {
 	return func(l string) {
 		tail.Add(l)
-		b.log.InfoContext(ctx, kubeadm.Redact(l), "program", program)
+		if l = strings.TrimSpace(kubeadm.Redact(l)); l != "" {
+			b.log.InfoContext(ctx, l, "program", program)
+		}
 	}
 }
 

@@ -21,7 +21,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -164,7 +163,7 @@ func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstat
 func timing() bootstrapper.Timing {
 	return bootstrapper.Timing{
 		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second,
-		Linger: 300 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
+		Linger: 50 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
 	}
 }
 
@@ -299,7 +298,7 @@ func (w *world) allowInit() {
 
 func (w *world) request() *initv1.InitRequest {
 	return &initv1.InitRequest{
-		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32),
+		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
 		Components: w.components(),
 	}
@@ -384,5 +383,3 @@ func ownerKey(t testing.TB) (ed25519.PublicKey, ed25519.PrivateKey) {
 func text(r *initv1.InitResult) string {
 	return fmt.Sprintf("%x %x %s %s %v %s", r.GetClusterId(), r.GetMachineId(), r.GetNodeName(), r.GetDiskId(), r.GetAddresses(), r.GetKubeconfig())
 }
-
-var _ = attestv1.Reason_REASON_ACCEPTED

@@ -197,7 +197,7 @@ func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	out := v1alpha1.AttestedNodeStatus{
 		LastVerdict:      &v1alpha1.Verdict{Accepted: true, Reason: reasonOf(nil), Time: metav1.NewTime(peer.VerifiedAt())},
 		PolicyGeneration: a.record.PolicyGeneration,
-		PolicySerial:     int64(a.record.PolicySerial), //nolint:gosec // the store takes no serial above MaxInt64
+		PolicySerial:     int64(a.record.PolicySerial), // the store takes none above MaxInt64
 		EvidenceDigest:   a.record.Evidence,
 		PCRs:             map[string]string{},
 		AKName:           hex.EncodeToString(claims.AKName()),

@@ -173,7 +173,7 @@ func (s *Service) write(a *attempt, event string) error {
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
-	s.cfg.Log.WarnContext(ctx, event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
+	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
 	if werr := s.cfg.Audit.Write(r); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)
 	}

@@ -48,7 +48,7 @@ func readFrame(r io.Reader, limit int, large func() error) (*attestv1.Frame, []b
 		return nil, nil, err
 	}
 	size := binary.BigEndian.Uint32(raw.Bytes())
-	if size > uint32(limit) { //nolint:gosec // limits are the two constants above
+	if size > uint32(limit) {
 		return nil, nil, invalidFrame("it says that it has %d bytes, more than the %d that may come now", size, limit)
 	}
 	if size > maxFrame {
@@ -166,7 +166,7 @@ func encodeFrame(f *attestv1.Frame) ([]byte, error) {
 	if size > limit {
 		return nil, fmt.Errorf("encode a frame: %d bytes are more than %d", size, limit)
 	}
-	binary.BigEndian.PutUint32(raw, uint32(size)) //nolint:gosec // at most 1 MiB
+	binary.BigEndian.PutUint32(raw, uint32(size))
 	return raw, nil
 }
 

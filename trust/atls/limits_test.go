@@ -45,7 +45,7 @@ func TestManySourcesTakeBoundedMemory(t *testing.T) {
 	b := newBuckets(Limits{Rate: 1, Burst: 2}, now)
 	source := func(i int) netip.Prefix {
 		var ip [4]byte
-		binary.BigEndian.PutUint32(ip[:], uint32(i)) //nolint:gosec // test data
+		binary.BigEndian.PutUint32(ip[:], uint32(i))
 		return netip.PrefixFrom(netip.AddrFrom4(ip), 32)
 	}
 	for i := range maxSources {

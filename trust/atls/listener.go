@@ -14,6 +14,7 @@ import (
 	"math/big"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -37,7 +38,7 @@ type Listener struct {
 
 	attested, plain *branch
 
-	ctx    context.Context // ends with Close
+	ctx    context.Context //nolint:containedctx // its own lifetime, which Close ends
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
@@ -161,13 +162,8 @@ func (l *Listener) aged(c *Conn) bool {
 func (l *Listener) CloseMachine(m attest.MachineID) int {
 	now := time.Now()
 	l.mu.Lock()
-	keep := l.bans[:0]
-	for _, b := range l.bans {
-		if now.Sub(b.at) < handshakeTimeout+exchangeTimeout {
-			keep = append(keep, b)
-		}
-	}
-	l.bans = append(keep, ban{m, now})
+	l.bans = slices.DeleteFunc(l.bans, func(b ban) bool { return now.Sub(b.at) > handshakeTimeout+exchangeTimeout })
+	l.bans = append(l.bans, ban{m, now})
 	var gone []*Conn
 	for c := range l.sessions {
 		if c.peer != nil && c.peer.Machine() == m {

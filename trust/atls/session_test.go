@@ -316,7 +316,7 @@ func TestAServerThatSpeaksSomethingElseIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cert := conn.(*tls.Conn).ConnectionState().PeerCertificates[0] //nolint:errcheck,forcetypeassert // a tls.Dialer's
+	cert := conn.(*tls.Conn).ConnectionState().PeerCertificates[0]
 	_ = conn.Close()
 	if cert.PublicKeyAlgorithm.String() != "ECDSA" || cert.CheckSignature(cert.SignatureAlgorithm, cert.RawTBSCertificate, cert.Signature) != nil {
 		t.Errorf("certificate with %s, want one with ECDSA that it signed itself", cert.PublicKeyAlgorithm)

@@ -52,7 +52,7 @@ type ClientConfig struct {
 type Transport struct {
 	cfg    ClientConfig
 	party  party
-	ctx    context.Context // ends with Close
+	ctx    context.Context //nolint:containedctx // its own lifetime, which Close ends
 	cancel context.CancelFunc
 	dials  sync.WaitGroup
 

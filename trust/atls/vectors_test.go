@@ -144,5 +144,5 @@ func TestEveryPartIsInTheBinding(t *testing.T) {
 }
 
 func lengthPrefixed(body []byte) []byte {
-	return append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...) //nolint:gosec // test data
+	return append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...)
 }

@@ -250,13 +250,13 @@ func open(path string, sync func(*os.File) error) (*Dir, error) {
 }
 
 // private refuses what others could read: the owner must learn that a secret may be known.
-func private(f *os.File, max fs.FileMode) error {
+func private(f *os.File, widest fs.FileMode) error {
 	st, err := f.Stat()
 	if err != nil {
 		return err
 	}
-	if st.Mode().Perm()&^max != 0 {
-		return fmt.Errorf("%s has mode %04o, so others may have read it: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), max)
+	if st.Mode().Perm()&^widest != 0 {
+		return fmt.Errorf("%s has mode %04o, so others may have read it: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), widest)
 	}
 	return nil
 }

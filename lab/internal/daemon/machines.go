@@ -75,7 +75,7 @@ func (d *Daemon) provision(ctx context.Context, dir string, r NodeRequest) error
 		return err
 	}
 	var wg sync.WaitGroup
-	errs := make([]error, 3)
+	errs := make([]error, 4)
 	if !r.Bare {
 		wg.Go(func() {
 			ca := vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca")}
@@ -93,7 +93,7 @@ func (d *Daemon) provision(ctx context.Context, dir string, r NodeRequest) error
 	}
 	wg.Wait()
 	if r.Metadata != "" {
-		errs = append(errs, os.WriteFile(filepath.Join(dir, "metadata.yaml"), []byte(r.Metadata), 0o644))
+		errs[3] = os.WriteFile(filepath.Join(dir, "metadata.yaml"), []byte(r.Metadata), 0o644)
 	}
 	return errors.Join(errs...)
 }

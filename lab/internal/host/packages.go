@@ -16,11 +16,13 @@ import (
 	"strings"
 )
 
-// Packages are the Debian packages whose programs the lab runs or puts into its
-// machines and images.
+// Packages are the Debian packages whose programs the lab and the project's tests run, or
+// put into machines and images.
 var Packages = []string{
 	"runc", "containernetworking-plugins", "nftables", "iproute2", "iptables", "util-linux",
 	"conntrack", "ethtool", "socat", "swtpm", "swtpm-tools",
+	"curl", "openssl", // an intruder's tools, and the manual's
+	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
 }
 
 // ErrNotRoot says that the caller may not make namespaces.

@@ -20,6 +20,7 @@ import (
 	"runtime"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // The versions that tools/kube/go.mod pins; a test compares them.
@@ -80,7 +81,7 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 	}
 	b := Build{Dir: filepath.Join(cache, "kube", id), ID: id}
 	if b.load() == nil {
-		return b, nil
+		return b, Used(b.Dir)
 	}
 	unlock, err := Lock(filepath.Join(cache, "kube"))
 	if err != nil {
@@ -94,7 +95,7 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 	if err := build(ctx, module, b.Dir); err != nil {
 		return Build{}, err
 	}
-	return b, b.load()
+	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
 }
 
 func identify(module string) (string, error) {
@@ -191,6 +192,31 @@ func Lock(dir string) (unlock func(), err error) {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
 	}
 	return func() { _ = f.Close() }, nil
+}
+
+// Used notes that a cache entry is in use.
+func Used(entry string) error {
+	now := time.Now()
+	return os.Chtimes(entry, now, now)
+}
+
+// Prune removes the entries of a cache folder that nobody has used for a week. The caller
+// holds the folder's lock.
+func Prune(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		fi, err := e.Info()
+		if err != nil || !e.IsDir() || time.Since(fi.ModTime()) < 7*24*time.Hour {
+			continue
+		}
+		if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Tools builds small programs of the project itself (package paths like "./lab/echo")

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"runtime"
 	"syscall"
 )
@@ -34,11 +35,28 @@ func Enter(specPath string) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start PID 1 in new namespaces: %w", err)
 	}
+	if err := makeRoom(s); err != nil {
+		return errors.Join(err, cmd.Process.Kill())
+	}
 	signal.Ignore(syscall.SIGINT) // a Ctrl-C at the terminal is for the command in front
 	if err := report(Report{PID: cmd.Process.Pid}); err != nil {
 		return errors.Join(err, cmd.Process.Kill())
 	}
 	return cmd.Wait()
+}
+
+// makeRoom moves this process out of the machine's top cgroup where that is of version 2: a
+// group with processes of its own can't hand controllers on. PID 1 moves too, before it
+// goes on ([leaveTopCgroup]).
+func makeRoom(s Spec) error {
+	if !s.Cgroups.Unified {
+		return nil
+	}
+	const leaf = "enter"
+	if err := os.Mkdir(filepath.Join(s.Cgroups.Hierarchies[0].Mount, s.Cgroup, leaf), 0o755); err != nil {
+		return err
+	}
+	return s.Cgroups.Enter(s.Cgroup+"/"+leaf, os.Getpid())
 }
 
 // HoldNetwork keeps the network namespace that it runs in: it waits for the cable, takes

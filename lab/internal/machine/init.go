@@ -54,7 +54,7 @@ func boot(ctx context.Context, specPath string, log *slog.Logger) error {
 	}
 	clock := time.Now()
 	lap := func(stage string) {
-		log.Info(stage, "took", time.Since(clock).Round(time.Millisecond))
+		log.Info("boot", "stage", stage, "took", time.Since(clock).Round(time.Millisecond))
 		clock = time.Now()
 	}
 	if err := syscall.Sethostname([]byte(s.Name)); err != nil {
@@ -63,11 +63,11 @@ func boot(ctx context.Context, specPath string, log *slog.Logger) error {
 	if err := makeRoot(s); err != nil {
 		return fmt.Errorf("root file system: %w", err)
 	}
-	if err := leaveRootCgroup(s.Cgroups); err != nil {
-		return err
-	}
 	lap("root file system")
 	if err := connect(ctx, s.Address); err != nil {
+		return err
+	}
+	if err := leaveTopCgroup(s.Cgroups); err != nil { // after connect: the parent has moved by then
 		return err
 	}
 	lap("network")
@@ -80,7 +80,7 @@ func boot(ctx context.Context, specPath string, log *slog.Logger) error {
 	// From here on all children are the supervisor's.
 	sigchld := make(chan os.Signal, 64)
 	signal.Notify(sigchld, syscall.SIGCHLD)
-	sup, err := newSupervisor(image.Units, []string{"PATH=" + Path, "HOME=/root", "LANG=C.UTF-8"}, log)
+	sup, err := newSupervisor(inMachine, []string{"PATH=" + Path, "HOME=/root", "LANG=C.UTF-8"}, log)
 	if err != nil {
 		return err
 	}

@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -241,18 +240,19 @@ func (r *rootfs) sysctls() {
 	r.write("proc/sys/net/ipv4/ip_forward", "1") // this one is the network namespace's
 }
 
-// leaveRootCgroup moves PID 1 out of the machine's top cgroup: in version 2 a group with
-// processes can't hand controllers on.
-func leaveRootCgroup(c host.Cgroups) error {
+// leaveTopCgroup moves PID 1 out of the machine's top cgroup, which here is the root, and
+// lets that hand its controllers on; see [makeRoom].
+func leaveTopCgroup(c host.Cgroups) error {
 	if !c.Unified {
 		return nil
 	}
+	const leaf = "init"
 	own := host.Cgroups{Unified: true, Hierarchies: []host.Hierarchy{{Mount: "/sys/fs/cgroup"}}}
-	if err := os.Mkdir("/sys/fs/cgroup/init", 0o755); err != nil && !errors.Is(err, syscall.EEXIST) {
+	if err := os.Mkdir(filepath.Join("/sys/fs/cgroup", leaf), 0o755); err != nil {
 		return err
 	}
-	if err := own.Enter("init", os.Getpid()); err != nil {
+	if err := own.Enter(leaf, os.Getpid()); err != nil {
 		return err
 	}
-	return own.Create("kubelet") // enables the controllers on the way
+	return own.Create(leaf) // nobody is in the top group now: this enables its controllers
 }

@@ -14,13 +14,27 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/muster-k8s/muster/lab/internal/image"
 )
 
+// folders are where a supervisor reads and writes.
+type folders struct {
+	units   string // unit files
+	enabled string // an empty file for each unit that was enabled
+	notify  string // sockets for sd_notify(3), a socket per unit
+	logs    string // what units print, NAME.log
+}
+
+// enabledDir survives a reboot.
+const enabledDir = "/var/lib/systemd/enabled"
+
+// inMachine are the folders of a real machine.
+var inMachine = folders{units: image.Units, enabled: enabledDir, notify: "/run/systemd/notify", logs: "/var/log"}
+
 const (
-	notifyDir   = "/run/systemd/notify"
-	enabledDir  = "/var/lib/systemd/enabled" // an empty file for each unit that was enabled
-	startLimit  = time.Minute                // for Type=notify: from start to READY=1
-	stopTimeout = 20 * time.Second           // from SIGTERM to SIGKILL
+	startLimit  = time.Minute      // for Type=notify: from start to READY=1
+	stopTimeout = 20 * time.Second // from SIGTERM to SIGKILL
 )
 
 // A service is what runs, or doesn't, of a unit.
@@ -34,7 +48,7 @@ type service struct {
 
 // A supervisor runs units and reaps every orphan of the machine, as PID 1 must.
 type supervisor struct {
-	dir string // of unit files
+	at  folders
 	env []string
 	log *slog.Logger
 
@@ -45,12 +59,12 @@ type supervisor struct {
 	pids     map[int]string // running main processes
 }
 
-func newSupervisor(dir string, env []string, log *slog.Logger) (*supervisor, error) {
+func newSupervisor(f folders, env []string, log *slog.Logger) (*supervisor, error) {
 	s := &supervisor{
-		dir: dir, env: env, log: log,
+		at: f, env: env, log: log,
 		changed: make(chan struct{}), services: map[string]*service{}, pids: map[int]string{},
 	}
-	if err := os.MkdirAll(notifyDir, 0o755); err != nil {
+	if err := os.MkdirAll(f.notify, 0o755); err != nil {
 		return nil, err
 	}
 	return s, s.reload()
@@ -58,7 +72,7 @@ func newSupervisor(dir string, env []string, log *slog.Logger) (*supervisor, err
 
 // reload reads the unit files again; what runs goes on.
 func (s *supervisor) reload() error {
-	units, err := loadUnits(s.dir)
+	units, err := loadUnits(s.at.units)
 	if err != nil {
 		return err
 	}
@@ -75,7 +89,7 @@ func (s *supervisor) reload() error {
 
 // enable makes a unit one of those that start at boot, or takes that back.
 func (s *supervisor) enable(name string, on bool) error {
-	f := filepath.Join(enabledDir, name)
+	f := filepath.Join(s.at.enabled, name)
 	if on {
 		return os.WriteFile(f, nil, 0o644)
 	}
@@ -86,8 +100,8 @@ func (s *supervisor) enable(name string, on bool) error {
 }
 
 // enabled reports whether a unit starts at boot.
-func (s *supervisor) enabled(u Unit) bool {
-	_, err := os.Stat(filepath.Join(enabledDir, u.Name))
+func (s *supervisor) isEnabled(u Unit) bool {
+	_, err := os.Stat(filepath.Join(s.at.enabled, u.Name))
 	return err == nil || slices.Contains(u.WantedBy, bootTarget)
 }
 
@@ -97,7 +111,7 @@ func (s *supervisor) atBoot() []string {
 	defer s.mu.Unlock()
 	var names []string
 	for name, u := range s.units {
-		if s.enabled(u) {
+		if s.isEnabled(u) {
 			names = append(names, name)
 		}
 	}
@@ -158,13 +172,13 @@ func (s *supervisor) spawn(name string) error {
 		if err := s.listen(name, svc); err != nil {
 			return fail(err)
 		}
-		env = append(env[:len(env):len(env)], "NOTIFY_SOCKET="+filepath.Join(notifyDir, name))
+		env = append(env[:len(env):len(env)], "NOTIFY_SOCKET="+filepath.Join(s.at.notify, name))
 	}
 	argv, env, err := u.command(env)
 	if err != nil {
 		return fail(err)
 	}
-	log, err := os.OpenFile(filepath.Join("/var/log", name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640)
+	log, err := os.OpenFile(filepath.Join(s.at.logs, name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o640)
 	if err != nil {
 		return fail(err)
 	}
@@ -202,7 +216,7 @@ func (s *supervisor) listen(name string, svc *service) error {
 	if svc.notify != nil {
 		return nil
 	}
-	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(notifyDir, name), Net: "unixgram"})
+	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(s.at.notify, name), Net: "unixgram"})
 	if err != nil {
 		return err
 	}

@@ -163,7 +163,7 @@ func (s *supervisor) one(ctx context.Context, verb, name string, flags map[strin
 		}
 		return outcome(s.stop(ctx, name))
 	case "is-enabled":
-		if s.enabled(u) {
+		if s.isEnabled(u) {
 			return answer{Out: "enabled\n"}
 		}
 		return answer{Out: "disabled\n", Code: codeFailed}

@@ -69,7 +69,7 @@ func (u *Unit) set(section, key, value string) error {
 		u.Conditions = append(u.Conditions, value)
 	case "[Service]Type":
 		if value != "simple" && value != "notify" {
-			return errors.New("Type: simple or notify")
+			return errors.New("want Type simple or notify")
 		}
 		u.Notify = value == "notify"
 	case "[Service]ExecStart":
@@ -80,13 +80,13 @@ func (u *Unit) set(section, key, value string) error {
 		u.EnvFiles = append(u.EnvFiles, value)
 	case "[Service]Restart":
 		if !slices.Contains([]string{"no", "always", "on-failure"}, value) {
-			return errors.New("Restart: no, always or on-failure")
+			return errors.New("want Restart no, always or on-failure")
 		}
 		u.Restart = value
 	case "[Service]RestartSec":
 		s, err := strconv.ParseFloat(value, 64)
 		if err != nil || s < 0 {
-			return errors.New("RestartSec: seconds")
+			return errors.New("want RestartSec in seconds")
 		}
 		u.RestartWait = time.Duration(s * float64(time.Second))
 	case "[Install]WantedBy":

@@ -11,7 +11,9 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"os/exec"
 	"path"
@@ -107,7 +109,7 @@ func Layout(ctx context.Context, images []Image, cache string) (dir, id string, 
 	}
 	dir = filepath.Join(cache, "images", id)
 	if _, err := os.Stat(filepath.Join(dir, "index.json")); err == nil {
-		return dir, id, nil
+		return dir, id, kube.Used(dir)
 	}
 	unlock, err := kube.Lock(filepath.Join(cache, "images"))
 	if err != nil {
@@ -141,7 +143,7 @@ func Layout(ctx context.Context, images []Image, cache string) (dir, id string, 
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return "", "", err
 	}
-	return dir, id, os.Rename(tmp, dir)
+	return dir, id, errors.Join(os.Rename(tmp, dir), kube.Prune(filepath.Dir(dir)))
 }
 
 func identify(images []Image) (string, error) {
@@ -246,6 +248,9 @@ func Push(ctx context.Context, dir, host string) error {
 	if err != nil {
 		return err
 	}
+	transport := http.DefaultTransport.(*http.Transport).Clone() // its own: no connection stays open behind it
+	defer transport.CloseIdleConnections()
+	options := []remote.Option{remote.WithContext(ctx), remote.WithTransport(transport)}
 	for _, d := range descs {
 		to, err := target(refOf(d), host)
 		if err != nil {
@@ -257,13 +262,13 @@ func Push(ctx context.Context, dir, host string) error {
 			if err != nil {
 				return fmt.Errorf("image layout %s: %w", dir, err)
 			}
-			push = func() error { return remote.WriteIndex(to, ix, remote.WithContext(ctx)) }
+			push = func() error { return remote.WriteIndex(to, ix, options...) }
 		} else {
 			img, err := l.Image(d.Digest)
 			if err != nil {
 				return fmt.Errorf("image layout %s: %w", dir, err)
 			}
-			push = func() error { return remote.Write(to, img, remote.WithContext(ctx)) }
+			push = func() error { return remote.Write(to, img, options...) }
 		}
 		if err := push(); err != nil {
 			return fmt.Errorf("push %s: %w", refOf(d), err)

@@ -179,7 +179,7 @@ func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
 	}
 	for _, l := range []string{
 		"token abcdef.0123456789abcdef here", "certificate key " + strings.Repeat("0a", 32), "-----BEGIN RSA PRIVATE KEY-----", "c2VjcmV0",
-		"-----END RSA PRIVATE KEY-----", "https://user:hunter2@host/", "key " + strings.Repeat("Ab1+", 20) + "==", "", strings.Repeat("long ", 100), "error: it failed",
+		"-----END RSA PRIVATE KEY-----", "https://user:hunter2@host/", "key " + strings.Repeat("Ab1+", 20) + "==", "", strings.Repeat("long ", 100), "\x1b[0;31merror\x1b[0m: it failed",
 	} {
 		tail.Add(l)
 	}

@@ -21,8 +21,12 @@ var secretLike = []*regexp.Regexp{
 	regexp.MustCompile(`//[^/\s@]+:[^/\s@]+@`),
 }
 
-// Redact removes from a line of kubeadm's output what looks like a secret.
+// color finds what only a terminal understands.
+var color = regexp.MustCompile("\x1b\\[[0-9;]*m")
+
+// Redact removes from a line of kubeadm's output what looks like a secret, and colors.
 func Redact(line string) string {
+	line = color.ReplaceAllString(line, "")
 	for _, r := range secretLike {
 		line = r.ReplaceAllString(line, "[redacted]")
 	}

@@ -54,7 +54,7 @@ func (k *Kube) NewApprover(log *audit.Log, r prometheus.Registerer) (*Approver, 
 // Serve decides until ctx ends. Before the informers have synced it decides nothing.
 func (a *Approver) Serve(ctx context.Context) error {
 	if err := a.kube.cluster.Await(ctx); err != nil {
-		return nil // ctx has ended
+		return err
 	}
 	for {
 		changed := a.kube.cluster.Nodes.Changed() // before looking, so that no change is missed
@@ -193,6 +193,6 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	// The informer will say so too; until then it would be decided again with each kick.
 	a.kube.requests.remove(o)
 	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
-	a.kube.log.InfoContext(ctx, record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
+	a.kube.log.InfoContext(ctx, "a kubelet's certificate request is decided", "event", record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
 	return nil
 }

@@ -18,7 +18,7 @@ type Enforcer struct {
 	kube *Kube
 
 	mu     sync.Mutex
-	todo   map[string]task // by node name; a newer one replaces an older
+	tasks  map[string]task // by node name; a newer one replaces an older
 	banned map[string]bool
 	kick   chan struct{}
 }
@@ -38,7 +38,7 @@ const (
 
 // NewEnforcer returns an Enforcer. Call it before the informers run.
 func (k *Kube) NewEnforcer() (*Enforcer, error) {
-	e := &Enforcer{kube: k, todo: map[string]task{}, banned: map[string]bool{}, kick: make(chan struct{}, 1)}
+	e := &Enforcer{kube: k, tasks: map[string]task{}, banned: map[string]bool{}, kick: make(chan struct{}, 1)}
 	return e, cluster.Watch(k.cluster, e.set, e.remove)
 }
 
@@ -52,8 +52,8 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	case !n.Spec.Banned && was:
 		delete(e.banned, n.Name)
 		e.add(n, taskLift)
-	case !n.Spec.Banned && e.todo[n.Name].kind == taskForget:
-		delete(e.todo, n.Name) // it was forgotten and enrolled anew
+	case !n.Spec.Banned && e.tasks[n.Name].kind == taskForget:
+		delete(e.tasks, n.Name) // it was forgotten and enrolled anew
 	}
 }
 
@@ -68,7 +68,7 @@ func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 }
 
 func (e *Enforcer) add(n *v1alpha1.AttestedNode, kind taskKind) {
-	e.todo[n.Name] = task{n.Spec.MachineID, kind}
+	e.tasks[n.Name] = task{n.Spec.MachineID, kind}
 	select {
 	case e.kick <- struct{}{}:
 	default: // it is awake
@@ -93,10 +93,10 @@ func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error 
 
 func (e *Enforcer) pass(ctx context.Context, cut func(attest.MachineID)) bool {
 	e.mu.Lock()
-	todo := maps.Clone(e.todo)
+	tasks := maps.Clone(e.tasks)
 	e.mu.Unlock()
 	ok := true
-	for node, t := range todo {
+	for node, t := range tasks {
 		if err := e.do(ctx, node, t, cut); err != nil {
 			if ctx.Err() != nil {
 				return true
@@ -106,8 +106,8 @@ func (e *Enforcer) pass(ctx context.Context, cut func(attest.MachineID)) bool {
 			continue
 		}
 		e.mu.Lock()
-		if e.todo[node] == t {
-			delete(e.todo, node)
+		if e.tasks[node] == t {
+			delete(e.tasks, node)
 		}
 		e.mu.Unlock()
 	}

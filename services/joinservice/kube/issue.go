@@ -73,7 +73,8 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	if err := k.cluster.Client.Create(ctx, object); err != nil {
 		return Certificate{}, unavailable("create CertificateSigningRequest", err)
 	}
-	k.cleanups.Go(func() { <-ctx.Done(); k.discard(ctx, object) }) // ctx ends with this call
+	name := object.Name
+	defer func() { k.cleanups.Go(func() { k.discard(ctx, name) }) }()
 	object.Status.Conditions = append(object.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "join ticket for " + r.Node,
 	})
@@ -84,7 +85,7 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	case done := <-signed:
 		return certificateOf(done, r)
 	case <-ctx.Done():
-		return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %w", object.Name, context.Cause(ctx))
+		return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %w", name, context.Cause(ctx))
 	}
 }
 
@@ -95,12 +96,13 @@ func requestName(r *nodecert.Request) string {
 }
 
 // discard deletes a request that is done, used or not.
-func (k *Kube) discard(ctx context.Context, object *certificatesv1.CertificateSigningRequest) {
+func (k *Kube) discard(ctx context.Context, name string) {
 	ctx, cancel := undo(ctx)
 	defer cancel()
+	object := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, object)); err != nil {
 		// Kubernetes collects old requests after an hour by itself.
-		k.log.WarnContext(ctx, "a used certificate request is left", "request", object.Name, "err", err)
+		k.log.WarnContext(ctx, "a used certificate request is left", "request", name, "err", err)
 	}
 }
 

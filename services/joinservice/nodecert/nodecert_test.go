@@ -130,7 +130,7 @@ func TestRequestsForMoreThanANodeMayHaveAreRefused(t *testing.T) {
 		"an Ed25519 key":               {key: ed, edit: func(*x509.CertificateRequest) {}},
 		"a key on P-224":               {key: p224, edit: func(*x509.CertificateRequest) {}},
 		"a kind that does not exist":   {kind: 7, edit: func(*x509.CertificateRequest) {}},
-		"an attribute with a password": {edit: func(c *x509.CertificateRequest) { c.Attributes = challengePassword }},
+		"an attribute with a password": {edit: func(c *x509.CertificateRequest) { c.Attributes = challengePassword }}, //nolint:staticcheck // no other way makes such an attribute,
 		"an unknown kind of extension": {edit: func(c *x509.CertificateRequest) {
 			c.ExtraExtensions = []pkix.Extension{{Id: asn1.ObjectIdentifier{1, 2, 3, 4}, Value: []byte{5, 0}}}
 		}},

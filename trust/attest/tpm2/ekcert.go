@@ -2,6 +2,7 @@ package tpm2
 
 import (
 	"bytes"
+	"crypto/rsa"
 	"crypto/x509"
 	"encoding/asn1"
 	"errors"
@@ -24,6 +25,12 @@ var (
 	oidTPMVersion      = asn1.ObjectIdentifier{2, 23, 133, 2, 3}
 )
 
+// The largest RSA keys of certificates that a peer sends.
+const (
+	maxRSABits     = 4096
+	maxRSAExponent = 1<<16 + 1
+)
+
 // endorsement is an endorsement key that a root vouches for.
 type endorsement struct {
 	cert *x509.Certificate
@@ -38,6 +45,11 @@ func verifyEK(ders [][]byte, roots []*x509.Certificate, now time.Time) (*endorse
 		c, err := x509.ParseCertificate(der)
 		if err != nil {
 			return nil, refuse(malformed, "EK certificate %d: %w", i, err)
+		}
+		// Checking a signature takes time with the square of the modulus, and strangers
+		// choose these keys.
+		if k, ok := c.PublicKey.(*rsa.PublicKey); ok && (k.N.BitLen() > maxRSABits || k.E > maxRSAExponent) {
+			return nil, refuse(badEK, "EK certificate %d has an RSA key of %d bits with exponent %d", i, k.N.BitLen(), k.E)
 		}
 		certs[i] = c
 	}

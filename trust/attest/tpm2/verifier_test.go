@@ -2,9 +2,11 @@ package tpm2_test
 
 import (
 	"context"
+	"crypto/rsa"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/asn1"
+	"math/big"
 	"testing"
 	"time"
 
@@ -280,6 +282,21 @@ func TestChain(t *testing.T) {
 			}
 		})
 	}
+	t.Run("an RSA key that takes too long to check", func(t *testing.T) {
+		for name, key := range map[string]*rsa.PublicKey{
+			"5000 bits":      {N: new(big.Int).SetBit(big.NewInt(1), 4999, 1), E: 65537},
+			"a big exponent": {N: new(big.Int).SetBit(big.NewInt(1), 2047, 1), E: 1<<31 - 1},
+		} {
+			chain := root.Issue(t, key, nil)
+			m := attesttest.NewMachine(t, root, attesttest.Options{Tamper: attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) {
+				ev.GetTpm2().EkCertificates = append(ev.GetTpm2().EkCertificates, chain...)
+			}}})
+			_, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, root), attest.PurposeMachine, attest.Binding{1}, false)
+			if attest.ReasonOf(err) != badEK {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
 	t.Run("another machine's", func(t *testing.T) {
 		m := attesttest.NewMachine(t, root, attesttest.Options{Tamper: attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) {
 			ev.GetTpm2().EkCertificates = elsewhere.Certificates

@@ -1,0 +1,407 @@
+package main
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/base64"
+	"encoding/pem"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"testing"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+func TestThePolicyChangesWithoutARestart(t *testing.T) {
+	s := setUp(t)
+	next := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "next release"})
+	m := s.machine(t)
+	ask := func(who *attesttest.Machine) error {
+		_, err := s.dial(t, who.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+		return err
+	}
+	if err := ask(next); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		t.Fatalf("%v, want POLICY_REFUSED", err)
+	}
+	both := attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1, next}, func(p *attestv1.Policy) {
+		p.Serial, p.Insecure = 2, &attestv1.InsecureSwitches{AllowPlainState: true}
+	})
+	s.inForce(t, s.SetPolicy(t, both))
+	if err := ask(next); err != nil {
+		t.Fatal(err)
+	}
+	good := s.join.Metric(t, "muster_policy_generation")
+	s.status(t, func(st v1alpha1.AttestationPolicyStatus) bool {
+		return st.Accepted && st.Serial == 2 && st.Reason == "" && len(st.Insecure) == 1
+	})
+
+	_, stranger, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := func(change func(*attestv1.Policy)) string {
+		return string(attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, change))
+	}
+	sign := func(json string) string {
+		return base64.StdEncoding.EncodeToString(attest.SignPolicy(s.Owner, []byte(json)).GetSignature())
+	}
+	lower, empty := text(func(p *attestv1.Policy) { p.Serial = 1 }), text(func(p *attestv1.Policy) { p.Serial, p.Version = 9, 2 })
+	newer := text(func(p *attestv1.Policy) { p.Serial = 9 })
+	for name, tt := range map[string]struct {
+		policy, signature string
+		reason            string
+	}{
+		"a lower serial":           {lower, sign(lower), "POLICY_INVALID"},
+		"a version of the future":  {empty, sign(empty), "POLICY_INVALID"},
+		"no JSON":                  {"{", sign("{"), "POLICY_INVALID"},
+		"signed by somebody else":  {newer, base64.StdEncoding.EncodeToString(attest.SignPolicy(stranger, []byte(newer)).GetSignature()), "POLICY_SIGNATURE"},
+		"the signature of another": {newer, sign(lower), "POLICY_SIGNATURE"},
+		"one byte was changed":     {newer + " ", sign(newer), "POLICY_SIGNATURE"},
+	} {
+		t.Run(name+" keeps the good one and says so", func(t *testing.T) {
+			s.SetPolicyObject(t, tt.policy, tt.signature)
+			membertest.Eventually(t, func() error {
+				return membertest.Want(s.join.Metric(t, "muster_policy_rejected", "reason", tt.reason) == 1, "the metric does not say %s", tt.reason)
+			})
+			s.status(t, func(st v1alpha1.AttestationPolicyStatus) bool {
+				return !st.Accepted && st.Reason == tt.reason && st.Message != ""
+			})
+			if !s.join.Logged("msg", "policy refused; what was in force before stays in force", "reason", tt.reason) {
+				t.Error("not logged")
+			}
+			if got := s.join.Metric(t, "muster_policy_generation"); got != good {
+				t.Errorf("generation %v is in force, want %v", got, good)
+			}
+			if err := ask(next); err != nil {
+				t.Errorf("the good policy is no longer applied: %v", err)
+			}
+			s.inForce(t, s.SetPolicy(t, both))
+			good = s.join.Metric(t, "muster_policy_generation")
+		})
+	}
+	t.Run("without one nobody is accepted", func(t *testing.T) {
+		if err := s.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestationPolicy{}); err != nil {
+			t.Fatal(err)
+		}
+		membertest.Eventually(t, func() error { return membertest.Want(s.join.Ready(t) != nil, "still ready") })
+		_, err := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.blind(t, next.Attester(attest.PurposeMachine))), "https://"+s.join.Addr, rpc.ClientOptions()...).
+			IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NOT_READY || rpc.RetryAfterFrom(err) == 0 {
+			t.Errorf("%v, want NOT_READY with a hint when to try again", err)
+		}
+	})
+}
+
+// blind judges the joinservice by what it boots alone, for there is no policy that it could present.
+func (s *stage) blind(t *testing.T, a attest.Attester) *atls.Transport {
+	t.Helper()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice,
+		Appraiser: attesttest.ParsedPolicy(t, s.ca, []*attesttest.Machine{s.cp1}).For(attest.LockedTo(s.ID)),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = transport.Close() })
+	return transport
+}
+
+func (s *stage) status(t *testing.T, fits func(v1alpha1.AttestationPolicyStatus) bool) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		p := &v1alpha1.AttestationPolicy{}
+		if err := s.Client.Get(t.Context(), client.ObjectKey{Name: v1alpha1.PolicyName}, p); err != nil {
+			return err
+		}
+		return membertest.Want(p.Status.ObservedGeneration == p.Generation && fits(p.Status), "status %+v", p.Status)
+	})
+}
+
+// filed is a request that a kubelet files by itself.
+type filed struct {
+	user     string
+	signer   string
+	usages   []certificatesv1.KeyUsage
+	template *x509.CertificateRequest
+}
+
+func renewal(node string) *filed {
+	return &filed{
+		user: "system:node:" + node, signer: certificatesv1.KubeAPIServerClientKubeletSignerName,
+		usages:   []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
+		template: &x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}}},
+	}
+}
+
+func serving(node string, addresses ...string) *filed {
+	f := renewal(node)
+	f.signer, f.usages[1] = certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth
+	f.template.DNSNames = []string{node}
+	for _, a := range addresses {
+		f.template.IPAddresses = append(f.template.IPAddresses, net.ParseIP(a).To4())
+	}
+	return f
+}
+
+// file creates the request as its node and gives its name.
+func (s *stage) file(t *testing.T, f *filed) string {
+	t.Helper()
+	cfg, err := s.AsUser(f.user, "system:nodes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: csr(t, f.template, newKey(t))}),
+			SignerName: f.signer, Usages: f.usages,
+		},
+	}
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // once the admission policy knows the node
+	return o.Name
+}
+
+func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		o := &certificatesv1.CertificateSigningRequest{}
+		if err := s.Client.Get(t.Context(), client.ObjectKey{Name: name}, o); err != nil {
+			return err
+		}
+		if want == certificatesv1.CertificateApproved && len(o.Status.Certificate) == 0 {
+			return errors.New("not signed")
+		}
+		for _, c := range o.Status.Conditions {
+			if c.Type == want && c.Reason == reason {
+				return nil
+			}
+		}
+		return membertest.Want(false, "conditions %+v, want %s %s", o.Status.Conditions, want, reason)
+	})
+}
+
+func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
+	s := setUp(t)
+	s.ticketFor(t, s.machine(t), worker(t))
+	listed := s.Listed(t)
+	if listed["w1"] == "" {
+		t.Fatal("w1 may not write")
+	}
+	for name, f := range map[string]*filed{
+		"a client certificate":  renewal("w1"),
+		"a serving certificate": serving("w1", "192.168.77.12"),
+	} {
+		t.Run(name+" is renewed", func(t *testing.T) {
+			request := s.file(t, f)
+			s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
+			if !s.recorded(t, func(r audit.Record) bool {
+				return r.Event == "certificate approved" && r.Request == request && r.Node == "w1"
+			}) {
+				t.Error("no audit record")
+			}
+		})
+	}
+	bothAddresses, foreignName, usages, noAddress := serving("w1", "192.168.77.12", "192.168.77.99"), serving("w1", "192.168.77.12"), renewal("w1"), serving("w1")
+	foreignName.template.DNSNames = []string{"w1", "kubernetes"}
+	usages.usages = append(usages.usages, certificatesv1.UsageCertSign)
+	for name, tt := range map[string]struct {
+		f      *filed
+		reason string
+	}{
+		"an address beside the enrolled ones": {bothAddresses, "ADDRESS_REFUSED"},
+		"another node's address":              {serving("w1", "192.168.77.11"), "ADDRESS_REFUSED"},
+		"a further DNS name":                  {foreignName, "CSR_INVALID"},
+		"a further usage":                     {usages, "CSR_INVALID"},
+		"no address":                          {noAddress, "CSR_INVALID"},
+	} {
+		t.Run(name+" is denied", func(t *testing.T) {
+			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
+			request := s.file(t, tt.f)
+			s.decided(t, request, certificatesv1.CertificateDenied, tt.reason)
+			if !s.recorded(t, func(r audit.Record) bool {
+				return r.Event == "certificate denied" && r.Request == request && r.Reason == tt.reason
+			}) {
+				t.Error("no audit record")
+			}
+			membertest.Eventually(t, func() error {
+				after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
+				return membertest.Want(after == before+1, "the metric went from %v to %v", before, after)
+			})
+		})
+	}
+}
+
+// The first machine's kubelet files its requests before there is an enrolment.
+func TestAPendingRequestIsApprovedOnceItsNodeIsEnrolled(t *testing.T) {
+	s := setUp(t)
+	if err := s.list(t, "first"); err != nil {
+		t.Fatal(err)
+	}
+	request := s.file(t, serving("first", "192.168.77.40"))
+	membertest.Eventually(t, func() error {
+		return membertest.Want(s.join.Logged("msg", "a kubelet's certificate request waits", "request", request), "joinservice has not seen it")
+	})
+	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.40"}})
+	s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
+}
+
+func (s *stage) list(t *testing.T, node string) error {
+	t.Helper()
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	return s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", []byte(`{"data":{"`+node+`":""}}`)))
+}
+
+// A machine that was accepted once and now boots something else keeps no way to renew what it has.
+func TestABadVerdictStopsRenewals(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.ticketFor(t, m, worker(t))
+	m.SetPCR(9, make32(9))
+	_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		t.Fatalf("%v, want POLICY_REFUSED", err)
+	}
+	membertest.Eventually(t, func() error {
+		v := s.Node(t, "w1").Status.LastVerdict
+		return membertest.Want(v != nil && !v.Accepted && v.Reason == "POLICY_REFUSED", "last verdict %+v", v)
+	})
+	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
+	m.Reboot()
+	s.ticketFor(t, m, worker(t))
+	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
+}
+
+func TestABanTakesEffectAtOnce(t *testing.T) {
+	s := setUp(t)
+	m, w := s.machine(t), worker(t)
+	open := s.dial(t, m.Attester(attest.PurposeMachine))
+	ticket, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	node := s.asNode(t, w, ticket)
+	membertest.Eventually(t, func() error { return node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
+	pending := renewal("w1")
+	ban := func(banned bool) {
+		n := s.Node(t, "w1")
+		n.Spec.Banned = banned
+		if err := s.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ban(true)
+	membertest.Eventually(t, func() error {
+		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
+	})
+	membertest.Eventually(t, func() error {
+		err := node.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"x":"y"}}}`)))
+		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "the banned node could write: %v", err)
+	})
+	if _, ok := s.Listed(t)["w1"]; ok {
+		t.Error("it is still listed")
+	}
+	ban(false)
+	membertest.Eventually(t, func() error {
+		return membertest.Want(s.Listed(t)["w1"] == m.ID().String(), "it may not write again")
+	})
+	membertest.Eventually(t, func() error {
+		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	})
+	s.decided(t, s.file(t, pending), certificatesv1.CertificateApproved, "AttestedMachine")
+}
+
+func TestItSaysWhetherItServes(t *testing.T) {
+	s := setUp(t)
+	health := healthv1connect.NewHealthClient(rpc.HTTPClient(s.transport(t, atls.NoAttester)), "https://"+s.join.Addr, rpc.ClientOptions()...)
+	membertest.Eventually(t, func() error {
+		resp, err := health.Check(t.Context(), &healthv1.HealthCheckRequest{Service: joinv1connect.JoinServiceName})
+		if err != nil {
+			return err
+		}
+		return membertest.Want(resp.GetStatus() == healthv1.HealthCheckResponse_SERVING, "status %s", resp.GetStatus())
+	})
+}
+
+func TestFlagsThatAreWrongAreNamed(t *testing.T) {
+	for name, tt := range map[string]struct {
+		args []string
+		want string
+	}{
+		"no owner's key":       {nil, "--owner-key"},
+		"a short owner's key":  {[]string{"--owner-key=AAAA"}, "--owner-key"},
+		"a missing kubeconfig": {[]string{"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--kubeconfig=/nowhere"}, "/nowhere"},
+		"an unknown flag":      {[]string{"--unknown"}, "unknown"},
+		"a missing audit folder": {[]string{
+			"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
+		}, "/nowhere/audit.jsonl"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := run(context.WithoutCancel(t.Context()), tt.args, io.Discard)
+			if err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("%v, want %q in it", err, tt.want)
+			}
+		})
+	}
+}
+
+// Without the list the chart's admission policy denies everybody every write, so a slip must not
+// delete it, and if it is gone its owner can make it anew.
+func TestTheListOfEnrolledNodesSurvivesASlip(t *testing.T) {
+	s := setUp(t)
+	ctx := t.Context()
+	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	membertest.Eventually(t, func() error { // once the API server has compiled the policy
+		err := s.Client.Delete(ctx, list, client.DryRunAll)
+		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "it could be deleted: %v", err)
+	})
+	binding := &unstructured.Unstructured{}
+	binding.SetAPIVersion("admissionregistration.k8s.io/v1")
+	binding.SetKind("ValidatingAdmissionPolicyBinding")
+	if err := s.Client.Get(ctx, client.ObjectKey{Name: "muster-keep-enrolled"}, binding); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Client.Delete(ctx, binding); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error { return s.Client.Delete(ctx, list) })
+	other := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "x-"}}
+	membertest.Eventually(t, func() error {
+		err := s.Client.Create(ctx, other, client.DryRunAll)
+		other.Name = ""
+		return membertest.Want(err != nil, "writes go on without the list")
+	})
+	list.ResourceVersion = ""
+	if err := s.Client.Create(ctx, list); err != nil {
+		t.Errorf("the list cannot be made anew: %v", err)
+	}
+	binding.SetResourceVersion("")
+	membertest.Eventually(t, func() error { return s.Client.Create(ctx, binding) })
+}

@@ -1,0 +1,413 @@
+package main
+
+import (
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/asn1"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+const (
+	disk2 = "5f0c95b6-2a3d-4c7e-9f10-000000000002"
+	disk3 = "5f0c95b6-2a3d-4c7e-9f10-000000000003"
+)
+
+// Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves
+// neither enrolment nor certificate request; the same machine gets its ticket once the offending
+// input alone is repaired.
+func TestRefusedRequests(t *testing.T) {
+	s := setUp(t)
+	ctx := t.Context()
+	// The neighbourhood: another worker, a Node that Muster did not make, a Service.
+	neighbour := s.machine(t)
+	s.ticketFor(t, neighbour, worker(t, named("w2", disk2, "192.168.77.20")))
+	foreign := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "legacy"}}
+	if err := s.Client.Create(ctx, foreign); err != nil {
+		t.Fatal(err)
+	}
+	foreign.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.168.77.30"}}
+	if err := s.Client.Status().Update(ctx, foreign); err != nil {
+		t.Fatal(err)
+	}
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "x"}, Spec: corev1.ServiceSpec{ClusterIP: "10.96.77.77", Ports: []corev1.ServicePort{{Port: 80}}}}
+	if err := s.Client.Create(ctx, service); err != nil {
+		t.Fatal(err)
+	}
+
+	for name, tt := range map[string]struct {
+		change func(*wishes)
+		// enrolled is what the owner enrolled the machine with beforehand, as w1.
+		enrolled *v1alpha1.AttestedNodeSpec
+		// repair undoes the change where the plain request of a worker would not be right.
+		repair func(*wishes)
+		reason attestv1.Reason
+	}{
+		"a name that belongs to another machine": {change: named("w2", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"the name of the control plane":          {change: named("cp1", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"another name than it is enrolled under": {
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: named("w9", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_MISMATCH,
+		},
+		"a name for which there is a Node": {change: named("legacy", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NODE_EXISTS},
+		"a control plane nobody enrolled":  {change: func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_NOT_ENROLLED},
+		"an enrolled worker that asks to be a control plane": {
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
+		},
+		"an enrolled control plane that asks to be a worker": {
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleControlPlane}, change: func(*wishes) {}, repair: func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
+		},
+		"another machine's disk": {change: func(w *wishes) { w.disk = disk2 }, reason: attestv1.Reason_REASON_DISK_MISMATCH},
+		"another disk than it is enrolled with": {
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1}, change: func(w *wishes) { w.disk = disk3 }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
+		},
+		"a disk that is no longer encrypted": {
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS}, change: func(*wishes) {}, repair: func(w *wishes) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
+		},
+		"an address outside the policy's CIDRs":     {change: func(w *wishes) { w.addresses = []string{"203.0.113.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"a second address outside them":             {change: func(w *wishes) { w.addresses = append(w.addresses, "2001:db8::1") }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of another enrolled node":      {change: func(w *wishes) { w.addresses = []string{"192.168.77.20"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the control plane":          {change: func(w *wishes) { w.addresses = []string{"192.168.77.11"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of a Node Muster did not make": {change: func(w *wishes) { w.addresses = []string{"192.168.77.30"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of a Service":                  {change: func(w *wishes) { w.addresses = []string{"10.96.77.77"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the Kubernetes Service":     {change: func(w *wishes) { w.addresses = []string{"10.96.0.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the control-plane endpoint": {change: func(w *wishes) { w.addresses = []string{"192.168.77.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+
+		"a client request for another node": {change: func(w *wishes) {
+			w.template = func(c, _ *x509.CertificateRequest) { c.Subject.CommonName = "system:node:w2" }
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a serving request for another node": {change: func(w *wishes) {
+			w.template = func(_, s *x509.CertificateRequest) {
+				s.Subject.CommonName, s.DNSNames = "system:node:w2", []string{"w2"}
+			}
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a second organisation": {change: func(w *wishes) {
+			w.template = func(c, _ *x509.CertificateRequest) {
+				c.Subject.Organization = []string{"system:nodes", "system:masters"}
+			}
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a further name in the SAN": {change: func(w *wishes) {
+			w.template = func(_, s *x509.CertificateRequest) { s.DNSNames = append(s.DNSNames, "kubernetes.default.svc") }
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a CA flag": {change: func(w *wishes) {
+			w.template = func(_, s *x509.CertificateRequest) {
+				s.ExtraExtensions = []pkix.Extension{{Id: asn1.ObjectIdentifier{2, 5, 29, 19}, Critical: true, Value: []byte{0x30, 0x03, 0x01, 0x01, 0xff}}}
+			}
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a SAN in the client request": {change: func(w *wishes) {
+			w.template = func(c, _ *x509.CertificateRequest) { c.IPAddresses = []net.IP{net.IPv4(192, 168, 77, 12).To4()} }
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"a request that somebody else signed": {change: func(w *wishes) {
+			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr[len(r.GetKubeletClientCsr())-1] ^= 1 }
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+		"no serving request": {change: func(w *wishes) {
+			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletServingCsr = nil }
+		}, reason: attestv1.Reason_REASON_CSR_INVALID},
+
+		"no name":            {change: func(w *wishes) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a name with a path": {change: func(w *wishes) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "../w1" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no role":            {change: func(w *wishes) { w.role = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"an unknown role":    {change: func(w *wishes) { w.role = 77 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk mode":       {change: func(w *wishes) { w.mode = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk":            {change: func(w *wishes) { w.disk = "" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in braces":   {change: func(w *wishes) { w.disk = "{" + disk1 + "}" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s.forget(t, "w1")
+			m := s.machine(t)
+			if tt.enrolled != nil {
+				tt.enrolled.MachineID = m.ID().String()
+				s.Enrol(t, "w1", *tt.enrolled)
+			}
+			client := s.dial(t, m.Attester(attest.PurposeMachine))
+			if tt.enrolled != nil { // until joinservice has seen the enrolment
+				s.seen(t, client, m)
+			}
+			s.refused(t, client, m, worker(t, tt.change), tt.reason)
+			if tt.enrolled == nil {
+				s.nothingOf(t, m)
+			}
+			if left := s.CSRs(t); len(left) > 0 {
+				membertest.Eventually(t, func() error { // of the ticket before
+					return membertest.Want(len(s.CSRs(t)) == 0, "certificate requests %v", s.CSRs(t))
+				})
+			}
+			var repair []func(*wishes)
+			if tt.repair != nil {
+				repair = append(repair, tt.repair)
+			}
+			if _, err := client.IssueJoinTicket(t.Context(), worker(t, repair...).IssueJoinTicketRequest); err != nil {
+				t.Errorf("repaired: %v", err)
+			}
+		})
+	}
+}
+
+// seen waits until joinservice knows of the machine's enrolment, by asking for what it may not have.
+func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine) {
+	t.Helper()
+	_ = m
+	ask := worker(t, named("probe", disk3, "192.168.77.99"))
+	membertest.Eventually(t, func() error {
+		_, err := client.IssueJoinTicket(t.Context(), ask.IssueJoinTicketRequest)
+		if err == nil {
+			s.forget(t, "probe")
+		}
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_NAME_MISMATCH, "%v, want NAME_MISMATCH", err)
+	})
+}
+
+// refused asks, and compares error detail, metric, log and audit record.
+func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine, w *wish, want attestv1.Reason) {
+	t.Helper()
+	reason := attest.ReasonName(want)
+	before := s.join.Metric(t, "muster_join_tickets_total", "reason", reason)
+	_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+	if got := rpc.ReasonFrom(err); got != want {
+		t.Fatalf("%v, want %s", err, reason)
+	}
+	if after := s.join.Metric(t, "muster_join_tickets_total", "reason", reason); after != before+1 {
+		t.Errorf("the metric went from %v to %v", before, after)
+	}
+	if !s.join.Logged("event", "ticket refused", "reason", reason, "machine", m.ID().String()) {
+		t.Error("not logged")
+	}
+	if s.audit != full && !s.recorded(t, func(r audit.Record) bool {
+		return r.Event == "ticket refused" && r.Reason == reason && r.Machine == m.ID().String()
+	}) {
+		t.Error("no audit record")
+	}
+}
+
+func TestWhatThePolicyForbids(t *testing.T) {
+	s := setUp(t)
+	for name, tt := range map[string]struct {
+		policy func(*attestv1.Policy)
+		reason attestv1.Reason
+	}{
+		"plain state":   {func(p *attestv1.Policy) { p.Insecure = nil }, attestv1.Reason_REASON_PLAIN_STATE_REFUSED},
+		"workers":       {func(p *attestv1.Policy) { p.Roles = []string{"control-plane"} }, attestv1.Reason_REASON_ROLE_REFUSED},
+		"all roles":     {func(p *attestv1.Policy) { p.Roles = nil }, attestv1.Reason_REASON_ROLE_REFUSED},
+		"every address": {func(p *attestv1.Policy) { p.NodeCidrs = nil }, attestv1.Reason_REASON_ADDRESS_REFUSED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s.forget(t, "w1")
+			m := s.machine(t)
+			s.inForce(t, s.policy(t, tt.policy))
+			s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), tt.reason)
+			s.nothingOf(t, m)
+			s.inForce(t, s.policy(t))
+			s.ticketFor(t, m, worker(t))
+		})
+	}
+}
+
+// inForce waits until that generation of the policy is in force.
+func (s *stage) inForce(t *testing.T, generation int64) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		got := s.join.Metric(t, "muster_policy_generation")
+		return membertest.Want(int64(got) == generation, "generation %v is in force, want %d", got, generation)
+	})
+}
+
+// Who does not pass the exchange never reaches the RPC, and is on record all the same.
+func TestMachinesThatGetNoSession(t *testing.T) {
+	s := setUp(t)
+	tampered := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "one byte differs"})
+	unvouched := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	elsewhere := s.machine(t)
+	elsewhere.LockTo([32]byte{0xee})
+	shell := s.machine(t)
+	shell.SetPCR(12, make32(7))
+	good := s.machine(t)
+	for name, tt := range map[string]struct {
+		attester attest.Attester
+		reason   attestv1.Reason
+	}{
+		"a tampered image":               {tampered.Attester(attest.PurposeMachine), attestv1.Reason_REASON_POLICY_REFUSED},
+		"a changed command line":         {shell.Attester(attest.PurposeMachine), attestv1.Reason_REASON_POLICY_REFUSED},
+		"a TPM that no root vouches for": {unvouched.Attester(attest.PurposeMachine), attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine of another cluster":   {elsewhere.Attester(attest.PurposeMachine), attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a joinservice's evidence":       {good.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_BINDING_MISMATCH},
+		"public evidence":                {good.Attester(attest.PurposePublic), attestv1.Reason_REASON_BINDING_MISMATCH},
+	} {
+		t.Run(name, func(t *testing.T) {
+			reason := attest.ReasonName(tt.reason)
+			count := func() int {
+				return len(slices.DeleteFunc(s.records(t), func(r audit.Record) bool { return r.Event != "connection refused" || r.Reason != reason }))
+			}
+			before, metric := count(), s.join.Metric(t, "muster_atls_setups_total", "side", "server", "outcome", "refused", "reason", reason)
+			_, err := s.dial(t, tt.attester).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			if got := rpc.ReasonFrom(err); got != tt.reason {
+				t.Fatalf("%v, want %s", err, reason)
+			}
+			membertest.Eventually(t, func() error {
+				return membertest.Want(count() == before+1, "%d audit records, want %d", count(), before+1)
+			})
+			if after := s.join.Metric(t, "muster_atls_setups_total", "side", "server", "outcome", "refused", "reason", reason); after != metric+1 {
+				t.Errorf("the metric went from %v to %v", metric, after)
+			}
+			if !s.join.Logged("msg", "peer refused", "reason", reason) {
+				t.Error("not logged")
+			}
+			if s.Node(t, "w1") != nil || len(s.CSRs(t)) > 0 || len(s.Listed(t)) > 0 {
+				t.Error("something is left")
+			}
+		})
+	}
+	t.Run("no evidence: a session, but no ticket", func(t *testing.T) {
+		_, err := s.dial(t, atls.NoAttester).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_PEER_NOT_ATTESTED {
+			t.Errorf("%v, want PEER_NOT_ATTESTED", err)
+		}
+		if s.join.Metric(t, "muster_rpc_requests_total", "reason", "PEER_NOT_ATTESTED") != 1 || !s.join.Logged("msg", "call refused", "reason", "PEER_NOT_ATTESTED") {
+			t.Error("not counted or not logged")
+		}
+	})
+	t.Run("only the offending input was wrong", func(t *testing.T) { s.ticketFor(t, good, worker(t)) })
+}
+
+func make32(b byte) []byte {
+	out := make([]byte, 32)
+	out[0] = b
+	return out
+}
+
+func TestATPMThatWasClearedNeedsTheOwner(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	m.SetCounters(7, 0, 0)
+	client := s.dial(t, m.Attester(attest.PurposeMachine))
+	if _, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest); err != nil {
+		t.Fatal(err)
+	}
+	m.SetCounters(1, 0, 0)
+	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_CLOCK_WENT_BACK)
+	m.SetCounters(8, 0, 0)
+	s.ticketFor(t, m, worker(t))
+}
+
+func TestFaultsOfOursLeaveNothing(t *testing.T) {
+	s := setUp(t)
+	t.Run("a sealed root", func(t *testing.T) {
+		m := s.machine(t)
+		path := filepath.Join(s.rootDir, "root")
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		client := s.dial(t, m.Attester(attest.PurposeMachine))
+		s.refused(t, client, m, worker(t), attestv1.Reason_REASON_ROOT_SEALED)
+		_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+		if rpc.RetryAfterFrom(err) == 0 {
+			t.Errorf("%v has no hint when to try again", err)
+		}
+		s.nothingOf(t, m)
+		if err := os.WriteFile(path, s.Root[:], 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.ticketFor(t, m, worker(t))
+		s.forget(t, "w1")
+	})
+	t.Run("a token that the key service does not accept", func(t *testing.T) {
+		m := s.machine(t)
+		good, err := os.ReadFile(s.token)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(s.token, []byte("expired"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_KMS_UNAVAILABLE)
+		s.nothingOf(t, m)
+		// The kubelet replaces it: no restart is needed.
+		if err := os.WriteFile(s.token, good, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.ticketFor(t, m, worker(t))
+		s.forget(t, "w1")
+	})
+	t.Run("a control plane's file that is missing", func(t *testing.T) {
+		m := s.machine(t)
+		s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+		client := s.dial(t, m.Attester(attest.PurposeMachine))
+		s.seen(t, client, m)
+		path := filepath.Join(s.pki, "etcd", "ca.key")
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+		s.refused(t, client, m, w, attestv1.Reason_REASON_INTERNAL)
+		if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || len(s.Listed(t)) > 0 {
+			t.Errorf("enrolment %+v, listed %v", n.Spec, s.Listed(t))
+		}
+		if err := os.WriteFile(path, []byte("content of etcd/ca.key"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.ticketFor(t, m, w)
+		s.forget(t, "cp2")
+	})
+	t.Run("who may write cannot be written", func(t *testing.T) {
+		m := s.machine(t)
+		role := &rbacv1.Role{}
+		if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "muster:joinservice"}, role); err != nil {
+			t.Fatal(err)
+		}
+		rules := role.Rules
+		setRules := func(r []rbacv1.PolicyRule) {
+			role.Rules = r
+			if err := s.Client.Update(t.Context(), role); err != nil {
+				t.Fatal(err)
+			}
+		}
+		setRules([]rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"configmaps"}, Verbs: []string{"get", "list", "watch"}}})
+		asker := s.dial(t, m.Attester(attest.PurposeMachine))
+		membertest.Eventually(t, func() error { // the API server's authorizer has a cache of its own
+			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			if err == nil {
+				s.forget(t, "w1")
+			}
+			return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_API_UNAVAILABLE, "%v, want API_UNAVAILABLE", err)
+		})
+		s.refused(t, asker, m, worker(t), attestv1.Reason_REASON_API_UNAVAILABLE)
+		s.nothingOf(t, m)
+		s.noRequests(t)
+		setRules(rules)
+		membertest.Eventually(t, func() error {
+			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			return err
+		})
+	})
+}
+
+// full is the kernel's own disk that is always full.
+const full = "/dev/full"
+
+// J3, and the crash in between: without its record there is no ticket, and nothing of it.
+func TestWithoutAnAuditRecordNothingIsIssued(t *testing.T) {
+	s := setUp(t, auditAt(full))
+	m := s.machine(t)
+	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_AUDIT_UNAVAILABLE)
+	s.nothingOf(t, m)
+	if left := s.CSRs(t); len(left) > 0 {
+		t.Errorf("certificate requests %v", left)
+	}
+}

@@ -1,0 +1,175 @@
+package rpc_test
+
+import (
+	"bytes"
+	"net/http"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+	"connectrpc.com/grpcreflect"
+
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+func TestHealthIsServedToAnybody(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	for name, client := range map[string]*http.Client{"attested": r.attested(attest.PurposeJoinservice), "session": r.attested(""), "HTTP/1.1": r.plain(false), "HTTP/2": r.plain(true)} {
+		for service, want := range map[string]healthv1.HealthCheckResponse_ServingStatus{
+			"":                          healthv1.HealthCheckResponse_NOT_SERVING,
+			kmsv1connect.KeyServiceName: healthv1.HealthCheckResponse_NOT_SERVING,
+		} {
+			got, err := healthv1connect.NewHealthClient(client, r.url).Check(t.Context(), &healthv1.HealthCheckRequest{Service: service})
+			if err != nil || got.GetStatus() != want {
+				t.Errorf("%s: %q is %v, %v; want %v", name, service, got, err, want)
+			}
+		}
+		_, err := healthv1connect.NewHealthClient(client, r.url).Check(t.Context(), &healthv1.HealthCheckRequest{Service: "no.such.Service"})
+		if connect.CodeOf(err) != connect.CodeNotFound {
+			t.Errorf("%s: an unknown service: %v, want not_found", name, err)
+		}
+	}
+	r.health.SetAll(true)
+	got, err := healthv1connect.NewHealthClient(r.plain(true), r.url, connect.WithGRPC()).Check(t.Context(), &healthv1.HealthCheckRequest{})
+	if err != nil || got.GetStatus() != healthv1.HealthCheckResponse_SERVING {
+		t.Errorf("over gRPC: %v, %v", got, err)
+	}
+}
+
+func TestWatchTellsEachChangeUntilTheServerStops(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	stream, err := healthv1connect.NewHealthClient(r.plain(true), r.url, connect.WithGRPC()).Watch(t.Context(), &healthv1.HealthCheckRequest{Service: kmsv1connect.KeyServiceName})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = stream.Close() }()
+	next := func(want healthv1.HealthCheckResponse_ServingStatus) {
+		t.Helper()
+		if !stream.Receive() || stream.Msg().GetStatus() != want {
+			t.Fatalf("%v, %v; want %v", stream.Msg(), stream.Err(), want)
+		}
+	}
+	next(healthv1.HealthCheckResponse_NOT_SERVING)
+	r.health.Set(kmsv1connect.KeyServiceName, true)
+	next(healthv1.HealthCheckResponse_SERVING)
+	r.health.Set("another.Service", true) // changes nothing here
+	r.health.Set(kmsv1connect.KeyServiceName, true)
+	began := time.Now()
+	stopped := make(chan error, 1)
+	go func() { stopped <- r.stop() }()
+	next(healthv1.HealthCheckResponse_NOT_SERVING)
+	if stream.Receive() || connect.CodeOf(stream.Err()) != connect.CodeUnavailable {
+		t.Errorf("%v, want unavailable", stream.Err())
+	}
+	if err := <-stopped; err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("a watcher held up the stop for %s", took)
+	}
+}
+
+func TestReflectionListsWhatIsServed(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	stream := grpcreflect.NewClient(r.plain(true), r.url, connect.WithGRPC()).NewStream(t.Context())
+	defer func() { _, _ = stream.Close() }()
+	names, err := stream.ListServices()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, n := range names {
+		got = append(got, string(n))
+	}
+	slices.Sort(got)
+	want := []string{healthv1connect.HealthName, attestv1connect.EvidenceServiceName, kmsv1connect.KeyServiceName}
+	if !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	files, err := stream.FileContainingSymbol("muster.kms.v1.KeyService")
+	if err != nil || len(files) == 0 {
+		t.Errorf("no descriptor: %v", err)
+	}
+}
+
+// The command that docs/operate.md shows.
+func TestCurlAsksForHealth(t *testing.T) {
+	curl, err := exec.LookPath("curl")
+	if err != nil {
+		t.Fatalf("install curl: %v", err)
+	}
+	r := run(t, keyService{}, nil)
+	r.health.SetAll(true)
+	for _, version := range []string{"--http1.1", "--http2"} {
+		out, err := exec.CommandContext(t.Context(), curl, "--silent", "--show-error", "--insecure", "--max-time", "10", version,
+			"--header", "Content-Type: application/json", "--data", "{}", r.url+"/grpc.health.v1.Health/Check").CombinedOutput()
+		if err != nil || strings.TrimSpace(string(out)) != `{"status":"SERVING"}` {
+			t.Errorf("%s: %s, %v", version, out, err)
+		}
+		out, err = exec.CommandContext(t.Context(), curl, "--silent", "--show-error", "--insecure", "--max-time", "10", version,
+			"--header", "Content-Type: application/json", "--data", "{}", "--write-out", " %{http_code}", r.url+kmsv1connect.KeyServiceDeriveDiskKeyProcedure).CombinedOutput()
+		if err != nil || !strings.HasSuffix(string(out), " 401") || !strings.Contains(string(out), "SESSION_REQUIRED") {
+			t.Errorf("%s: %s, %v; want SESSION_REQUIRED", version, out, err)
+		}
+	}
+}
+
+func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	c := attestv1connect.NewEvidenceServiceClient(r.plain(true), r.url)
+	nonce := func(i int) []byte { return bytes.Repeat([]byte{byte(i + 1)}, 32) }
+	for n, want := range map[int]attestv1.Reason{0: attestv1.Reason_REASON_REQUEST_INVALID, 31: attestv1.Reason_REASON_REQUEST_INVALID, 33: attestv1.Reason_REASON_REQUEST_INVALID} {
+		if _, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: make([]byte, n)}); rpc.ReasonFrom(err) != want {
+			t.Errorf("a nonce of %d bytes: %v", n, err)
+		}
+	}
+	quotes, began := r.server.Quotes(), time.Now()
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	reasons := map[attestv1.Reason]int{}
+	verifier := attesttest.Verifier(t, r.ca)
+	for i := range 100 {
+		wg.Go(func() {
+			resp, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: nonce(i), EventLog: i%2 == 0})
+			mu.Lock()
+			reasons[rpc.ReasonFrom(err)]++
+			mu.Unlock()
+			if err != nil {
+				if rpc.RetryAfterFrom(err) != time.Second {
+					t.Errorf("%v does not say when to try again", err)
+				}
+				return
+			}
+			b := attest.Binding(nonce(i))
+			if _, err := verifier.Verify(t.Context(), resp.GetEvidence(), attest.NewStatement(attest.PurposePublic, b), b); err != nil {
+				t.Errorf("the evidence is not over the caller's nonce: %v", err)
+			}
+			if _, err := verifier.Verify(t.Context(), resp.GetEvidence(), attest.NewStatement(attest.PurposeMachine, b), b); attest.ReasonOf(err) != attestv1.Reason_REASON_BINDING_MISMATCH {
+				t.Errorf("public evidence passes for a machine's: %v", err)
+			}
+			if got := len(resp.GetEvidence().GetTpm2().GetEventLog()) > 0; got != (i%2 == 0) {
+				t.Errorf("event log sent: %v", got)
+			}
+		})
+	}
+	wg.Wait()
+	made, allowed := r.server.Quotes()-quotes, 1+int(time.Since(began)/time.Second)
+	if made > allowed {
+		t.Errorf("%d quotes in %s", made, time.Since(began))
+	}
+	accepted, busy := reasons[attestv1.Reason_REASON_ACCEPTED], reasons[attestv1.Reason_REASON_BUSY]
+	if accepted == 0 || accepted+busy != 100 || accepted > made*64 {
+		t.Errorf("%d quotes for 100 callers: %v", made, reasons)
+	}
+}

@@ -1,0 +1,25 @@
+package machine
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"syscall"
+)
+
+// sayReady is the main function of a service with Type=notify.
+func sayReady() int {
+	c, err := net.Dial("unixgram", os.Getenv("NOTIFY_SOCKET"))
+	if err == nil {
+		_, err = c.Write([]byte("STATUS=here\nREADY=1\n"))
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	end := make(chan os.Signal, 1)
+	signal.Notify(end, syscall.SIGTERM)
+	<-end
+	return 0
+}

@@ -1,0 +1,423 @@
+package bootstrapper_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/x509"
+	"encoding/hex"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// worker is a machine that joins, and a joinservice on another machine of the same image.
+// The machine's image knows the owner's key.
+func worker(t testing.TB) (*world, *joinservice) {
+	t.Helper()
+	w := newWorld(t, "node2")
+	w.meta.Role = "worker"
+	pub, priv := ownerKey(t)
+	w.image.OwnerKey = pub
+	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
+	w.meta.JoinEndpoints = []string{j.addr}
+	return w, j
+}
+
+func (w *world) isNode(t testing.TB) {
+	t.Helper()
+	rec := w.record()
+	bank, _ := w.tpm.Bank().Hash()
+	if rec.Step != journal.StepDone || rec.Kind != journal.KindJoin || !bytes.Equal(w.tpm.PCRs()[15], attest.LockValue(bank, clusterID)) {
+		t.Errorf("journal %+v", rec)
+	}
+	if !w.machine.Running(machine.UnitAttester) || !w.machine.Running(machine.UnitKubelet) {
+		t.Error("units are not running")
+	}
+}
+
+func TestAMachineJoins(t *testing.T) {
+	w, j := worker(t)
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	w.isNode(t)
+	if len(j.callers) != 1 || j.callers[0] != w.tpm.ID() {
+		t.Errorf("callers %v", j.callers)
+	}
+	pki := filepath.Join(w.root, "/var/lib/kubelet/pki")
+	for _, name := range []string{"kubelet-client-", "kubelet-server-"} {
+		to, err := os.Readlink(filepath.Join(pki, name+"current.pem"))
+		if err != nil || !strings.HasPrefix(to, "/var/lib/kubelet/pki/"+name+"20") {
+			t.Fatalf("%s -> %q, %v", name, to, err)
+		}
+		file := filepath.Join(w.root, to)
+		b, err := os.ReadFile(file)
+		st, _ := os.Stat(file)
+		if err != nil || st.Mode().Perm() != 0o600 || !bytes.Contains(b, []byte("BEGIN CERTIFICATE")) || !bytes.Contains(b, []byte("BEGIN EC PRIVATE KEY")) {
+			t.Errorf("%s: mode %v, %v", file, st.Mode(), err)
+		}
+		block := b[bytes.Index(b, []byte("-----BEGIN EC")):]
+		if strings.Contains(w.logged.String(), string(block[40:80])) {
+			t.Error("a key is in the log")
+		}
+	}
+	conf, err := os.ReadFile(filepath.Join(w.root, "/etc/kubernetes/kubelet.conf"))
+	if err != nil || !strings.Contains(string(conf), "server: https://192.168.77.1:6443") || !strings.Contains(string(conf), "/var/lib/kubelet/pki/kubelet-client-current.pem") {
+		t.Errorf("%s, %v", conf, err)
+	}
+	// K3: the disk's key is nowhere.
+	key := bytes.Repeat([]byte{0xD1}, 32)
+	if strings.Contains(w.logged.String(), hex.EncodeToString(key)) {
+		t.Error("the disk key is in the log")
+	}
+	if counter(t, r.metrics, "muster_join_attempts_total", "ACCEPTED") != 1 || counter(t, r.metrics, "muster_insecure_config", "owner_key_unknown") != 0 {
+		t.Error("metrics")
+	}
+	if !bytes.Equal(w.record().OwnerKey, w.image.OwnerKey) {
+		t.Error("the owner's key is not remembered")
+	}
+}
+
+func TestAControlPlaneJoinsWithExactlyItsEightFiles(t *testing.T) {
+	w, j := worker(t)
+	w.meta.Role = "control-plane"
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	w.isNode(t)
+	for _, f := range pkiFiles {
+		st, err := os.Stat(filepath.Join(w.root, "/etc/kubernetes/pki", f))
+		if err != nil || st.Mode().Perm() != 0o600 {
+			t.Errorf("%s: %v", f, err)
+		}
+	}
+	if j.requests[0].GetRole() != joinv1.Role_ROLE_CONTROL_PLANE {
+		t.Error("role")
+	}
+}
+
+func TestRequestsAreWhatJoinserviceWants(t *testing.T) {
+	w, j := worker(t)
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	req := j.requests[0]
+	for name, der := range map[string][]byte{"client": req.GetKubeletClientCsr(), "serving": req.GetKubeletServingCsr()} {
+		csr, err := x509.ParseCertificateRequest(der)
+		if err != nil || csr.CheckSignature() != nil {
+			t.Fatal(name, err)
+		}
+		if csr.Subject.String() != "CN=system:node:node2,O=system:nodes" {
+			t.Errorf("%s: subject %s", name, csr.Subject)
+		}
+		if serving := name == "serving"; serving != (len(csr.DNSNames) == 1 && csr.DNSNames[0] == "node2" && len(csr.IPAddresses) == 1 && csr.IPAddresses[0].Equal(net.IPv4(192, 168, 77, 11))) {
+			t.Errorf("%s: SAN %v %v", name, csr.DNSNames, csr.IPAddresses)
+		}
+	}
+	if req.GetDiskMode() != joinv1.DiskMode_DISK_MODE_PLAIN || req.GetNodeName() != "node2" {
+		t.Error(req)
+	}
+}
+
+// A joinservice is believed only if its machine is what the owner's policy says.
+func TestAJoinserviceIsJudged(t *testing.T) {
+	for name, tt := range map[string]struct {
+		setUp func(t *testing.T, w *world) *attesttest.Machine // the joinservice's machine
+		other bool                                             // signed by another owner
+		want  string                                           // empty: accepted
+	}{
+		"the same image, the owner's policy": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+		}},
+		"another image": {want: "POLICY_REFUSED", setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
+		}},
+		"another EK root": {want: "EK_UNTRUSTED", setUp: func(t *testing.T, _ *world) *attesttest.Machine {
+			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+		}},
+		"a policy of another owner": {want: "POLICY_SIGNATURE", other: true, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+		}},
+		"no owner's key, the same image": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			w.image.OwnerKey = nil
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+		}},
+		"no owner's key, another image": {want: "POLICY_REFUSED", setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			w.image.OwnerKey = nil
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
+		}},
+		"no owner's key, another EK root": {want: "EK_UNTRUSTED", setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			w.image.OwnerKey = nil
+			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+		}},
+		"no owner's key, no roots": {want: "MACHINE_CONFIG", setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			w.image.OwnerKey, w.image.EKRoots = nil, nil
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, "node2")
+			w.meta.Role = "worker"
+			pub, priv := ownerKey(t)
+			w.image.OwnerKey = pub
+			if tt.other {
+				_, priv = ownerKey(t)
+			}
+			j := newJoinservice(t, w, tt.setUp(t, w), priv)
+			w.meta.JoinEndpoints = []string{j.addr}
+			unknown := w.image.OwnerKey == nil
+			r := w.boot()
+			defer r.kill(t)
+			if tt.want == "" {
+				eventually(t, "joined", func() bool { return w.record().Step == journal.StepDone })
+			} else {
+				eventually(t, "refused with "+tt.want, func() bool { return counter(t, r.metrics, "muster_join_attempts_total", tt.want) > 0 })
+				if j.asked() != 0 || w.record().Locked() {
+					t.Error("something was sent, or done")
+				}
+			}
+			if got := counter(t, r.metrics, "muster_insecure_config", "owner_key_unknown") == 1; got != unknown {
+				t.Errorf("muster_insecure_config %v, want %v", got, unknown)
+			}
+		})
+	}
+}
+
+// B2: an init that wins while a ticket is on its way: the ticket is given back.
+func TestATicketThatLosesTheRaceIsGivenBack(t *testing.T) {
+	w, j := worker(t)
+	w.meta.Role = "control-plane"
+	w.allowInit()
+	asked, release := make(chan struct{}, 1), make(chan struct{})
+	j.script(func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
+		asked <- struct{}{}
+		<-release
+		return nil, nil
+	}, nil)
+	r := w.boot()
+	<-asked
+	out := w.init(t.Context(), r, w.request())
+	if out.err != nil {
+		t.Fatal(out.err)
+	}
+	close(release)
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if j.givenBack() != 1 || w.record().Kind != journal.KindInit {
+		t.Errorf("%d tickets given back", j.givenBack())
+	}
+	if slices.Contains(w.machine.Calls(), "kubeadm join") {
+		t.Error("kubeadm join ran")
+	}
+}
+
+func TestAnInitIsRefusedOnceAJoinHasTheLock(t *testing.T) {
+	w, _ := worker(t)
+	w.meta.Role = "control-plane"
+	w.allowInit()
+	reached, release := make(chan struct{}), make(chan struct{})
+	w.machine.Step = func(name string) error {
+		if name == "kubeadm join begins" {
+			close(reached)
+			<-release
+		}
+		return nil
+	}
+	r := w.boot()
+	<-reached
+	out := w.init(t.Context(), r, w.request())
+	close(release)
+	if reason(out.err) != "NODE_LOCKED" || !strings.Contains(out.err.Error(), "a join") {
+		t.Error(out.err)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	w.isNode(t)
+}
+
+// What is wrong with a ticket is found before the machine is changed.
+func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
+	for name, tt := range map[string]struct {
+		change func(*joinv1.IssueJoinTicketResponse)
+		role   string
+		want   string
+	}{
+		"a short cluster ID":         {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) { r.ClusterId = r.GetClusterId()[1:] }},
+		"no disk key":                {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) { r.DiskKey = nil }},
+		"an endpoint that is a path": {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneEndpoint = "x/y:1" }},
+		"certificates swapped": {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) {
+			r.KubeletClientCertificate, r.KubeletServingCertificate = r.GetKubeletServingCertificate(), r.GetKubeletClientCertificate()
+		}},
+		"a certificate of another authority": {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) { r.CaCertificate = r.GetKubeletClientCertificate() }},
+		"no authority":                       {want: "REQUEST_INVALID", change: func(r *joinv1.IssueJoinTicketResponse) { r.CaCertificate = []byte("x") }},
+		"a component elsewhere":              {want: "COMPONENT_PATH", change: func(r *joinv1.IssueJoinTicketResponse) { r.Components[0].Path = "/etc/ld.so.preload" }},
+		"a worker with files": {want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) {
+			r.ControlPlaneFiles = []*joinv1.ControlPlaneFile{{Path: "ca.crt", Content: []byte("x")}}
+		}},
+		"a climbing file":  {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles[1].Path = "../admin.conf" }},
+		"an absolute file": {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles[1].Path = "/etc/shadow" }},
+		"a file too many": {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) {
+			r.ControlPlaneFiles = append(r.ControlPlaneFiles, &joinv1.ControlPlaneFile{Path: "apiserver.key", Content: []byte("x")})
+		}},
+		"a file twice":   {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles[1] = r.GetControlPlaneFiles()[2] }},
+		"a file missing": {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles = r.GetControlPlaneFiles()[1:] }},
+		"an empty file":  {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles[3].Content = nil }},
+		"another ca.crt": {role: "control-plane", want: "TICKET_FILE", change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneFiles[0].Content = []byte("x") }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, j := worker(t)
+			if tt.role != "" {
+				w.meta.Role = tt.role
+			}
+			j.script(nil, tt.change)
+			r := w.boot()
+			eventually(t, "refused with "+tt.want, func() bool { return counter(t, r.metrics, "muster_join_attempts_total", tt.want) > 0 })
+			eventually(t, "given back", func() bool { return j.givenBack() > 0 })
+			if w.record().Locked() || len(w.machine.Calls()) != 0 || w.exists("/etc/kubernetes") || w.exists("/var/lib/kubelet") {
+				t.Error("the machine was changed")
+			}
+			// Only the offending input repaired: it joins.
+			j.script(nil, nil)
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+			w.isNode(t)
+		})
+	}
+}
+
+func TestTheServersHintIsHonoured(t *testing.T) {
+	w, j := worker(t)
+	const hint = 400 * time.Millisecond
+	first := true
+	j.script(func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
+		if first {
+			first = false
+			return nil, attest.RefuseFor(hint, attestv1.Reason_REASON_BUSY, "busy")
+		}
+		return nil, nil
+	}, nil)
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if wait := j.at[1].Sub(j.at[0]); wait < hint {
+		t.Errorf("came back after %s", wait)
+	}
+	if counter(t, r.metrics, "muster_join_attempts_total", "BUSY") != 1 {
+		t.Error("metrics")
+	}
+}
+
+// Of several endpoints, ones that refuse, hang or are nobody's cost one stagger each.
+func TestEndpointsThatDontAnswerAreSteppedOver(t *testing.T) {
+	w, j := worker(t)
+	silent, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := silent.Addr().String()
+	_ = silent.Close()
+	w.meta.JoinEndpoints = []string{gone, "192.0.2.1:30090", j.addr}
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	w.isNode(t)
+}
+
+// B3: the machine dies at each effect of a join in turn, and ends as a node all the same.
+func TestAJoinThatDiesAnywhereEndsAsANode(t *testing.T) {
+	for _, role := range []string{"worker", "control-plane"} {
+		for point := 0; ; point++ {
+			w, j := worker(t)
+			w.meta.Role = role
+			w.dieAfter(point)
+			r := w.boot()
+			if err := r.end(t); err == nil {
+				if point < 18 {
+					t.Fatalf("only %d effects: %q", point, w.steps)
+				}
+				break
+			}
+			died := w.steps[len(w.steps)-1]
+			w.dieAfter(-1)
+			if point%2 == 0 {
+				w.reboot()
+			}
+			r = w.boot()
+			if err := r.end(t); err != nil {
+				t.Fatalf("dead at %s: %v\n%s", died, err, w.logged)
+			}
+			w.isNode(t)
+			if n := j.asked(); n > 2 {
+				t.Errorf("dead at %s: asked %d times", died, n)
+			}
+			if t.Failed() {
+				t.Fatalf("dead at %d, %s\n%s", point, died, w.logged)
+			}
+		}
+	}
+}
+
+func TestAKubeadmJoinThatFailsIsRepeatedWithANewTicket(t *testing.T) {
+	w, j := worker(t)
+	fails := 2
+	w.machine.Step = func(name string) error {
+		if name == "kubeadm join is half done" && fails > 0 {
+			fails--
+			return os.ErrDeadlineExceeded
+		}
+		return nil
+	}
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	w.isNode(t)
+	if j.asked() != 3 || counter(t, r.metrics, "muster_join_attempts_total", "KUBEADM_FAILED") != 2 {
+		t.Errorf("asked %d times", j.asked())
+	}
+	if bytes.Equal(j.requests[0].GetKubeletClientCsr(), j.requests[1].GetKubeletClientCsr()) {
+		t.Error("a key was used twice")
+	}
+	if j.givenBack() != 0 {
+		t.Error("a ticket of a locked machine was given back")
+	}
+}
+
+func TestAMachineThatIsLockedStaysWithItsCluster(t *testing.T) {
+	w, j := worker(t)
+	w.dieAfter(8) // somewhere after the lock
+	r := w.boot()
+	_ = r.end(t)
+	if !w.record().Locked() {
+		t.Fatal("not locked")
+	}
+	w.dieAfter(-1)
+	// The joinservice's machine now belongs to another cluster.
+	j.host.Reboot()
+	j.host.LockTo([32]byte{0xC2})
+	r = w.boot()
+	defer r.kill(t)
+	eventually(t, "refused", func() bool { return counter(t, r.metrics, "muster_join_attempts_total", "LOCK_FOREIGN") > 0 })
+	if slices.Contains(w.machine.Calls(), "kubeadm join") && w.record().Step == journal.StepDone {
+		t.Error("it joined another cluster")
+	}
+}

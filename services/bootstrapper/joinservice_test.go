@@ -1,0 +1,187 @@
+package bootstrapper_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"log/slog"
+	"math/big"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/evidence"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+var clusterID = [32]byte(bytes.Repeat([]byte{0xC1}, 32))
+
+// joinservice is a cluster of one joinservice on a machine of its own: real attested TLS,
+// real certificates, and a script for what it answers.
+type joinservice struct {
+	t      testing.TB
+	addr   string
+	host   *attesttest.Machine
+	signed *attestv1.SignedPolicy
+	key    *ecdsa.PrivateKey
+	ca     *x509.Certificate
+	world  *world
+
+	mu       sync.Mutex
+	answer   func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) // nil: a ticket
+	change   func(*joinv1.IssueJoinTicketResponse)
+	requests []*joinv1.IssueJoinTicketRequest
+	callers  []attest.MachineID
+	returned [][]byte
+	at       []time.Time
+}
+
+// newJoinservice starts one that admits what the world's machine has booted. It runs on
+// host, and presents a policy that owner signed.
+func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey) *joinservice {
+	t.Helper()
+	policy := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm})
+	j := &joinservice{t: t, host: host, signed: attest.SignPolicy(owner, policy), world: w}
+	var err error
+	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
+	j.ca = j.sign(template, template, &j.key.PublicKey)
+	host.LockTo(clusterID)
+	attester, err := evidence.WithPolicy(host.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy { return j.signed })
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.addr = l.Addr().String()
+	calls, err := rpc.NewMetrics(prometheus.NewRegistry())
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
+		ATLS: atls.ServerConfig{
+			Attester: attester, Verifier: attesttest.Verifier(t, w.ca), ClientPurpose: attest.PurposeMachine, Generation: func() int64 { return 0 },
+			Appraiser: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.tpm}).For(attest.Unlocked(), attest.LockedTo(clusterID)),
+		},
+		Services: []rpc.Service{rpc.Serve[joinv1connect.JoinServiceHandler](joinv1connect.JoinServiceName, j, joinv1connect.NewJoinServiceHandler)},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- server.Run(ctx) }()
+	t.Cleanup(func() { stop(); <-done })
+	return j
+}
+
+func (j *joinservice) sign(template, parent *x509.Certificate, public any) *x509.Certificate {
+	der, err := x509.CreateCertificate(rand.Reader, template, parent, public, j.key)
+	if err != nil {
+		j.t.Error(err)
+		return nil
+	}
+	c, err := x509.ParseCertificate(der)
+	if err != nil {
+		j.t.Error(err)
+	}
+	return c
+}
+
+func certPEM(c *x509.Certificate) []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
+}
+
+// issue signs what a request asks for, as Kubernetes' signers do.
+func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
+	r, err := x509.ParseCertificateRequest(csr)
+	if err != nil {
+		j.t.Error(err)
+		return nil
+	}
+	return certPEM(j.sign(&x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: r.Subject, DNSNames: r.DNSNames, IPAddresses: r.IPAddresses,
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour), ExtKeyUsage: []x509.ExtKeyUsage{use},
+	}, j.ca, r.PublicKey))
+}
+
+var pkiFiles = []string{"ca.crt", "ca.key", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub"}
+
+func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
+	j.mu.Lock()
+	j.requests, j.at = append(j.requests, req), append(j.at, time.Now())
+	if p, ok := attest.PeerFrom(ctx); ok {
+		j.callers = append(j.callers, p.Machine())
+	}
+	answer, change := j.answer, j.change
+	j.mu.Unlock()
+	if answer != nil {
+		if resp, err := answer(ctx, req); resp != nil || err != nil {
+			return resp, err
+		}
+	}
+	resp := &joinv1.IssueJoinTicketResponse{
+		TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: bytes.Repeat([]byte{0xD1}, 32), ClusterId: clusterID[:], KubernetesVersion: "1.36.1",
+		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: certPEM(j.ca), Components: j.world.components(),
+		KubeletClientCertificate:  j.issue(req.GetKubeletClientCsr(), x509.ExtKeyUsageClientAuth),
+		KubeletServingCertificate: j.issue(req.GetKubeletServingCsr(), x509.ExtKeyUsageServerAuth),
+	}
+	if req.GetRole() == joinv1.Role_ROLE_CONTROL_PLANE {
+		for _, f := range pkiFiles {
+			content := []byte("content of " + f)
+			if f == "ca.crt" {
+				content = certPEM(j.ca)
+			}
+			resp.ControlPlaneFiles = append(resp.ControlPlaneFiles, &joinv1.ControlPlaneFile{Path: f, Content: content})
+		}
+	}
+	if change != nil {
+		change(resp)
+	}
+	return resp, nil
+}
+
+func (j *joinservice) ReturnJoinTicket(_ context.Context, req *joinv1.ReturnJoinTicketRequest) (*joinv1.ReturnJoinTicketResponse, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.returned = append(j.returned, req.GetTicketId())
+	return &joinv1.ReturnJoinTicketResponse{}, nil
+}
+
+func (j *joinservice) asked() int {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return len(j.requests)
+}
+
+func (j *joinservice) script(answer func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error), change func(*joinv1.IssueJoinTicketResponse)) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.answer, j.change = answer, change
+}
+
+func (j *joinservice) givenBack() int {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return len(j.returned)
+}
