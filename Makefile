@@ -42,8 +42,7 @@ images: build ## Build the services' OCI images, without a container engine, int
 generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/
 	rm -rf gen/muster gen/grpc
 	PATH=$(DEV):$$PATH buf generate
-	$(DEV)/controller-gen object paths=./api/... 
-	$(DEV)/controller-gen crd paths=./api/... output:crd:dir=api/v1alpha1/crds
+	go generate ./api/...
 
 ##### Check
 

@@ -105,7 +105,7 @@ func logger(w io.Writer) *slog.Logger {
 // openTPM gives the machine's TPM. The folder of its lock file is on a tmpfs that is empty
 // after each boot.
 func openTPM(img *metadata.Image, lock string) (*tpm.TPM, error) {
-	if err := os.MkdirAll(filepath.Dir(lock), 0o755); err != nil { //nolint:gosec // its content has modes of its own
+	if err := os.MkdirAll(filepath.Dir(lock), 0o755); err != nil {
 		return nil, err
 	}
 	return tpm.Open(img.TPM.Device, tpm.WithLock(lock)), nil

@@ -158,7 +158,7 @@ func TestRunServesInitProbesAndMetricsWithARealTPM(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer transport.Close()
+	defer func() { _ = transport.Close() }()
 	client := initv1connect.NewInitServiceClient(rpc.HTTPClient(transport), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...)
 	b32 := bytes.Repeat([]byte{9}, 32)
 	stream, err := client.Init(t.Context(), &initv1.InitRequest{

@@ -365,6 +365,26 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		s.ticketFor(t, m, w)
 		s.forget(t, "cp2")
 	})
+	t.Run("a description that the root secret does not lead to", func(t *testing.T) {
+		m := s.machine(t)
+		asker := s.dial(t, m.Attester(attest.PurposeMachine))
+		s.SetMeasurementSalt(t, [32]byte{9})
+		membertest.Eventually(t, func() error { // the informer follows
+			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			if err == nil {
+				s.forget(t, "w1")
+			}
+			return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_INTERNAL, "%v, want INTERNAL", err)
+		})
+		s.refused(t, asker, m, worker(t), attestv1.Reason_REASON_INTERNAL)
+		s.nothingOf(t, m)
+		s.SetMeasurementSalt(t, s.MeasurementSalt)
+		membertest.Eventually(t, func() error {
+			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			return err
+		})
+		s.forget(t, "w1")
+	})
 	t.Run("who may write cannot be written", func(t *testing.T) {
 		m := s.machine(t)
 		role := &rbacv1.Role{}

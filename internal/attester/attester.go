@@ -121,7 +121,7 @@ func (c *Client) call(ctx context.Context, path string, header http.Header, in, 
 	if err != nil {
 		return fmt.Errorf("the machine's attester at %s does not answer; is muster-attester.service running? %w", c.socket, err)
 	}
-	defer resp.Body.Close() //nolint:errcheck // only read from
+	defer resp.Body.Close()
 	b, err := io.ReadAll(io.LimitReader(resp.Body, MaxResponse+1))
 	if err != nil {
 		return fmt.Errorf("read the attester's answer: %w", err)

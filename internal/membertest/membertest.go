@@ -68,7 +68,7 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 	err = errors.Join(err,
 		e.InstallCRDs(ctx),
 		e.Namespace(ctx, clusterinfo.Namespace),
-		c.describe(ctx), // before the admission policy that reads it, as at init
+		c.describe(ctx, c.MeasurementSalt), // before the admission policy that reads it, as at init
 		e.Apply(ctx, rendered, "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
 	)
 	if err != nil {
@@ -92,14 +92,22 @@ func (c *Cluster) Reset(t testing.TB) {
 			t.Fatal(err)
 		}
 	}
-	if err := c.describe(ctx); err != nil {
+	if err := c.describe(ctx, c.MeasurementSalt); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// SetMeasurementSalt writes the cluster's description anew, with that salt.
+func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
+	t.Helper()
+	if err := c.describe(t.Context(), salt); err != nil {
 		t.Fatal(err)
 	}
 }
 
 // describe writes the two ConfigMaps as init does.
-func (c *Cluster) describe(ctx context.Context) error {
-	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: c.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443"}
+func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
+	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443"}
 	text, err := info.Marshal()
 	if err != nil {
 		return err

@@ -121,7 +121,7 @@ type Bootstrapper struct {
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx
-	ctx     context.Context // of Run: an init outlives its client's connection
+	ctx     context.Context //nolint:containedctx // of Run: an init outlives its client's connection
 	work    sync.WaitGroup
 
 	initMu   sync.Mutex // guards what follows

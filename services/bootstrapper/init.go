@@ -90,7 +90,7 @@ func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
 			return nil, err
 		}
 	}
-	b.run = newInitRun(order)
+	b.run = newInitRun(order, b.log)
 	run := b.run
 	b.work.Go(func() { b.initialize(b.ctx, run) })
 	return run, nil

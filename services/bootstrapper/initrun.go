@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
+	"log/slog"
 	"os"
 	"sync"
 	"time"
@@ -32,6 +33,7 @@ const maxHistory = 500
 type initRun struct {
 	order   *initOrder
 	started time.Time
+	log     *slog.Logger
 
 	mu      sync.Mutex
 	history []*initv1.Progress
@@ -41,14 +43,15 @@ type initRun struct {
 	ended   bool
 }
 
-func newInitRun(o *initOrder) *initRun {
-	return &initRun{order: o, started: time.Now(), changed: make(chan struct{})}
+func newInitRun(o *initOrder, log *slog.Logger) *initRun {
+	return &initRun{order: o, started: time.Now(), log: log, changed: make(chan struct{})}
 }
 
 func (r *initRun) tell(phase initv1.Phase, text string) {
 	if c := []rune(text); len(c) > maxText {
 		text = string(c[:maxText])
 	}
+	r.log.Info("progress", "phase", phase.String(), "text", text)
 	p := &initv1.Progress{Phase: phase, Text: text, Elapsed: durationpb.New(time.Since(r.started))}
 	r.mu.Lock()
 	defer r.mu.Unlock()

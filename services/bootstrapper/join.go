@@ -106,7 +106,7 @@ const maxKnock = 5 * time.Second
 // joinOnce makes one try. failed is false if there was nobody to ask.
 func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (failed bool, err error) {
 	tell := func(phase initv1.Phase, text string) {
-		b.log.InfoContext(ctx, text, "phase", phase.String())
+		b.log.InfoContext(ctx, "progress", "phase", phase.String(), "text", text)
 	}
 	if rec := b.lock.record(); rec.Step >= journal.StepKubeadmRan {
 		return true, b.finish(ctx) // nothing but this was left when the machine went down
@@ -123,7 +123,7 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 	if err != nil {
 		return true, fmt.Errorf("%w: %w", errUnreachable, err)
 	}
-	defer first.Close() //nolint:errcheck // closed by the transport if it was used
+	defer first.Close()
 	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {
 		*order = demote(*order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, err)

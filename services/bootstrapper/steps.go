@@ -134,7 +134,7 @@ func (b *Bootstrapper) output(ctx context.Context, program string, tail *kubeadm
 	return func(l string) {
 		tail.Add(l)
 		if l = strings.TrimSpace(kubeadm.Redact(l)); l != "" {
-			b.log.InfoContext(ctx, l, "program", program)
+			b.log.InfoContext(ctx, "output", "program", program, "line", l)
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -103,7 +104,10 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	done()
 
 	done = s.stage("disk_key")
-	disk, err := s.cfg.DiskKey(ctx, w.disk)
+	if err := s.confirmCluster(ctx, info); err != nil {
+		return nil, err
+	}
+	disk, err := s.cfg.Keys.Disk(ctx, w.disk)
 	if err != nil {
 		return nil, err
 	}
@@ -125,6 +129,30 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 		return nil, err
 	}
 	return t, nil
+}
+
+// confirmCluster asks the key service, once for each content of muster-cluster, whether the root
+// secret leads to the cluster ID there. A changed ID alone would be seen without it, since no
+// service's PCR 15 fits then; so a root, salt and ID that do not belong together are found before a
+// machine locks itself to them.
+func (s *Service) confirmCluster(ctx context.Context, info *clusterinfo.Info) error {
+	type content struct {
+		id   keys.ClusterID
+		salt [32]byte
+	}
+	seen := content{info.ClusterID, info.MeasurementSalt}
+	if s.confirmed.Load() == seen {
+		return nil
+	}
+	id, err := s.cfg.Keys.ClusterID(ctx, info.MeasurementSalt)
+	if err != nil {
+		return err
+	}
+	if id != info.ClusterID {
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the ConfigMap muster-cluster names cluster %s, but the root secret leads to %s: restore its clusterID and measurementSalt", info.ClusterID, id)
+	}
+	s.confirmed.Store(seen)
+	return nil
 }
 
 // decide compares what is asked for with the policy and with what is known of everybody.

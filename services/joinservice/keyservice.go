@@ -29,29 +29,63 @@ const (
 	maxToken = 16 << 10
 )
 
-// KeyService gives [Config.DiskKey] over client, which must be one of attested TLS that judges its
-// server as a kms. The projected token is read anew for each call, since the kubelet replaces it.
-func KeyService(client *http.Client, url, tokenFile string) func(context.Context, keys.DiskID) (keys.Disk, error) {
-	kms := kmsv1connect.NewKeyServiceClient(client, url, connect.WithReadMaxBytes(64<<10))
-	return func(ctx context.Context, id keys.DiskID) (keys.Disk, error) {
-		ctx, cancel := context.WithTimeout(ctx, keyTimeout)
-		defer cancel()
-		token, err := readToken(tokenFile)
-		if err != nil {
-			return keys.Disk{}, attest.RefuseFor(retryKey, attestv1.Reason_REASON_KMS_UNAVAILABLE, "our own token: %w", err)
-		}
-		ctx, call := connect.NewClientContext(ctx)
-		call.RequestHeader().Set("Authorization", "Bearer "+token)
-		resp, err := kms.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: id.String()})
-		if err != nil {
-			return keys.Disk{}, keyRefused(err)
-		}
-		disk, err := keys.ParseDisk(resp.GetKey())
-		if err != nil {
-			return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the key service's answer: %w", err)
-		}
-		return disk, nil
+// KeyService is a cluster's key service as a joinservice sees it. Its errors are refusals.
+type KeyService struct {
+	kms       kmsv1connect.KeyServiceClient
+	tokenFile string
+}
+
+// NewKeyService takes a client of attested TLS that judges its server as a kms. The projected token
+// is read anew for each call, since the kubelet replaces it.
+func NewKeyService(client *http.Client, url, tokenFile string) *KeyService {
+	return &KeyService{kms: kmsv1connect.NewKeyServiceClient(client, url, connect.WithReadMaxBytes(64<<10)), tokenFile: tokenFile}
+}
+
+// Disk gives the key of a disk.
+func (k *KeyService) Disk(ctx context.Context, id keys.DiskID) (keys.Disk, error) {
+	ctx, done, err := k.call(ctx)
+	if err != nil {
+		return keys.Disk{}, err
 	}
+	defer done()
+	resp, err := k.kms.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: id.String()})
+	if err != nil {
+		return keys.Disk{}, keyRefused(err)
+	}
+	disk, err := keys.ParseDisk(resp.GetKey())
+	if err != nil {
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the key service's answer: %w", err)
+	}
+	return disk, nil
+}
+
+// ClusterID gives the ID that the cluster's root secret and the measurement salt lead to.
+func (k *KeyService) ClusterID(ctx context.Context, measurementSalt [32]byte) (keys.ClusterID, error) {
+	ctx, done, err := k.call(ctx)
+	if err != nil {
+		return keys.ClusterID{}, err
+	}
+	defer done()
+	resp, err := k.kms.DeriveClusterId(ctx, &kmsv1.DeriveClusterIdRequest{MeasurementSalt: measurementSalt[:]})
+	if err != nil {
+		return keys.ClusterID{}, keyRefused(err)
+	}
+	if len(resp.GetClusterId()) != len(keys.ClusterID{}) {
+		return keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the key service's answer: a cluster ID of %d bytes", len(resp.GetClusterId()))
+	}
+	return keys.ClusterID(resp.GetClusterId()), nil
+}
+
+// call gives a context with the workload's identity and the deadline of one call (K2).
+func (k *KeyService) call(ctx context.Context) (context.Context, context.CancelFunc, error) {
+	token, err := readToken(k.tokenFile)
+	if err != nil {
+		return nil, nil, attest.RefuseFor(retryKey, attestv1.Reason_REASON_KMS_UNAVAILABLE, "our own token: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, keyTimeout)
+	ctx, call := connect.NewClientContext(ctx)
+	call.RequestHeader().Set("Authorization", "Bearer "+token)
+	return ctx, cancel, nil
 }
 
 // keyRefused lets through that the root secret is missing, which the machine's owner can mend. Any

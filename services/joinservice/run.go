@@ -91,8 +91,8 @@ func Run(ctx context.Context, o Options) error {
 	}
 	svc, err := New(Config{
 		Policy: m.Policy, Judge: joiners, Kube: k, Cluster: m.Cluster.Info, CA: ca,
-		DiskKey: KeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
-		PKI:     o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
+		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
+		PKI:  o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

@@ -24,6 +24,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -56,8 +57,8 @@ type Config struct {
 	Cluster func() (*clusterinfo.Info, error)
 	// CA is the cluster's certificate authority, X.509 in PEM.
 	CA []byte
-	// DiskKey asks the key service. Its errors are refusals.
-	DiskKey func(context.Context, keys.DiskID) (keys.Disk, error)
+	// Keys is the key service.
+	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
 	// Audit keeps the records.
@@ -68,15 +69,17 @@ type Config struct {
 
 // Service implements the RPCs of joinservice.
 type Service struct {
-	cfg     Config
-	tickets *prometheus.CounterVec
-	returns *prometheus.CounterVec
-	stages  *prometheus.HistogramVec
+	cfg Config
+	// confirmed is what of muster-cluster the key service has confirmed last; see confirmCluster.
+	confirmed atomic.Value
+	tickets   *prometheus.CounterVec
+	returns   *prometheus.CounterVec
+	stages    *prometheus.HistogramVec
 }
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.DiskKey == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{

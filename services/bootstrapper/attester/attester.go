@@ -100,7 +100,7 @@ func (s *Server) Run(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		defer l.Close() //nolint:errcheck // closed by its server too
+		defer l.Close()
 		parts = append(parts, serve.Part{Name: "attester for " + string(p), Run: func(ctx context.Context) error { return s.serve(ctx, p, l) }})
 	}
 	return serve.All(ctx, parts...)
@@ -123,7 +123,7 @@ func (s *Server) listen(ctx context.Context, p attest.Purpose) (net.Listener, er
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Chmod(socket, 0o666); err != nil { //nolint:gosec // pods run as users of their own; see above
+	if err := os.Chmod(socket, 0o666); err != nil { // pods run as users of their own; see above
 		return nil, errors.Join(err, l.Close())
 	}
 	return l, nil
@@ -153,7 +153,9 @@ func (s *Server) serve(ctx context.Context, p attest.Purpose, l net.Listener) er
 	if srv.Shutdown(grace) != nil {
 		_ = srv.Close()
 	}
-	<-failed
+	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
 	return nil
 }
 

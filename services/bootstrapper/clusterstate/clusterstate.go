@@ -29,7 +29,7 @@ import (
 
 // Names of what is written; the ConfigMap's are those of package clusterinfo.
 const (
-	RootSecret    = "muster-kms-root"
+	RootSecret    = "muster-kms-root" //nolint:gosec // the object's name, not its content
 	rootKey       = "root"
 	saltKey       = "salt"
 	kubeProxyRole = "muster:kube-proxy-config"

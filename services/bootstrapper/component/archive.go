@@ -38,7 +38,7 @@ func unpacked(root *os.Root, c Component) (bool, error) {
 	if err != nil {
 		return false, refusePath(err)
 	}
-	defer f.Close() //nolint:errcheck // only read from
+	defer f.Close()
 	b, err := io.ReadAll(io.LimitReader(f, maxReceipt))
 	if err != nil {
 		return false, err
@@ -50,7 +50,7 @@ func unpacked(root *os.Root, c Component) (bool, error) {
 	for name, want := range r.Files {
 		sum, _, err := digest(root, path.Join(c.rel, name))
 		if err != nil || hex.EncodeToString(sum[:]) != want {
-			return false, nil //nolint:nilerr // missing or changed: unpack anew
+			return false, nil // missing or changed: unpack anew
 		}
 	}
 	return true, nil
@@ -63,7 +63,7 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 	if err != nil {
 		return err
 	}
-	defer f.Close() //nolint:errcheck // only read from
+	defer f.Close()
 	err = in.walk(f, func(string, *tar.Header, io.Reader) error { return nil })
 	if err != nil {
 		return err
@@ -85,7 +85,7 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 			return err
 		}
 		defer func() { _ = root.Remove(t) }()
-		if err := settle(root, t, full, fs.FileMode(h.Mode).Perm()); err != nil { //nolint:gosec // Perm keeps 9 bits
+		if err := settle(root, t, full, fs.FileMode(h.Mode).Perm()); err != nil {
 			return err
 		}
 		sum, _, err := digest(root, full)

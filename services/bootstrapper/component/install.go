@@ -81,7 +81,7 @@ func (in *Installer) Install(ctx context.Context, list []Component, progress fun
 
 func (in *Installer) one(ctx context.Context, c Component, progress func(string)) error {
 	folder := filepath.Join(in.root, c.folder)
-	if err := os.MkdirAll(folder, 0o755); err != nil { //nolint:gosec // programs that everybody runs
+	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return err
 	}
 	// B4: every name is resolved inside this folder; a link that leads out is an error.
@@ -141,7 +141,7 @@ func digest(root *os.Root, name string) (sum [32]byte, mode fs.FileMode, err err
 	if err != nil {
 		return sum, 0, err
 	}
-	defer f.Close() //nolint:errcheck // only read from
+	defer f.Close()
 	h := sha256.New()
 	if _, err := io.Copy(h, f); err != nil {
 		return sum, 0, err
@@ -185,7 +185,7 @@ func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name 
 	if err != nil {
 		return "", err
 	}
-	defer resp.Body.Close() //nolint:errcheck // only read from
+	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
 		return "", fmt.Errorf("the mirror answers %s", resp.Status)
 	}

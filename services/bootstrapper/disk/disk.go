@@ -50,7 +50,7 @@ func Open(mode, dir string) (*Plain, error) {
 // ID gives the disk's ID, and makes one the first time.
 func (d *Plain) ID() (keys.DiskID, error) {
 	file := filepath.Join(d.dir, uuidFile)
-	b, err := os.ReadFile(file) //nolint:gosec // our own file
+	b, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
 		b = []byte(newUUID() + "\n")
 		err = machine.WriteFile(file, b, 0o600, 0o700)
@@ -80,7 +80,7 @@ func (d *Plain) SetKey(key keys.Disk) error {
 	m.Write([]byte(checkLabel + id.String()))
 	want := m.Sum(nil)
 	file := filepath.Join(d.dir, checkFile)
-	b, err := os.ReadFile(file) //nolint:gosec // our own file
+	b, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
 		if err := machine.WriteFile(file, []byte(hex.EncodeToString(want)+"\n"), 0o600, 0o700); err != nil {
 			return refuse("the state disk's key check: %w", err)

@@ -173,7 +173,7 @@ func (f *File) Load() (Record, error) {
 	if err != nil {
 		return Record{}, fmt.Errorf("open journal: %w", err)
 	}
-	defer fd.Close() //nolint:errcheck // only read from
+	defer fd.Close()
 	b, err := io.ReadAll(io.LimitReader(fd, maxSize+1))
 	if err != nil {
 		return Record{}, fmt.Errorf("read journal: %w", err)

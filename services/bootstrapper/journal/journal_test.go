@@ -64,7 +64,7 @@ func TestADamagedJournalIsAnError(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for n := range len(whole) {
+	for n := range whole {
 		if _, err := Decode(whole[:n]); !errors.Is(err, ErrCorrupt) {
 			t.Fatalf("first %d bytes: %v", n, err)
 		}

@@ -82,7 +82,7 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, path, args...) //nolint:gosec // names are ours
+	cmd := exec.CommandContext(ctx, path, args...)
 	cmd.Env, cmd.Dir = environment, "/"
 	cmd.WaitDelay = 10 * time.Second // a grandchild may hold the pipe
 	r, w := io.Pipe()

@@ -53,11 +53,11 @@ func (k *Kube) Check(c Claim) error { return k.check(c, k.cluster.Nodes.ByName(c
 // check takes the enrolment of the node by hand, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	if own != nil && own.Spec.MachineID != c.Machine.String() { // J4
-		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s; `muster forget %s` frees it", c.Node, own.Spec.MachineID, c.Node)
+		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s; `kubectl delete attestednode %s` frees it", c.Node, own.Spec.MachineID, c.Node)
 	}
 	for _, other := range k.cluster.Nodes.ByMachine(c.Machine) {
 		if other.Name != c.Node { // J4
-			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q; `muster forget %s` frees it", other.Name, other.Name)
+			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q; `kubectl delete attestednode %s` frees it", other.Name, other.Name)
 		}
 	}
 	if own == nil {
@@ -95,7 +95,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 	case own.Spec.DiskMode != "" && own.Spec.DiskMode != c.DiskMode:
 		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with a %s disk, and has a %s one now", own.Spec.DiskMode, c.DiskMode)
 	case own.Status.ResetCount != nil && int64(c.ResetCount) < *own.Status.ResetCount:
-		return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `muster forget %s` lets the machine join anew", c.ResetCount, *own.Status.ResetCount, c.Node)
+		return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `kubectl delete attestednode %s` lets the machine join anew", c.ResetCount, *own.Status.ResetCount, c.Node)
 	}
 	return nil
 }

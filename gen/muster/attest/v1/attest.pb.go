@@ -206,7 +206,8 @@ type Frame_Response struct {
 }
 
 type Frame_Verdict struct {
-	// Sent by both sides, last.
+	// Sent by both sides. What can follow a side's own is only its Response, to a
+	// Challenge that crossed it on the way.
 	Verdict *Verdict `protobuf:"bytes,5,opt,name=verdict,proto3,oneof"`
 }
 
