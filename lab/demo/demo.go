@@ -16,6 +16,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
@@ -175,13 +176,17 @@ func (r *run) show(ctx context.Context, where string, argv ...string) error {
 	return err
 }
 
-// indent puts lines under a step.
+// indent puts lines under a step. Machines that boot at the same time share one.
 type indent struct {
-	to   io.Writer
+	to io.Writer
+
+	mu   sync.Mutex
 	rest []byte
 }
 
 func (i *indent) Write(b []byte) (int, error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
 	i.rest = append(i.rest, b...)
 	for {
 		n := bytes.IndexByte(i.rest, '\n')
@@ -194,6 +199,8 @@ func (i *indent) Write(b []byte) (int, error) {
 }
 
 func (i *indent) flush() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
 	if len(i.rest) > 0 {
 		fmt.Fprintf(i.to, "     %s\n", i.rest)
 		i.rest = nil
