@@ -17,7 +17,9 @@ LAB := go run -buildvcs=false ./lab
 TOOLGO := GOWORK=off GOFLAGS=-buildvcs=false CGO_ENABLED=0 go
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
-LDFLAGS := -s -w -X github.com/muster-k8s/muster/internal/buildinfo.version=$(VERSION)
+COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
+BUILDINFO := github.com/muster-k8s/muster/internal/buildinfo
+LDFLAGS := -s -w -X $(BUILDINFO).version=$(VERSION) -X $(BUILDINFO).commit=$(COMMIT)
 COMMANDS := muster bootstrapper joinservice kms
 
 .PHONY: help
@@ -36,7 +38,7 @@ lab-bin: ## Build the lab program into bin/
 
 .PHONY: images
 images: build ## Build the services' OCI images, without a container engine, into dist/images/
-	go run -buildvcs=false ./deploy/images -version '$(VERSION)' -bin $(BIN) -o $(ROOT)/dist/images
+	go run -buildvcs=false ./deploy/images -version '$(VERSION)' -commit '$(COMMIT)' -bin $(BIN) -o $(ROOT)/dist/images
 
 .PHONY: generate
 generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/
@@ -58,13 +60,23 @@ e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real 
 	go test -race -count=1 -timeout 40m -p 1 ./e2e/...
 
 .PHONY: check
-check: lint generated modules static ## Everything that needs no running service
+check: lint breaking generated modules static ## Everything that needs no running service
 
 .PHONY: lint
 lint: $(DEV)/.dev $(DEV)/.lint ## Lint Go and protobuf
 	PATH=$(DEV):$$PATH buf lint
 	PATH=$(DEV):$$PATH buf format -d --exit-code >/dev/null || { echo 'run: bin/dev/buf format -w'; exit 1; }
 	$(DEV)/golangci-lint run ./... ./gen/... ./trust/...
+
+# proto/baseline.binpb is the schema that the last release had, or, before the first one, that
+# the schemas were last agreed on: `make baseline` writes it, on purpose only.
+.PHONY: breaking
+breaking: $(DEV)/.dev ## Fail if the wire contract breaks with its baseline
+	PATH=$(DEV):$$PATH buf breaking --against proto/baseline.binpb
+
+.PHONY: baseline
+baseline: $(DEV)/.dev ## Agree on the wire contract as it is now
+	PATH=$(DEV):$$PATH buf build -o proto/baseline.binpb
 
 .PHONY: generated
 generated: ## Fail if generating again changes anything
@@ -82,7 +94,8 @@ modules: ## Build each module by itself, as an importer would
 .PHONY: static
 static: build ## Check that what ships is static and leaves nothing unfinished
 	@for c in $(COMMANDS); do if ldd $(BIN)/$$c >/dev/null 2>&1; then echo "$$c is not static"; exit 1; fi; done
-	@if git grep -nE 'TODO|FIXME|t\.Skip' -- '*.go' '*.sh' '*.yaml' '*.proto' ':!tools/lint/*'; then echo 'unfinished work in the tree'; exit 1; fi
+	@$(BIN)/muster version | grep -qF '$(VERSION)' || { echo 'the version is not stamped'; exit 1; }
+	@if git grep -niE '\b(tod[o]|fixm[e]|fak[e]s?|stu[b]s?|moc[k]s?)\b|\b[tb]\.ski[p]|skipno[w]' -- ':!*.sum' ':!*go.mod' ':!go.work.sum'; then echo 'unfinished work in the tree'; exit 1; fi
 
 ##### Demonstrate
 

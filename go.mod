@@ -166,76 +166,52 @@ require (
 	sigs.k8s.io/yaml v1.6.0
 )
 
-replace github.com/google/go-tdx-guest => github.com/google/go-tdx-guest v0.3.2-0.20241009005452-097ee70d0843
+// go-tpm-tools 0.4.7 (a simulator and an oracle in tests) is built with these; newer ones have another API.
+replace (
+	github.com/google/go-eventlog => github.com/google/go-eventlog v0.0.2-0.20241003021507-01bb555f7cba
+	github.com/google/go-tdx-guest => github.com/google/go-tdx-guest v0.3.2-0.20241009005452-097ee70d0843
+)
 
-replace github.com/google/go-eventlog => github.com/google/go-eventlog v0.0.2-0.20241003021507-01bb555f7cba
+// The three modules ship together from one repository.
+replace (
+	github.com/muster-k8s/muster/gen => ./gen
+	github.com/muster-k8s/muster/trust => ./trust
+)
 
-replace k8s.io/api => k8s.io/api v0.36.1
-
-replace k8s.io/apiextensions-apiserver => k8s.io/apiextensions-apiserver v0.36.1
-
-replace k8s.io/apimachinery => k8s.io/apimachinery v0.36.1
-
-replace k8s.io/apiserver => k8s.io/apiserver v0.36.1
-
-replace k8s.io/cli-runtime => k8s.io/cli-runtime v0.36.1
-
-replace k8s.io/client-go => k8s.io/client-go v0.36.1
-
-replace k8s.io/cloud-provider => k8s.io/cloud-provider v0.36.1
-
-replace k8s.io/cluster-bootstrap => k8s.io/cluster-bootstrap v0.36.1
-
-replace k8s.io/code-generator => k8s.io/code-generator v0.36.1
-
-replace k8s.io/component-base => k8s.io/component-base v0.36.1
-
-replace k8s.io/component-helpers => k8s.io/component-helpers v0.36.1
-
-replace k8s.io/controller-manager => k8s.io/controller-manager v0.36.1
-
-replace k8s.io/cri-api => k8s.io/cri-api v0.36.1
-
-replace k8s.io/cri-client => k8s.io/cri-client v0.36.1
-
-replace k8s.io/cri-streaming => k8s.io/cri-streaming v0.36.1
-
-replace k8s.io/csi-translation-lib => k8s.io/csi-translation-lib v0.36.1
-
-replace k8s.io/dynamic-resource-allocation => k8s.io/dynamic-resource-allocation v0.36.1
-
-replace k8s.io/endpointslice => k8s.io/endpointslice v0.36.1
-
-replace k8s.io/externaljwt => k8s.io/externaljwt v0.36.1
-
-replace k8s.io/kms => k8s.io/kms v0.36.1
-
-replace k8s.io/kube-aggregator => k8s.io/kube-aggregator v0.36.1
-
-replace k8s.io/kube-controller-manager => k8s.io/kube-controller-manager v0.36.1
-
-replace k8s.io/kube-proxy => k8s.io/kube-proxy v0.36.1
-
-replace k8s.io/kube-scheduler => k8s.io/kube-scheduler v0.36.1
-
-replace k8s.io/kubectl => k8s.io/kubectl v0.36.1
-
-replace k8s.io/kubelet => k8s.io/kubelet v0.36.1
-
-replace k8s.io/metrics => k8s.io/metrics v0.36.1
-
-replace k8s.io/mount-utils => k8s.io/mount-utils v0.36.1
-
-replace k8s.io/pod-security-admission => k8s.io/pod-security-admission v0.36.1
-
-replace k8s.io/sample-apiserver => k8s.io/sample-apiserver v0.36.1
-
-replace k8s.io/sample-cli-plugin => k8s.io/sample-cli-plugin v0.36.1
-
-replace k8s.io/sample-controller => k8s.io/sample-controller v0.36.1
-
-replace k8s.io/streaming => k8s.io/streaming v0.36.1
-
-replace github.com/muster-k8s/muster/gen => ./gen
-
-replace github.com/muster-k8s/muster/trust => ./trust
+// k8s.io/kubernetes requires the modules that are staged in it at v0.0.0: each is replaced by the release
+// that belongs to it.
+replace (
+	k8s.io/api => k8s.io/api v0.36.1
+	k8s.io/apiextensions-apiserver => k8s.io/apiextensions-apiserver v0.36.1
+	k8s.io/apimachinery => k8s.io/apimachinery v0.36.1
+	k8s.io/apiserver => k8s.io/apiserver v0.36.1
+	k8s.io/cli-runtime => k8s.io/cli-runtime v0.36.1
+	k8s.io/client-go => k8s.io/client-go v0.36.1
+	k8s.io/cloud-provider => k8s.io/cloud-provider v0.36.1
+	k8s.io/cluster-bootstrap => k8s.io/cluster-bootstrap v0.36.1
+	k8s.io/code-generator => k8s.io/code-generator v0.36.1
+	k8s.io/component-base => k8s.io/component-base v0.36.1
+	k8s.io/component-helpers => k8s.io/component-helpers v0.36.1
+	k8s.io/controller-manager => k8s.io/controller-manager v0.36.1
+	k8s.io/cri-api => k8s.io/cri-api v0.36.1
+	k8s.io/cri-client => k8s.io/cri-client v0.36.1
+	k8s.io/cri-streaming => k8s.io/cri-streaming v0.36.1
+	k8s.io/csi-translation-lib => k8s.io/csi-translation-lib v0.36.1
+	k8s.io/dynamic-resource-allocation => k8s.io/dynamic-resource-allocation v0.36.1
+	k8s.io/endpointslice => k8s.io/endpointslice v0.36.1
+	k8s.io/externaljwt => k8s.io/externaljwt v0.36.1
+	k8s.io/kms => k8s.io/kms v0.36.1
+	k8s.io/kube-aggregator => k8s.io/kube-aggregator v0.36.1
+	k8s.io/kube-controller-manager => k8s.io/kube-controller-manager v0.36.1
+	k8s.io/kube-proxy => k8s.io/kube-proxy v0.36.1
+	k8s.io/kube-scheduler => k8s.io/kube-scheduler v0.36.1
+	k8s.io/kubectl => k8s.io/kubectl v0.36.1
+	k8s.io/kubelet => k8s.io/kubelet v0.36.1
+	k8s.io/metrics => k8s.io/metrics v0.36.1
+	k8s.io/mount-utils => k8s.io/mount-utils v0.36.1
+	k8s.io/pod-security-admission => k8s.io/pod-security-admission v0.36.1
+	k8s.io/sample-apiserver => k8s.io/sample-apiserver v0.36.1
+	k8s.io/sample-cli-plugin => k8s.io/sample-cli-plugin v0.36.1
+	k8s.io/sample-controller => k8s.io/sample-controller v0.36.1
+	k8s.io/streaming => k8s.io/streaming v0.36.1
+)

@@ -48,6 +48,8 @@ func intruderCommand() *cobra.Command {
 	f.StringVar(&c.Joinservice, "joinservice", "", "joinservice, HOST:PORT")
 	f.StringVar(&c.CA, "ca", "", "the cluster's CA (PEM)")
 	f.StringVar(&c.Certificate, "certificate", "", "a node's certificate without its key (PEM)")
+	f.StringVar(&c.Serving, "serving", "", "its serving certificate without its key (PEM)")
+	f.StringVar(&c.Ticket, "ticket", "", "its ticket's ID, hexadecimal")
 	f.StringVar(&c.EKRoots, "ek-roots", "", "roots that vouch for TPMs (PEM)")
 	f.StringVar(&c.Victim, "victim", "", "whose ticket it is")
 	f.StringVar(&c.Token, "token", "", "a bootstrap token to try with")

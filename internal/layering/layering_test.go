@@ -6,13 +6,18 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"go.uber.org/goleak"
 )
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const module = "github.com/muster-k8s/muster"
 
@@ -162,6 +167,59 @@ func TestNothingThatShipsHoldsTestCode(t *testing.T) {
 			if strings.HasPrefix(d, "github.com/google/go-tpm-tools") || linksTesting || strings.HasPrefix(d, module) && isTestPackage(d) {
 				t.Errorf("%s links %s", p.ImportPath, d)
 			}
+		}
+	}
+}
+
+func TestEachTestPackageLooksForLeakedGoroutines(t *testing.T) {
+	dirs := make(map[string]bool)
+	err := filepath.WalkDir(root(t), func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && strings.HasPrefix(d.Name(), ".") || d.IsDir() && slices.Contains([]string{"bin", "dist", "gen", "testdata"}, d.Name()):
+			return fs.SkipDir
+		case !strings.HasSuffix(path, "_test.go"):
+			return nil
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		// envtest.Verify is goleak's, with a cluster's processes ended first.
+		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "envtest.Verify(m")
+		dirs[filepath.Dir(path)] = dirs[filepath.Dir(path)] || found
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(dirs) < 20 {
+		t.Fatalf("only %d test packages found", len(dirs))
+	}
+	for dir, found := range dirs {
+		if !found {
+			t.Errorf("%s has tests, but no TestMain with goleak", dir)
+		}
+	}
+}
+
+func TestEachReplacementOfAModuleHasAReason(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join(root(t), "*", "*", "go.mod"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range append(files, filepath.Join(root(t), "go.mod"), filepath.Join(root(t), "trust", "go.mod")) {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := ""
+		for line := range strings.Lines(string(b)) {
+			if strings.HasPrefix(line, "replace ") && !strings.HasPrefix(before, "//") {
+				t.Errorf("%s: %s has no comment above it that says why", path, strings.TrimSpace(line))
+			}
+			before = line
 		}
 	}
 }

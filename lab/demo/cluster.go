@@ -110,6 +110,18 @@ func (r *run) look(ctx context.Context) error {
 	if !slices.Equal(nodes, []string{"node1", "node2"}) {
 		return fmt.Errorf("the cluster's nodes are %v", nodes)
 	}
+	for _, q := range [][2]string{
+		{"nodes", `jsonpath={range .items[*]}{.status.conditions[?(@.type=="Ready")].status}{" "}{end}`},
+		{"attestednodes", `jsonpath={range .items[*]}{.status.lastVerdict.accepted}{" "}{end}`},
+	} {
+		out, err := r.kubectl(ctx, "get", q[0], "-o", q[1])
+		if err != nil {
+			return err
+		}
+		if got := strings.Fields(strings.ToLower(out)); !slices.Equal(got, []string{"true", "true"}) {
+			return fmt.Errorf("%s: Ready, or accepted: %v", q[0], got)
+		}
+	}
 	return nil
 }
 

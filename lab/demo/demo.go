@@ -30,6 +30,8 @@ type Options struct {
 	Out    io.Writer // what a person reads
 	// Keep leaves the cluster up.
 	Keep bool
+	// WhileTokenWorks, if set, is called while kubeadm's bootstrap token is put back.
+	WhileTokenWorks func(context.Context) error
 }
 
 // Refusal is what became of one that had to stay out.
@@ -127,7 +129,7 @@ func (r *run) summary() {
 	}
 	fmt.Fprintf(r.Out, "\nAdmitted: %s. Refused: %d. All in %.0f s.\n", strings.Join(r.report.Nodes, ", "), len(r.report.Refusals), r.report.Took.Seconds())
 	if r.Keep {
-		fmt.Fprintf(r.Out, "\nThe cluster is up. Try:\n  bin/lab exec owner -- bin/muster --help\n  bin/lab exec node1 -- kubectl --kubeconfig /etc/kubernetes/admin.conf get nodes\n  bin/lab shell node2\nmake demo-down takes it down.\n")
+		fmt.Fprintf(r.Out, "\nThe cluster is up. Try:\n  bin/lab exec owner -- muster status\n  bin/lab exec node1 -- kubectl --kubeconfig /etc/kubernetes/admin.conf get pods -A\n  bin/lab shell node2\nmake demo-down takes it down.\n")
 	}
 }
 

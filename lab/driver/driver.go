@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -204,7 +205,7 @@ func (l *Lab) Exec(ctx context.Context, where string, argv ...string) error {
 			return err
 		}
 	}
-	return syscall.Exec(cmd.Path, cmd.Args, cmd.Env)
+	return syscall.Exec(cmd.Path, cmd.Args, cmd.Environ())
 }
 
 func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err error) {
@@ -213,7 +214,8 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 		return nil, nil, err
 	}
 	if where == Owner {
-		return []string{"-t", strconv.Itoa(s.Owner.PID), "--net", "--"}, os.Environ(), nil
+		env, err := l.ownerEnv()
+		return []string{"-t", strconv.Itoa(s.Owner.PID), "--net", "--"}, env, err
 	}
 	i := slices.IndexFunc(s.Machines, func(m Machine) bool { return m.Name == where })
 	if i < 0 || !s.Machines[i].Running {
@@ -221,6 +223,20 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 	}
 	env = []string{"PATH=" + machine.Path, "HOME=/root", "LANG=C.UTF-8", "TERM=" + os.Getenv("TERM")}
 	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil
+}
+
+// ownerEnv lets the owner's seat find muster, as the checkout builds it, and kubectl.
+func (l *Lab) ownerEnv() ([]string, error) {
+	b, err := os.ReadFile(filepath.Join(l.Dir, "lab.json"))
+	if err != nil {
+		return nil, err
+	}
+	var cfg daemon.Config
+	if err := json.Unmarshal(b, &cfg); err != nil {
+		return nil, err
+	}
+	path := strings.Join([]string{filepath.Join(cfg.Source, "bin"), cfg.KubeDir, os.Getenv("PATH")}, string(filepath.ListSeparator))
+	return append(os.Environ(), "PATH="+path), nil
 }
 
 // Down ends everything that runs and removes all that the lab has made, its folder

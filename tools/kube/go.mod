@@ -391,6 +391,8 @@ require (
 	tags.cncf.io/container-device-interface/specs-go v1.1.0 // indirect
 )
 
+// k8s.io/kubernetes requires the modules that are staged in it at v0.0.0: each is replaced by the release
+// that belongs to it.
 replace (
 	k8s.io/api => k8s.io/api v0.36.1
 	k8s.io/apiextensions-apiserver => k8s.io/apiextensions-apiserver v0.36.1

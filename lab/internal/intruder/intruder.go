@@ -16,12 +16,14 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/base64"
+	"encoding/hex"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"math/big"
+	"net"
 	"net/http"
 	"os"
 	"time"
@@ -42,6 +44,8 @@ type Config struct {
 	Joinservice string // HOST:PORT
 	CA          string // file: the cluster's CA (PEM)
 	Certificate string // file: a node's client certificate (PEM), without its key
+	Serving     string // file: its serving certificate (PEM), without its key
+	Ticket      string // its ticket's ID, hexadecimal
 	EKRoots     string // file: roots that vouch for TPMs (PEM), which are no secret
 	Victim      string // the node whose ticket it is
 	Token       string // a bootstrap token; empty: tries without
@@ -70,26 +74,17 @@ func Run(ctx context.Context, c Config) ([]Attempt, error) {
 	if c.Token != "" {
 		return withToken(ctx, c, pool)
 	}
-	stolen, err := os.ReadFile(c.Certificate)
-	if err != nil {
-		return nil, err
-	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return nil, err
 	}
-	var chain [][]byte
-	for rest := stolen; ; {
-		var b *pem.Block
-		if b, rest = pem.Decode(rest); b == nil {
-			break
-		}
-		if b.Type == "CERTIFICATE" {
-			chain = append(chain, b.Bytes)
-		}
+	client, err := stolen(c.Certificate, key)
+	if err != nil {
+		return nil, err
 	}
-	if len(chain) == 0 {
-		return nil, fmt.Errorf("%s: no certificate", c.Certificate)
+	serving, err := stolen(c.Serving, key)
+	if err != nil {
+		return nil, err
 	}
 	forged, err := selfSigned(c.Victim, key)
 	if err != nil {
@@ -101,7 +96,8 @@ func Run(ctx context.Context, c Config) ([]Attempt, error) {
 		cert *tls.Certificate
 	}{
 		{"anonymous", nil},
-		{c.Victim + "'s certificate with a key of my own", &tls.Certificate{Certificate: chain, PrivateKey: key}},
+		{c.Victim + "'s certificate with a key of my own", client},
+		{c.Victim + "'s serving certificate with a key of my own", serving},
 		{"a certificate for " + c.Victim + " that I signed myself", forged},
 	} {
 		client := apiClient(pool, who.cert)
@@ -112,6 +108,19 @@ func Run(ctx context.Context, c Config) ([]Attempt, error) {
 	}
 	js, err := joinservice(ctx, c)
 	return append(out, js...), err
+}
+
+// stolen joins somebody's certificate with a key that does not belong to it.
+func stolen(path string, key *ecdsa.PrivateKey) (*tls.Certificate, error) {
+	list, err := certificates(path)
+	if err != nil {
+		return nil, err
+	}
+	out := &tls.Certificate{PrivateKey: key}
+	for _, c := range list {
+		out.Certificate = append(out.Certificate, c.Raw)
+	}
+	return out, nil
 }
 
 func withToken(ctx context.Context, c Config, pool *x509.CertPool) ([]Attempt, error) {
@@ -218,11 +227,10 @@ func (t try) do(ctx context.Context, c *http.Client, who, token string) Attempt 
 	resp, err := c.Do(req)
 	if err != nil {
 		// The server's alert says that it did refuse; anything else is no answer.
-		if op, ok := errors.AsType[tls.AlertError](err); ok {
-			a.Reason, a.Answer = "TLS", op.Error()
-			return a
+		a.Reason, a.Answer = "NO_ANSWER", err.Error()
+		if op, ok := errors.AsType[*net.OpError](err); ok && op.Op == "remote error" {
+			a.Reason = "TLS"
 		}
-		a.Reason, a.Answer = "TLS", err.Error()
 		return a
 	}
 	defer resp.Body.Close()
@@ -236,16 +244,25 @@ func (t try) do(ctx context.Context, c *http.Client, who, token string) Attempt 
 // joinservice asks for a ticket over plain HTTPS, and over attested TLS without evidence.
 func joinservice(ctx context.Context, c Config) ([]Attempt, error) {
 	var out []Attempt
-	ask := func(what string, t http.RoundTripper) {
+	ticket, err := hex.DecodeString(c.Ticket)
+	if err != nil {
+		return nil, err
+	}
+	ask := func(who string, t http.RoundTripper) {
 		client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(t), "https://"+c.Joinservice, rpc.ClientOptions()...)
 		ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
 		defer cancel()
-		_, err := client.IssueJoinTicket(ctx, &joinv1.IssueJoinTicketRequest{NodeName: c.Victim, Role: joinv1.Role_ROLE_WORKER})
-		a := Attempt{What: what + ": ask the joinservice for a ticket", In: err == nil}
-		if err != nil {
-			a.Reason, a.Answer = attest.ReasonName(rpc.ReasonFrom(err)), connect.CodeOf(err).String()+": "+err.Error()
+		note := func(what string, err error) {
+			a := Attempt{What: who + ": " + what, In: err == nil}
+			if err != nil {
+				a.Reason, a.Answer = attest.ReasonName(rpc.ReasonFrom(err)), connect.CodeOf(err).String()+": "+err.Error()
+			}
+			out = append(out, a)
 		}
-		out = append(out, a)
+		_, err := client.ReturnJoinTicket(ctx, &joinv1.ReturnJoinTicketRequest{TicketId: ticket})
+		note("return "+c.Victim+"'s ticket", err)
+		_, err = client.IssueJoinTicket(ctx, &joinv1.IssueJoinTicketRequest{NodeName: c.Victim, Role: joinv1.Role_ROLE_WORKER})
+		note("ask the joinservice for a ticket", err)
 	}
 	plain := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}, ForceAttemptHTTP2: true}
 	ask("plain HTTPS", plain)
@@ -276,6 +293,9 @@ func certificates(path string) ([]*x509.Certificate, error) {
 	for {
 		var block *pem.Block
 		if block, b = pem.Decode(b); block == nil {
+			if len(out) == 0 {
+				return nil, fmt.Errorf("%s: no certificate", path)
+			}
 			return out, nil
 		}
 		cert, err := x509.ParseCertificate(block.Bytes)

@@ -1,0 +1,37 @@
+package image
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// The lab's units are small, since hardening needs a real systemd; what they start, and when it
+// is started again, is what the shipped ones say.
+func TestTheLabStartsWhatTheShippedUnitsStart(t *testing.T) {
+	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service"} {
+		shipped, err := os.ReadFile(filepath.Join("..", "..", "..", "deploy", "systemd", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		lab, err := files.ReadFile("files/units/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, key := range []string{"ExecStart=", "Restart="} {
+			if got, want := value(string(lab), key), value(string(shipped), key); got != want || got == "" {
+				t.Errorf("%s: %s%s, shipped %s%s", name, key, got, key, want)
+			}
+		}
+	}
+}
+
+func value(unit, key string) string {
+	for line := range strings.Lines(unit) {
+		if v, ok := strings.CutPrefix(line, key); ok {
+			return strings.TrimSpace(v)
+		}
+	}
+	return ""
+}
