@@ -27,6 +27,9 @@ func TestEveryReasonHasACode(t *testing.T) {
 		if !ok || w.code == 0 {
 			t.Errorf("%s has no code: add it to the table in errors.go", name)
 		}
+		if len(w.remedy) > 300 {
+			t.Errorf("%s: the schema allows a remedy of 300 characters, this one has %d", name, len(w.remedy))
+		}
 		if w.remedy != "" && !strings.HasSuffix(w.remedy, ".") {
 			t.Errorf("%s: the remedy is no sentence: %q", name, w.remedy)
 		}

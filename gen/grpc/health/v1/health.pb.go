@@ -85,7 +85,8 @@ func (HealthCheckResponse_ServingStatus) EnumDescriptor() ([]byte, []int) {
 // HealthCheckRequest names a service.
 type HealthCheckRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Full name of the service; empty: the process as a whole.
+	// Full name of the service; empty: the process as a whole. Check answers an unknown
+	// one with NOT_FOUND.
 	Service       string `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

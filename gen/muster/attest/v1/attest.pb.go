@@ -233,7 +233,8 @@ type Offer struct {
 	// prover takes its first `gives` that its peer accepts; if there is none, the
 	// session ends with FORMAT_NONE. At most 16.
 	Accepts []Format `protobuf:"varint,2,rep,packed,name=accepts,proto3,enum=muster.attest.v1.Format" json:"accepts,omitempty"`
-	// Whether the sender wants the event log with the peer's evidence.
+	// Set by a verifier: whether it wants the event log with the peer's evidence. A
+	// side with empty `accepts` leaves it unset; nothing about it is refused.
 	EventLog      bool `protobuf:"varint,3,opt,name=event_log,json=eventLog,proto3" json:"event_log,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -681,9 +682,11 @@ type ErrorInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The reason: the same in the metric's label, the log and the audit record (R1).
 	Reason Reason `protobuf:"varint,1,opt,name=reason,proto3,enum=muster.attest.v1.Reason" json:"reason,omitempty"`
-	// What the caller can do about it, one sentence in English. May be empty.
+	// Set by the server: what the caller can do about it, one sentence in English, at
+	// most 300 characters. May be empty.
 	Remedy string `protobuf:"bytes,2,opt,name=remedy,proto3" json:"remedy,omitempty"`
-	// Set when trying again can help: wait at least that long.
+	// Set by the server when trying again can help: wait at least that long. Clients
+	// treat more than 10 minutes as 10 minutes.
 	RetryAfter    *durationpb.Duration `protobuf:"bytes,3,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -806,13 +809,15 @@ type Policy struct {
 	// Set by the owner, counted up with every change. A verifier never replaces a
 	// policy by one with a lower serial.
 	Serial uint64 `protobuf:"varint,2,opt,name=serial,proto3" json:"serial,omitempty"`
-	// Rules for FORMAT_TPM2. Unset: no TPM evidence is accepted.
+	// Set by the owner, as all below: rules for FORMAT_TPM2. Unset: no TPM evidence is accepted.
 	Tpm2 *Tpm2Policy `protobuf:"bytes,3,opt,name=tpm2,proto3" json:"tpm2,omitempty"`
-	// Roles that machines may ask for: "worker", "control-plane". A role that is not
-	// listed is refused with ROLE_REFUSED.
+	// Roles that machines may ask for: "worker", "control-plane". A machine that asks
+	// for one that is not listed is refused with ROLE_REFUSED; a policy that lists any
+	// other word with POLICY_INVALID.
 	Roles []string `protobuf:"bytes,4,rep,name=roles,proto3" json:"roles,omitempty"`
-	// CIDRs that node addresses must lie in (RFC 4632, RFC 4291). Empty: no address
-	// is acceptable; otherwise ADDRESS_REFUSED.
+	// CIDRs that node addresses must lie in (RFC 4632, RFC 4291), without host bits,
+	// else POLICY_INVALID. A machine with an address outside is refused with
+	// ADDRESS_REFUSED. Empty: no address is acceptable.
 	NodeCidrs []string `protobuf:"bytes,5,rep,name=node_cidrs,json=nodeCidrs,proto3" json:"node_cidrs,omitempty"`
 	// Switches that weaken the cluster. Each that is on is reported in the metric
 	// muster_insecure_config, the log and `muster status`.
@@ -897,14 +902,16 @@ func (x *Policy) GetInsecure() *InsecureSwitches {
 type Tpm2Policy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Machine IDs that are acceptable: SHA-256 of the EK's SubjectPublicKeyInfo, 64
-	// lower-case hexadecimal digits each. Empty: any machine that a root vouches for.
+	// lower-case hexadecimal digits each, else POLICY_INVALID. A machine that is not
+	// listed is refused with POLICY_REFUSED. Empty: any machine that a root vouches for.
 	MachineIds []string `protobuf:"bytes,1,rep,name=machine_ids,json=machineIds,proto3" json:"machine_ids,omitempty"`
 	// X.509 roots (PEM, one certificate each) that issue EK certificates. An EK
 	// certificate must lead to one of them, else EK_UNTRUSTED.
 	EkRoots []*EkRoot `protobuf:"bytes,2,rep,name=ek_roots,json=ekRoots,proto3" json:"ek_roots,omitempty"`
-	// The bank that is judged: "sha256", "sha384" or "sha512".
+	// The bank that is judged: "sha256", "sha384" or "sha512", else POLICY_INVALID.
+	// Evidence of another bank is refused with POLICY_REFUSED.
 	Bank string `protobuf:"bytes,3,opt,name=bank,proto3" json:"bank,omitempty"`
-	// One rule per PCR. 4, 8, 9, 11, 12, 13 and 14 must have one with mode Enforce; 15 is
+	// One rule per PCR, else POLICY_INVALID. 4, 8, 9, 11, 12, 13 and 14 must have one with mode Enforce; 15 is
 	// never in a policy, since the verifier computes it. At most one rule per PCR.
 	Pcrs          []*PcrRule `protobuf:"bytes,4,rep,name=pcrs,proto3" json:"pcrs,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -972,9 +979,10 @@ func (x *Tpm2Policy) GetPcrs() []*PcrRule {
 // EkRoot is a certificate authority for endorsement keys.
 type EkRoot struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The certificate, PEM.
+	// Exactly one X.509 certificate of a certificate authority in PEM; anything else is
+	// refused with POLICY_INVALID.
 	Pem string `protobuf:"bytes,1,opt,name=pem,proto3" json:"pem,omitempty"`
-	// True if this authority issues for machines of the owner only. A policy
+	// Said by the owner: true if this authority issues for machines of the owner only. A policy
 	// without machine_ids needs that of every root, or insecure.any_machine: a root of
 	// a TPM vendor also vouches for TPMs that an attacker bought.
 	Operator      bool `protobuf:"varint,2,opt,name=operator,proto3" json:"operator,omitempty"`
@@ -1029,13 +1037,14 @@ func (x *EkRoot) GetOperator() bool {
 // PcrRule gives the acceptable values of one PCR.
 type PcrRule struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The PCR's number, 0 to 14.
+	// The PCR's number, 0 to 14; another is refused with POLICY_INVALID.
 	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	// Acceptable values, lower-case hexadecimal digits as long as the bank's digest.
-	// At least one.
+	// Acceptable values, lower-case hexadecimal digits as long as the bank's digest (64,
+	// 96 or 128 digits). At least one. Anything else is refused with POLICY_INVALID.
 	Values []string `protobuf:"bytes,2,rep,name=values,proto3" json:"values,omitempty"`
 	// What a value that is not listed means: "Enforce", refused with POLICY_REFUSED;
-	// or "WarnOnly", accepted, and reported in log, audit record and metrics.
+	// or "WarnOnly", accepted, and reported in log, audit record and metrics. Any other
+	// word is refused with POLICY_INVALID.
 	Mode          string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1092,7 +1101,8 @@ func (x *PcrRule) GetMode() string {
 	return ""
 }
 
-// InsecureSwitches are off unless the owner says so.
+// InsecureSwitches are off unless the owner says so. Nothing about them is refused;
+// each that is on is reported.
 type InsecureSwitches struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Accept any machine that a vendor's EK root vouches for, the attacker's too.

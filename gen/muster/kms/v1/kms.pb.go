@@ -27,7 +27,8 @@ const (
 // DeriveDiskKeyRequest names the disk.
 type DeriveDiskKeyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// UUID of the disk in its 36-character lower-case form; anything else is refused
+	// Set by the joinservice: UUID of the disk in its 36-character lower-case form (RFC
+	// 9562, section 4); anything else is refused
 	// with REQUEST_INVALID.
 	DiskId        string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -120,7 +121,8 @@ func (x *DeriveDiskKeyResponse) GetKey() []byte {
 // DeriveClusterIdRequest carries what the ID depends on beside the root.
 type DeriveClusterIdRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The cluster's measurement salt, 32 bytes, from the ConfigMap muster-cluster.
+	// Set by the joinservice: the cluster's measurement salt, exactly 32 bytes, from the
+	// ConfigMap muster-cluster; another length is refused with REQUEST_INVALID.
 	MeasurementSalt []byte `protobuf:"bytes,1,opt,name=measurement_salt,json=measurementSalt,proto3" json:"measurement_salt,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
