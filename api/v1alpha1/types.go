@@ -182,6 +182,11 @@ type AttestedNodeStatus struct {
 	ResetCount *int64 `json:"resetCount,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
+	// ReleasedAt is when the machine returned the ticket that had enrolled it. Its certificate
+	// and disk key are out, so name and disk stay its own for 24 hours; then they are free.
+	//
+	// +optional
+	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API.
 	//
 	// +listType=map
@@ -208,7 +213,7 @@ type Ticket struct {
 	// IssuedAt is when it was issued.
 	IssuedAt metav1.Time `json:"issuedAt"`
 	// Enrolled is whether the ticket, or one before it, made this AttestedNode. Returning such
-	// a ticket deletes the AttestedNode.
+	// a ticket releases the AttestedNode.
 	Enrolled bool `json:"enrolled,omitempty"`
 }
 

@@ -207,6 +207,10 @@ func (in *AttestedNodeStatus) DeepCopyInto(out *AttestedNodeStatus) {
 		*out = new(Ticket)
 		(*in).DeepCopyInto(*out)
 	}
+	if in.ReleasedAt != nil {
+		in, out := &in.ReleasedAt, &out.ReleasedAt
+		*out = (*in).DeepCopy()
+	}
 	if in.Conditions != nil {
 		in, out := &in.Conditions, &out.Conditions
 		*out = make([]v1.Condition, len(*in))

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -201,7 +202,7 @@ func TestOfTwoWhoAskAtOnceOneGetsIt(t *testing.T) {
 	}
 }
 
-func TestAReturnedTicketLeavesNothing(t *testing.T) {
+func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
@@ -227,15 +228,70 @@ func TestAReturnedTicketLeavesNothing(t *testing.T) {
 	if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
 		t.Fatal(err)
 	}
-	s.nothingOf(t, m)
+	if n := s.Node(t, "w1"); n.Status.ReleasedAt == nil || n.Status.Ticket != nil {
+		t.Errorf("status %+v, want it released", n.Status)
+	}
+	if listed := s.Listed(t); len(listed) > 0 {
+		t.Errorf("%v may still write", listed)
+	}
 	if !s.recorded(t, func(r audit.Record) bool {
 		return r.Event == "ticket returned" && r.Ticket == hex.EncodeToString(ticket.GetTicketId())
 	}) {
 		t.Error("no record")
 	}
-	t.Run("another machine may have the name now", func(t *testing.T) {
-		s.ticketFor(t, s.machine(t), worker(t))
+	// Certificate and disk key are out: until they are of no use, name and disk are the machine's (J2, J4).
+	other := s.machine(t)
+	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t), attestv1.Reason_REASON_NAME_TAKEN)
+	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t, named("w2", disk1, "192.168.77.13")), attestv1.Reason_REASON_DISK_MISMATCH)
+	s.refused(t, client, m, worker(t, named("w2", disk2, "192.168.77.13")), attestv1.Reason_REASON_NAME_MISMATCH)
+	t.Run("the same machine may come back", func(t *testing.T) {
+		again := s.ticketFor(t, m, worker(t))
+		if n := s.Node(t, "w1"); n.Status.ReleasedAt != nil || !n.Status.Ticket.Enrolled {
+			t.Errorf("status %+v", n.Status)
+		}
+		if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: again.GetTicketId()}); err != nil {
+			t.Fatal(err)
+		}
 	})
+	t.Run("another machine may have the name once the certificate has expired", func(t *testing.T) {
+		n := s.Node(t, "w1")
+		n.Status.ReleasedAt = new(metav1.NewTime(time.Now().Add(-25 * time.Hour)))
+		if err := s.Client.Status().Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+		membertest.Eventually(t, func() error {
+			_, err := s.dial(t, other.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+			return err
+		})
+		if n := s.Node(t, "w1"); n.Spec.MachineID != other.ID().String() || n.Status.ReleasedAt != nil {
+			t.Errorf("enrolment %+v, status %+v", n.Spec, n.Status)
+		}
+	})
+}
+
+func TestATicketThatIsTooOldIsNotReturned(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	client := s.dial(t, m.Attester(attest.PurposeMachine))
+	ticket := s.ticketFor(t, m, worker(t))
+	give := func() error {
+		_, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()})
+		return err
+	}
+	issued := func(at time.Time) {
+		n := s.Node(t, "w1")
+		n.Status.Ticket.IssuedAt = metav1.NewTime(at)
+		if err := s.Client.Status().Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	issued(time.Now().Add(-time.Hour))
+	membertest.Eventually(t, func() error {
+		err := give()
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_TICKET_UNKNOWN, "%v, want TICKET_UNKNOWN", err)
+	})
+	issued(time.Now())
+	membertest.Eventually(t, give)
 }
 
 func TestAControlPlaneGetsItsFiles(t *testing.T) {

@@ -95,9 +95,14 @@ func (e *Enforcer) pass(ctx context.Context, cut func(attest.MachineID)) bool {
 	e.mu.Lock()
 	tasks := maps.Clone(e.tasks)
 	e.mu.Unlock()
+	for _, t := range tasks { // before any request that could hold a ban up
+		if id, err := attest.ParseMachineID(t.machine); err == nil && t.kind == taskBan {
+			cut(id)
+		}
+	}
 	ok := true
 	for node, t := range tasks {
-		if err := e.do(ctx, node, t, cut); err != nil {
+		if err := e.do(ctx, node, t); err != nil {
 			if ctx.Err() != nil {
 				return true
 			}
@@ -114,18 +119,15 @@ func (e *Enforcer) pass(ctx context.Context, cut func(attest.MachineID)) bool {
 	return ok
 }
 
-func (e *Enforcer) do(ctx context.Context, node string, t task, cut func(attest.MachineID)) error {
+func (e *Enforcer) do(ctx context.Context, node string, t task) error {
 	if t.kind == taskLift {
 		_, err := e.kube.list(ctx, node, t.machine)
 		return err
 	}
-	if id, err := attest.ParseMachineID(t.machine); err == nil && t.kind == taskBan {
-		cut(id)
-	}
 	if e.kube.enrolled.get(node) != t.machine {
 		return nil // struck already, or another machine's name by now
 	}
-	if err := e.kube.unlist(ctx, node); err != nil {
+	if err := e.kube.unlist(ctx, node, t.machine); err != nil {
 		return err
 	}
 	e.kube.log.InfoContext(ctx, "node struck from those that may write", "node", node, "machine", t.machine)

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -52,11 +53,14 @@ func (k *Kube) Check(c Claim) error { return k.check(c, k.cluster.Nodes.ByName(c
 
 // check takes the enrolment of the node by hand, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
+	if vacant(own) {
+		own = nil
+	}
 	if own != nil && own.Spec.MachineID != c.Machine.String() { // J4
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s; `kubectl delete attestednode %s` frees it", c.Node, own.Spec.MachineID, c.Node)
 	}
 	for _, other := range k.cluster.Nodes.ByMachine(c.Machine) {
-		if other.Name != c.Node { // J4
+		if other.Name != c.Node && !vacant(other) { // J4
 			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q; `kubectl delete attestednode %s` frees it", other.Name, other.Name)
 		}
 	}
@@ -71,7 +75,7 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 		return err
 	}
 	for _, other := range k.cluster.Nodes.ByDisk(c.Disk) { // J2
-		if other.Name != c.Node {
+		if other.Name != c.Node && !vacant(other) {
 			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q", c.Disk, other.Name)
 		}
 	}
@@ -81,6 +85,12 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 		}
 	}
 	return nil
+}
+
+// vacant says whether the enrolment was released so long ago that nothing which its machine got with
+// the ticket is of use any more: then name and disk are anybody's (J2, J4). A ban stays.
+func vacant(n *v1alpha1.AttestedNode) bool {
+	return n != nil && !n.Spec.Banned && n.Status.ReleasedAt != nil && time.Since(n.Status.ReleasedAt.Time) > certificateLife
 }
 
 // checkOwn compares the claim with the machine's own enrolment.
@@ -102,7 +112,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 
 func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
 	for _, other := range k.cluster.Nodes.ByAddress(ip.String()) {
-		if other.Name != c.Node {
+		if other.Name != c.Node && !vacant(other) {
 			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is enrolled to node %q", ip, other.Name)
 		}
 	}
@@ -170,6 +180,12 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
 }
 
 func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrolment, error) {
+	if vacant(own) { // a name's machine does not change, so this is another enrolment
+		if err := k.cluster.Client.Delete(ctx, own.DeepCopy(), client.Preconditions{UID: &own.UID, ResourceVersion: &own.ResourceVersion}); err != nil {
+			return nil, err
+		}
+		own = nil
+	}
 	if own == nil {
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: c.Node}, Spec: c.spec()}
 		if err := k.cluster.Client.Create(ctx, n); err != nil {
@@ -207,7 +223,7 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 		next := *status.DeepCopy()
 		next.Conditions = s.Conditions
 		if next.Ticket != nil {
-			next.Ticket.Enrolled = e.created || (s.Ticket != nil && s.Ticket.Enrolled)
+			next.Ticket.Enrolled = e.created || s.ReleasedAt != nil || (s.Ticket != nil && s.Ticket.Enrolled)
 		}
 		*s = next
 	}); err != nil {
@@ -239,57 +255,67 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 	return fmt.Errorf("it changed %d times meanwhile", writeAttempts)
 }
 
-// Undo takes back what Enrol wrote. It goes on when ctx has ended, and says in the log what is
-// left if it fails.
+// Undo takes back what Enrol wrote, unless a later ticket of the machine relies on it by now: that
+// one has written its status since. It goes on when ctx has ended, and says in the log what is left
+// if it fails.
 func (e *Enrolment) Undo(ctx context.Context) {
 	ctx, cancel := undo(ctx)
 	defer cancel()
 	k := e.kube
-	if e.listed {
-		if err := k.unlist(ctx, e.node.Name); err != nil {
-			k.log.ErrorContext(ctx, "a refused machine is still listed as enrolled; remove it by hand", "configmap", EnrolledConfigMap, "node", e.node.Name, "err", err)
-		}
-	}
 	var err error
 	switch {
 	case e.created:
-		err = client.IgnoreNotFound(k.cluster.Client.Delete(ctx, e.node, client.Preconditions{UID: &e.node.UID}))
+		err = client.IgnoreNotFound(k.cluster.Client.Delete(ctx, e.node, client.Preconditions{UID: &e.node.UID, ResourceVersion: &e.node.ResourceVersion}))
 	case e.before != nil:
 		n := e.node.DeepCopy()
 		n.Spec = *e.before
 		err = k.cluster.Client.Update(ctx, n)
 	}
+	if apierrors.IsConflict(err) {
+		k.log.InfoContext(ctx, "an enrolment stays: a later ticket of its machine relies on it", "node", e.node.Name, "machine", e.node.Spec.MachineID)
+		return
+	}
+	if err == nil && e.listed {
+		err = k.unlist(ctx, e.node.Name, e.node.Spec.MachineID)
+	}
 	if err != nil {
-		k.log.ErrorContext(ctx, "an enrolment could not be taken back; look at it by hand", "node", e.node.Name, "err", err)
+		k.log.ErrorContext(ctx, "an enrolment could not be taken back; look at AttestedNode and ConfigMap by hand", "node", e.node.Name, "configmap", EnrolledConfigMap, "err", err)
 	}
 }
 
-// Withdraw deletes the enrolment that a returned ticket made. The machine must be the ticket's own
+// returnWithin is how old a ticket may be that is returned: a machine that loses the race for its
+// node lock knows at once.
+const returnWithin = 10 * time.Minute
+
+// Withdraw releases the enrolment that a returned ticket made. The machine must be the ticket's own
 // (J1), and no Node may have come of it; else TICKET_UNKNOWN.
+//
+// The ticket's certificate and disk key are out, whatever the machine says. So its name is struck
+// from those that may write at once, but name and disk stay the machine's own until the certificate
+// has expired: else one machine could collect names and keys of disks (J2, J4).
 func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
-	unknown := attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it was used", m)
 	for _, n := range k.cluster.Nodes.ByMachine(m) {
-		if t := n.Status.Ticket; t == nil || t.ID != ticket || k.nodes.has(n.Name) {
+		t := n.Status.Ticket
+		if t == nil || t.ID != ticket || k.nodes.has(n.Name) || time.Since(t.IssuedAt.Time) > returnWithin {
 			continue
 		}
-		if !n.Status.Ticket.Enrolled {
-			live := n.DeepCopy()
-			live.Status.Ticket = nil
-			if err := k.cluster.Client.Status().Update(ctx, live); err != nil {
-				return n.Name, unavailable("write the status of AttestedNode "+n.Name, err)
-			}
+		if n.Spec.Banned {
+			return n.Name, attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", n.Name)
+		}
+		live := n.DeepCopy()
+		live.Status.Ticket = nil
+		if t.Enrolled {
+			live.Status.ReleasedAt = new(metav1.Now())
+		}
+		if err := k.cluster.Client.Status().Update(ctx, live); err != nil { // a compare-and-swap
+			return n.Name, unavailable("write the status of AttestedNode "+n.Name, err)
+		}
+		if !t.Enrolled {
 			return n.Name, nil
 		}
-		if err := k.unlist(ctx, n.Name); err != nil {
-			return n.Name, err
-		}
-		err := k.cluster.Client.Delete(ctx, n.DeepCopy(), client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
-		if err != nil {
-			return n.Name, unavailable("delete AttestedNode "+n.Name, err)
-		}
-		return n.Name, nil
+		return n.Name, k.unlist(ctx, n.Name, n.Spec.MachineID)
 	}
-	return "", unknown
+	return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it was used", m)
 }
 
 // enrolledView is what the informer last saw of the ConfigMap.
@@ -324,26 +350,37 @@ func (k *Kube) list(ctx context.Context, node, machine string) (changed bool, er
 	}
 	// The owner's `muster init` made the ConfigMap. Without it no node may write, and to make it anew
 	// with one node would lock out all others.
-	if err := k.patchEnrolled(ctx, node, &machine); err != nil {
+	patch, err := json.Marshal(map[string]any{"data": map[string]string{node: machine}})
+	if err != nil {
+		return false, err
+	}
+	if err := k.patchEnrolled(ctx, types.MergePatchType, patch); err != nil {
 		return false, unavailable("write ConfigMap "+EnrolledConfigMap, err)
 	}
 	return true, nil
 }
 
-func (k *Kube) unlist(ctx context.Context, node string) error {
-	if err := client.IgnoreNotFound(k.patchEnrolled(ctx, node, nil)); err != nil {
+// unlist strikes the node if the machine is the one that is listed: who enrolled under the name
+// meanwhile stays.
+func (k *Kube) unlist(ctx context.Context, node, machine string) error {
+	path := "/data/" + node // a DNS label needs no escapes (RFC 6901)
+	patch, err := json.Marshal([]map[string]string{{"op": "test", "path": path, "value": machine}, {"op": "remove", "path": path}})
+	if err != nil {
+		return err
+	}
+	err = k.patchEnrolled(ctx, types.JSONPatchType, patch)
+	if apierrors.IsNotFound(err) || apierrors.IsInvalid(err) { // the test failed: it is gone, or somebody else's
+		return nil
+	}
+	if err != nil {
 		return unavailable("write ConfigMap "+EnrolledConfigMap, err)
 	}
 	return nil
 }
 
-func (k *Kube) patchEnrolled(ctx context.Context, node string, machine *string) error {
-	patch, err := json.Marshal(map[string]any{"data": map[string]*string{node: machine}})
-	if err != nil {
-		return err
-	}
+func (k *Kube) patchEnrolled(ctx context.Context, kind types.PatchType, patch []byte) error {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: EnrolledConfigMap, Namespace: clusterinfo.Namespace}}
-	return k.cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, patch))
+	return k.cluster.Client.Patch(ctx, m, client.RawPatch(kind, patch))
 }
 
 // WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.

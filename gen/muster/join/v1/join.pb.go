@@ -465,7 +465,7 @@ func (x *ReturnJoinTicketRequest) GetTicketId() []byte {
 	return nil
 }
 
-// ReturnJoinTicketResponse says that nothing of the ticket is left.
+// ReturnJoinTicketResponse says that the ticket is of no use any more.
 type ReturnJoinTicketResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields

@@ -50,8 +50,9 @@ type JoinServiceClient interface {
 	// again gives the same machine a ticket for the same name and disk.
 	IssueJoinTicket(context.Context, *v1.IssueJoinTicketRequest) (*v1.IssueJoinTicketResponse, error)
 	// ReturnJoinTicket gives a ticket back that its machine will not use, because
-	// its init won the race for the node lock. The enrolment that the ticket made is
-	// undone. Access: attested.
+	// its init won the race for the node lock. The node may write no more, but its
+	// name and disk stay the machine's own until the ticket's certificates have expired.
+	// A ticket older than 10 minutes is refused with TICKET_UNKNOWN. Access: attested.
 	ReturnJoinTicket(context.Context, *v1.ReturnJoinTicketRequest) (*v1.ReturnJoinTicketResponse, error)
 }
 
@@ -112,8 +113,9 @@ type JoinServiceHandler interface {
 	// again gives the same machine a ticket for the same name and disk.
 	IssueJoinTicket(context.Context, *v1.IssueJoinTicketRequest) (*v1.IssueJoinTicketResponse, error)
 	// ReturnJoinTicket gives a ticket back that its machine will not use, because
-	// its init won the race for the node lock. The enrolment that the ticket made is
-	// undone. Access: attested.
+	// its init won the race for the node lock. The node may write no more, but its
+	// name and disk stay the machine's own until the ticket's certificates have expired.
+	// A ticket older than 10 minutes is refused with TICKET_UNKNOWN. Access: attested.
 	ReturnJoinTicket(context.Context, *v1.ReturnJoinTicketRequest) (*v1.ReturnJoinTicketResponse, error)
 }
 
