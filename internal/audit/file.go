@@ -85,7 +85,7 @@ func (f *file) prepare(n int) {
 	if err != nil {
 		return
 	}
-	_ = f.File.Close() // all of it is synced
+	_ = f.Close() // all of it is synced
 	f.File = next
 }
 

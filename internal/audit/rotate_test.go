@@ -24,12 +24,12 @@ func TestAFullFileIsRenamedAndNoRecordLost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer log.Close()
+	defer func() { _ = log.Close() }()
 	other, err := openLog(path, 1000) // of another process
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer other.Close()
+	defer func() { _ = other.Close() }()
 	const records = 30
 	for i := range records {
 		l := log
@@ -78,7 +78,7 @@ func TestAFileThatCannotBeRenamedGrows(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer log.Close()
+	defer func() { _ = log.Close() }()
 	for i := range 10 {
 		if err := log.Write(Record{Ticket: fmt.Sprint(i)}); err != nil {
 			t.Fatal(err)
