@@ -55,6 +55,11 @@ type AttestationPolicyStatus struct {
 	//
 	// +kubebuilder:validation:Minimum=0
 	Serial int64 `json:"serial,omitempty"`
+	// PolicyDigest is the SHA-256 of the policy that has this serial, in hexadecimal digits.
+	// No other one with this serial is accepted.
+	//
+	// +kubebuilder:validation:MaxLength=64
+	PolicyDigest string `json:"policyDigest,omitempty"`
 	// Reason is empty, or the reason code of the refusal, as in POLICY_SIGNATURE.
 	Reason string `json:"reason,omitempty"`
 	// Message says what is wrong, for people.

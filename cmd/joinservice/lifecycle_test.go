@@ -382,6 +382,28 @@ func TestTheListOfEnrolledNodesSurvivesASlip(t *testing.T) {
 		err := s.Client.Delete(ctx, list, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "it could be deleted: %v", err)
 	})
+	for name, slip := range map[string]func() error{
+		"with all ConfigMaps of its namespace": func() error {
+			return s.Client.DeleteAllOf(ctx, &corev1.ConfigMap{}, client.InNamespace(namespace), client.DryRunAll)
+		},
+		"with its namespace": func() error {
+			return s.Client.Delete(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, client.DryRunAll)
+		},
+	} {
+		if err := slip(); err == nil || !strings.Contains(err.Error(), "muster-enrolled-nodes first") {
+			t.Errorf("it could be deleted %s: %v", name, err)
+		}
+	}
+	another := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "x-"}}
+	if err := s.Client.Create(ctx, another); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Client.DeleteAllOf(ctx, &corev1.ConfigMap{}, client.InNamespace(another.Name)); err != nil {
+		t.Errorf("the ConfigMaps of another namespace: %v", err)
+	}
+	if err := s.Client.Delete(ctx, another); err != nil {
+		t.Errorf("another namespace: %v", err)
+	}
 	binding := &unstructured.Unstructured{}
 	binding.SetAPIVersion("admissionregistration.k8s.io/v1")
 	binding.SetKind("ValidatingAdmissionPolicyBinding")

@@ -14,8 +14,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"sync"
 	"time"
 )
@@ -77,6 +75,8 @@ type sink interface {
 	io.WriteCloser
 	// commit makes what was written stable.
 	commit() error
+	// prepare makes room for n bytes.
+	prepare(n int)
 	// undo removes what a failed write left.
 	undo(size int64)
 	size() int64
@@ -85,20 +85,19 @@ type sink interface {
 // Open opens the log at path for appending, and creates it with mode 0600 if need be. Its
 // folder must exist. A line that a crash cut off is ended, so that the next record starts on a
 // line of its own.
+//
+// A file that would grow beyond 64 MiB is renamed to path.1, the one that had this name to
+// path.2, and so on to path.5, which is replaced.
 func Open(path string) (*Log, error) {
-	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_RDWR, 0o600)
+	return openLog(path, maxSize)
+}
+
+func openLog(path string, limit int64) (*Log, error) {
+	f, err := openFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("open the audit log: %w", err)
 	}
-	s := &file{f}
-	if err := s.repair(); err != nil {
-		return nil, errors.Join(fmt.Errorf("open the audit log: %w", err), f.Close())
-	}
-	// The name must survive a crash as well as the content.
-	if err := syncDir(filepath.Dir(path)); err != nil {
-		return nil, errors.Join(fmt.Errorf("open the audit log: %w", err), f.Close())
-	}
-	return &Log{sink: s, now: time.Now}, nil
+	return &Log{sink: &file{File: f, limit: limit}, now: time.Now}, nil
 }
 
 // NewStream gives a log that writes to w, such as a container's standard output. Its records
@@ -123,8 +122,10 @@ func (l *Log) Write(r Record) error {
 	if err != nil {
 		return fmt.Errorf("audit record: %w", err)
 	}
+	line = append(line, '\n')
+	l.sink.prepare(len(line))
 	before := l.sink.size()
-	if _, err := l.sink.Write(append(line, '\n')); err != nil {
+	if _, err := l.sink.Write(line); err != nil {
 		l.sink.undo(before)
 		return fmt.Errorf("write the audit record: %w", err)
 	}
@@ -146,53 +147,10 @@ func (l *Log) Close() error {
 	return s.Close()
 }
 
-type file struct{ *os.File }
-
-func (f *file) commit() error { return f.Sync() }
-
-func (f *file) size() int64 {
-	info, err := f.Stat()
-	if err != nil {
-		return -1
-	}
-	return info.Size()
-}
-
-func (f *file) undo(size int64) {
-	if size >= 0 {
-		_ = f.Truncate(size) // best effort: repair ends a torn line at the next start
-	}
-}
-
-func (f *file) repair() error {
-	size := f.size()
-	if size <= 0 {
-		return nil
-	}
-	last := make([]byte, 1)
-	if _, err := f.ReadAt(last, size-1); err != nil {
-		return err
-	}
-	if last[0] == '\n' {
-		return nil
-	}
-	if _, err := f.Write([]byte{'\n'}); err != nil {
-		return err
-	}
-	return f.Sync()
-}
-
 type stream struct{ io.Writer }
 
+func (stream) prepare(int)   {}
 func (stream) commit() error { return nil }
 func (stream) undo(int64)    {}
 func (stream) size() int64   { return -1 }
 func (stream) Close() error  { return nil }
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}

@@ -70,7 +70,9 @@ func writeStatus(ctx context.Context, c client.Client, r Report) error {
 	if old.ObservedGeneration == want.ObservedGeneration && old.Accepted == want.Accepted && old.Reason == want.Reason {
 		return nil
 	}
-	want.Serial = max(want.Serial, old.Serial)
+	if old.Serial > want.Serial || (old.Serial == want.Serial && old.PolicyDigest != "") {
+		want.Serial, want.PolicyDigest = old.Serial, old.PolicyDigest
+	}
 	live.Status = want
 	err := c.Status().Update(ctx, live)
 	if apierrors.IsConflict(err) {
@@ -84,6 +86,7 @@ func statusOf(r Report) v1alpha1.AttestationPolicyStatus {
 	if r.InForce != nil {
 		out.Generation = r.InForce.Generation
 		out.Serial = int64(min(r.InForce.Policy.Serial(), math.MaxInt64))
+		out.PolicyDigest = digest(r.InForce.Signed)
 		out.Insecure = r.InForce.Policy.Insecure()
 	}
 	if r.Err != nil {

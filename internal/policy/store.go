@@ -3,15 +3,17 @@
 // The owner's AttestationPolicy reaches a [Store] through an informer; the store checks the
 // owner's signature before it parses anything, and swaps what is in force with one atomic write,
 // so that no judgement ever waits for I/O or sees half a policy. A policy that is not signed,
-// does not parse or counts backwards changes nothing but the report about it. As long as there
+// does not parse or does not count up changes nothing but the report about it. As long as there
 // is no good one, nobody is accepted (A3).
 package policy
 
 import (
 	"context"
 	"crypto/ed25519"
+	"crypto/sha256"
 	"crypto/x509"
 	"encoding/base64"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -66,6 +68,7 @@ type Store struct {
 	metrics  metrics
 	mu       sync.Mutex // serialises changes; judgements do not take it
 	floor    uint64     // no lower serial is accepted
+	digest   string     // of the policy that has the serial floor: no other one is accepted
 	report   Report
 	reported chan struct{} // closed and replaced with each change
 }
@@ -113,7 +116,7 @@ func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 		s.tell(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
 		return
 	}
-	s.floor = max(s.floor, next.Policy.Serial())
+	s.floor, s.digest = next.Policy.Serial(), digest(next.Signed)
 	s.inForce.Store(next)
 	s.tell(Report{Observed: p, InForce: next})
 }
@@ -137,14 +140,22 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 		return nil, err
 	}
 	// The status remembers across restarts what a replica has forgotten.
-	floor := s.floor
-	if seen := p.Status.Serial; seen > 0 {
-		floor = max(floor, uint64(seen))
+	floor, known := s.floor, s.digest
+	if seen := p.Status.Serial; seen > 0 && (uint64(seen) > floor || known == "") {
+		floor, known = uint64(seen), p.Status.PolicyDigest
 	}
 	if parsed.Serial() < floor || parsed.Serial() > math.MaxInt64 {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, which was in force already: count it up with every change", parsed.Serial(), floor)
 	}
+	if parsed.Serial() == floor && known != "" && digest(signed) != known {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "another policy with the serial %d was in force already: count it up with every change", floor)
+	}
 	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation}, nil
+}
+
+func digest(s *attestv1.SignedPolicy) string {
+	sum := sha256.Sum256(s.GetPolicy())
+	return hex.EncodeToString(sum[:])
 }
 
 // tell puts r into log, metrics and report. Its caller holds the lock.

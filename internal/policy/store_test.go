@@ -3,7 +3,9 @@ package policy_test
 import (
 	"context"
 	"crypto/ed25519"
+	"crypto/sha256"
 	"encoding/base64"
+	"encoding/hex"
 	"log/slog"
 	"testing"
 
@@ -135,6 +137,44 @@ func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 		s.Set(again)
 		if s.Generation() != 0 {
 			t.Error("a lower serial is in force")
+		}
+	})
+}
+
+// Two policies with one serial would let whoever applies them go back and forth.
+func TestASerialBelongsToOnePolicy(t *testing.T) {
+	o := newOwner(t)
+	s := o.store(t)
+	first := o.object(t, 1, 5)
+	s.Set(first)
+	other := o.object(t, 2, 5)
+	other.Spec.Policy += " " // as good a policy, in other bytes
+	other.Spec.Signature = base64.StdEncoding.EncodeToString(attest.SignPolicy(o.private, []byte(other.Spec.Policy)).GetSignature())
+	refused := func(s *policy.Store, generation int64) {
+		t.Helper()
+		report, _ := s.Latest()
+		if attest.ReasonOf(report.Err) != attestv1.Reason_REASON_POLICY_INVALID || s.Generation() != generation {
+			t.Errorf("report %+v", report)
+		}
+	}
+	s.Set(other)
+	refused(s, 1)
+	again := first.DeepCopy()
+	again.Generation = 3
+	s.Set(again)
+	if s.Generation() != 3 {
+		t.Error("the same policy is not accepted again")
+	}
+	t.Run("after a restart too", func(t *testing.T) {
+		sum := sha256.Sum256([]byte(first.Spec.Policy))
+		other.Status.Serial, other.Status.PolicyDigest = 5, hex.EncodeToString(sum[:])
+		s := o.store(t)
+		s.Set(other)
+		refused(s, 0)
+		again.Status = other.Status
+		s.Set(again)
+		if s.Generation() != 3 {
+			t.Error("the same policy is not accepted again")
 		}
 	})
 }

@@ -116,6 +116,9 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 		log.ErrorContext(ctx, "call failed", append(attrs, "err", err)...)
 	case connect.CodeOf(out) == connect.CodeCanceled:
 		log.DebugContext(ctx, "caller hung up", attrs...)
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:
+		// Anybody can cause any number of these: the metric counts them.
+		log.DebugContext(ctx, "call refused", append(attrs, "err", err)...)
 	default:
 		log.WarnContext(ctx, "call refused", append(attrs, "err", err)...)
 	}

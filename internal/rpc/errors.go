@@ -51,7 +51,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Sign the policy with the key of the cluster's owner."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
-	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Restart the machine, then use the right init secret."},
+	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata; it is admitted at any time."},
 	attestv1.Reason_REASON_NODE_LOCKED:           {connect.CodeFailedPrecondition, true, "If the machine should start over, reset and reboot it."},
 	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash in the metadata of the machine that should become the first."},
 	attestv1.Reason_REASON_COMPONENT_HASH:        {connect.CodeFailedPrecondition, true, "Check the mirror: the file is not the one that was asked for."},

@@ -8,6 +8,8 @@ import (
 	"connectrpc.com/connect"
 
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Health is grpc.health.v1.Health. Services that nobody has set are unknown; the empty name
@@ -17,6 +19,27 @@ type Health struct {
 	status  map[string]healthv1.HealthCheckResponse_ServingStatus
 	changed chan struct{} // closed and replaced at each change
 	stopped bool
+	watches int
+}
+
+// maxWatches bounds how many callers may watch at one time: each costs a stream and a
+// goroutine for as long as it likes, and anybody may ask.
+const maxWatches = 128
+
+func (h *Health) beginWatch() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.watches >= maxWatches {
+		return false
+	}
+	h.watches++
+	return true
+}
+
+func (h *Health) endWatch() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.watches--
 }
 
 // NewHealth knows the process as a whole, and says that it cannot serve yet.
@@ -93,8 +116,13 @@ func (h *Health) Check(_ context.Context, req *healthv1.HealthCheckRequest) (*he
 }
 
 // Watch implements [healthv1connect.HealthHandler]: it tells the status now and at each
-// change, until the caller hangs up or the server stops.
+// change, until the caller hangs up or the server stops. At most 128 callers are told at one
+// time; others are refused with BUSY.
 func (h *Health) Watch(ctx context.Context, req *healthv1.HealthCheckRequest, stream *connect.ServerStream[healthv1.HealthCheckResponse]) error {
+	if !h.beginWatch() {
+		return attest.Refuse(attestv1.Reason_REASON_BUSY, "%d callers watch already", maxWatches)
+	}
+	defer h.endWatch()
 	last := healthv1.HealthCheckResponse_UNKNOWN
 	for {
 		s, known, stopped, changed := h.look(req.GetService())

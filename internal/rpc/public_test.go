@@ -2,6 +2,10 @@ package rpc_test
 
 import (
 	"bytes"
+	"crypto/tls"
+	"encoding/binary"
+	"errors"
+	"io"
 	"net/http"
 	"os/exec"
 	"slices"
@@ -78,6 +82,78 @@ func TestWatchTellsEachChangeUntilTheServerStops(t *testing.T) {
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("a watcher held up the stop for %s", took)
 	}
+}
+
+func TestWatchersAreLimited(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	c := healthv1connect.NewHealthClient(r.plain(true), r.url, connect.WithGRPC())
+	watch := func() (*connect.ServerStreamForClient[healthv1.HealthCheckResponse], error) {
+		s, err := c.Watch(t.Context(), &healthv1.HealthCheckRequest{})
+		if err != nil {
+			return nil, err
+		}
+		if !s.Receive() {
+			return nil, errors.Join(s.Err(), s.Close())
+		}
+		return s, nil
+	}
+	var watchers []*connect.ServerStreamForClient[healthv1.HealthCheckResponse]
+	for i := range 128 {
+		s, err := watch()
+		if err != nil {
+			t.Fatalf("watcher %d: %v", i+1, err)
+		}
+		watchers = append(watchers, s)
+		defer func() { _ = s.Close() }()
+	}
+	if _, err := watch(); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || connect.CodeOf(err) != connect.CodeResourceExhausted {
+		t.Errorf("one more: %v, want BUSY", err)
+	}
+	if _, err := c.Check(t.Context(), &healthv1.HealthCheckRequest{}); err != nil {
+		t.Errorf("a check beside them: %v", err)
+	}
+	_ = watchers[0].Close()
+	wait(t, "the place of one that went is free", func() bool {
+		s, err := watch()
+		if err == nil {
+			_ = s.Close()
+		}
+		return err == nil
+	})
+}
+
+// The settings of RFC 9113, section 6.5.2, are the first frame that a server sends.
+func TestAPlainConnectionHasFewStreams(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	d := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}}
+	c, err := d.DialContext(t.Context(), "tcp", r.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.WriteString(c, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"); err != nil {
+		t.Fatal(err)
+	}
+	head := make([]byte, 9)
+	if _, err := io.ReadFull(c, head); err != nil || head[3] != 4 {
+		t.Fatalf("%x, %v; want SETTINGS", head, err)
+	}
+	settings := make([]byte, int(head[1])<<8|int(head[2]))
+	if _, err := io.ReadFull(c, settings); err != nil {
+		t.Fatal(err)
+	}
+	for ; len(settings) >= 6; settings = settings[6:] {
+		if binary.BigEndian.Uint16(settings) == 3 { // MAX_CONCURRENT_STREAMS
+			if n := binary.BigEndian.Uint32(settings[2:]); n != 16 {
+				t.Errorf("%d streams, want 16", n)
+			}
+			return
+		}
+	}
+	t.Error("the number of streams is not limited")
 }
 
 func TestReflectionListsWhatIsServed(t *testing.T) {

@@ -77,6 +77,10 @@ const (
 	idleTimeout       = 5 * time.Minute
 	maxHeaderBytes    = 32 << 10
 	maxStreams        = 64
+
+	// A plain client has shown nothing, so it gets less.
+	plainIdleTimeout = time.Minute
+	maxPlainStreams  = 16
 )
 
 // NewServer begins to accept connections, which wait until [Server.Run]. It says what of
@@ -110,19 +114,21 @@ func NewServer(cfg Config) (*Server, error) {
 	s := &Server{cfg: cfg, listener: l, fresh: make(map[net.Conn]struct{})}
 	handler := s.handler()
 	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // strangers' mistakes
-	http2 := &http.HTTP2Config{
+	http2 := http.HTTP2Config{
 		MaxConcurrentStreams: maxStreams,
 		SendPingTimeout:      30 * time.Second,
 		PingTimeout:          15 * time.Second,
 		WriteByteTimeout:     30 * time.Second,
 	}
+	plainHTTP2 := http2
+	plainHTTP2.MaxConcurrentStreams = maxPlainStreams
 	s.attested = &http.Server{
 		Handler:           l.Handler(handler),
 		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
-		HTTP2:             http2,
+		HTTP2:             &http2,
 		ConnContext:       l.ConnContext,
 		ConnState:         s.state,
 		ErrorLog:          errorLog,
@@ -131,9 +137,9 @@ func NewServer(cfg Config) (*Server, error) {
 		Handler:           handler,
 		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       idleTimeout,
+		IdleTimeout:       plainIdleTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
-		HTTP2:             http2,
+		HTTP2:             &plainHTTP2,
 		ConnState:         s.state,
 		ErrorLog:          errorLog,
 	}

@@ -113,7 +113,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 			Appraiser:     r.policy.For(attest.Unlocked()),
 			ClientPurpose: attest.PurposeJoinservice,
 			Generation:    func() int64 { return 0 },
-			Limits:        atls.Limits{Rate: 10000, Burst: 10000},
+			Limits:        atls.Limits{Rate: 10000, Burst: 10000, SetUpPerSource: 1000},
 		},
 		Services: []rpc.Service{
 			rpc.Serve[kmsv1connect.KeyServiceHandler](kmsv1connect.KeyServiceName, kms, kmsv1connect.NewKeyServiceHandler),

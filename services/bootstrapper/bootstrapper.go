@@ -125,7 +125,7 @@ type Bootstrapper struct {
 	work    sync.WaitGroup
 
 	initMu   sync.Mutex // guards what follows
-	wrong    int        // wrong init secrets so far
+	wrong    int        // wrong init secrets so far, at most maxAttempts
 	run      *initRun   // the init under way or finished, nil if none
 	finished chan struct{}
 	sent     chan struct{}

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	maxAttempts = 5
+	maxAttempts = 5 // wrong init secrets that are logged one by one
 	maxSANs     = 32
 	keySize     = 16 // of an idempotency key
 	secretSize  = 32
@@ -96,18 +96,20 @@ func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
 	return run, nil
 }
 
-// checkSecret is called with initMu held. A wrong secret costs one of few attempts.
+// checkSecret is called with initMu held. The right secret is admitted at any time: it has
+// 256 bits, so guesses are hopeless, and a lock would only let strangers keep the owner
+// out. The first few wrong ones are logged one by one, later ones are only counted.
 func (b *Bootstrapper) checkSecret(secret []byte, want *[32]byte) error {
-	if b.wrong >= maxAttempts {
-		return attest.Refuse(attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, "%d wrong init secrets", b.wrong)
-	}
 	got := sha256.Sum256(secret)
-	if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
-		b.wrong++
-		b.log.Warn("wrong init secret", "attempts_left", maxAttempts-b.wrong)
-		return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "attempt %d of %d", b.wrong, maxAttempts)
+	if subtle.ConstantTimeCompare(got[:], want[:]) == 1 {
+		return nil
 	}
-	return nil
+	if b.wrong == maxAttempts {
+		return attest.Refuse(attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, "more than %d wrong init secrets", maxAttempts)
+	}
+	b.wrong++
+	b.log.Warn("wrong init secret", "count", b.wrong, "logged_at_most", maxAttempts)
+	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are told apart", b.wrong, maxAttempts)
 }
 
 // initOrder is a checked request.

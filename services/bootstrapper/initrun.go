@@ -73,7 +73,9 @@ func (r *initRun) end(result *initv1.InitResult, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.result, r.err, r.ended = result, err, true
-	r.order.rawRoot, r.order.rawSalt = nil, nil // K3: no longer than needed
+	clear(r.order.rawRoot)
+	clear(r.order.rawSalt)
+	r.order.root, r.order.rawRoot, r.order.rawSalt = nil, nil, nil // K3: no longer than needed
 	r.wake()
 }
 

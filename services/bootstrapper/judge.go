@@ -3,10 +3,12 @@ package bootstrapper
 import (
 	"context"
 	"crypto/ed25519"
+	"crypto/sha256"
 	"crypto/x509"
 	"fmt"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -14,6 +16,7 @@ import (
 // The joinservice presents its cluster's signed policy with its evidence. A joiner that
 // knows the owner's public key accepts what that policy accepts; one that does not accepts
 // a machine that booted the same as itself, under the EK roots of its image.
+// Serials only go up: an older policy could accept what the owner has since shut out.
 func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appraiser, error) {
 	// The machine's cluster, once it has one; before, any: it can't know.
 	lock := attest.AnyLock()
@@ -22,7 +25,7 @@ func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appra
 	}
 	if b.ownerKey != nil {
 		b.metrics.insecure.DeleteLabelValues(ownerKeyUnknown)
-		o := ownersPolicy{key: b.ownerKey, newVerifier: b.cfg.NewVerifier, lock: lock}
+		o := ownersPolicy{key: b.ownerKey, newVerifier: b.cfg.NewVerifier, lock: lock, newest: b.lock.newest}
 		v, err := b.cfg.NewVerifier(nil) // for its formats; each evidence brings its own roots
 		if err != nil {
 			return nil, nil, err
@@ -66,6 +69,8 @@ type ownersPolicy struct {
 	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
 	lock        attest.Lock
 	formats     []attestv1.Format
+	// newest refuses policies that are older than what was accepted, and remembers p if asked.
+	newest func(p journal.Policy, keep bool) error
 }
 
 // Formats implements [attest.Verifier].
@@ -90,12 +95,29 @@ func (o ownersPolicy) Appraise(_ context.Context, c attest.Claims) (attest.Appra
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	return p.Appraise(c, o.lock)
+	a, err := p.Appraise(c, o.lock)
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	// On the disk before it is relied on, so that a crash cannot bring the old one back.
+	if err := o.newest(o.name(c.SignedPolicy(), p), true); err != nil {
+		return attest.Appraisal{}, err
+	}
+	return a, nil
+}
+
+func (o ownersPolicy) name(s *attestv1.SignedPolicy, p *attest.Policy) journal.Policy {
+	sum := sha256.Sum256(s.GetPolicy())
+	return journal.Policy{OwnerKey: journal.Hex(o.key), Serial: p.Serial(), Digest: sum[:]}
 }
 
 func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 	if s == nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the joinservice presents no policy")
 	}
-	return attest.OpenPolicy(o.key, s)
+	p, err := attest.OpenPolicy(o.key, s)
+	if err != nil {
+		return nil, err
+	}
+	return p, o.newest(o.name(s, p), false)
 }

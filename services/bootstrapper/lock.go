@@ -80,6 +80,7 @@ func (l *nodeLock) acquire(ctx context.Context, claim journal.Record) error {
 	if claim.OwnerKey == nil {
 		claim.OwnerKey = l.rec.OwnerKey
 	}
+	claim.Policy = l.rec.Policy
 	if err := l.save(claim); err != nil { // B1: from here on it is claim's, whatever happens
 		return err
 	}
@@ -164,6 +165,29 @@ func (l *nodeLock) advance(s journal.Step) error {
 // cleaned notes that nothing is left of an unfinished kubeadm run.
 func (l *nodeLock) cleaned() error {
 	return l.update(func(r *journal.Record) { r.Step = min(r.Step, journal.StepComponents) })
+}
+
+// newest refuses a policy that is older than one that was accepted, or another one with the
+// same serial. With keep it remembers p as accepted.
+func (l *nodeLock) newest(p journal.Policy, keep bool) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	known := l.rec.Policy
+	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
+		known = &journal.Policy{}
+	}
+	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + stateFolder + " and reboot it"
+	switch {
+	case p.Serial < known.Serial:
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)
+	case p.Serial == known.Serial && !bytes.Equal(p.Digest, known.Digest):
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents another policy with the serial %d than this machine has accepted: %s", p.Serial, way)
+	case p.Serial == known.Serial, !keep:
+		return nil
+	}
+	rec := l.rec
+	rec.Policy = &p
+	return l.save(rec)
 }
 
 func (l *nodeLock) update(change func(*journal.Record)) error {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -33,7 +34,20 @@ type Refusals struct {
 	dropped prometheus.Counter
 	records chan audit.Record
 	bad     chan badVerdict
+	now     func() time.Time
+
+	unrecorded atomic.Int64 // since the last record that tells their number
+	tokens     float64      // of Serve alone, as at
+	at         time.Time
 }
+
+// Each audit record costs an fsync under the mutex that tickets need too, and a stranger
+// costs us one whenever it likes. So they have a ration; what is above it is only counted.
+const (
+	recordRate  = 10 // records a second
+	recordBurst = 50
+	tellEvery   = 10 * time.Second // how often the number of the others is recorded
+)
 
 type badVerdict struct {
 	machine attest.MachineID
@@ -51,7 +65,7 @@ func NewRefusals(judge attest.Appraiser, k *kube.Kube, log *audit.Log, l *slog.L
 	}
 	return &Refusals{
 		judge: judge, kube: k, audit: log, log: l, dropped: dropped,
-		records: make(chan audit.Record, queueSize), bad: make(chan badVerdict, queueSize),
+		records: make(chan audit.Record, queueSize), bad: make(chan badVerdict, queueSize), now: time.Now, tokens: recordBurst,
 	}, nil
 }
 
@@ -82,16 +96,21 @@ func (r *Refusals) Observe(s atls.SetUp) {
 	select {
 	case r.records <- record:
 	default:
-		r.dropped.Inc()
+		r.skip()
 	}
 }
 
 // Serve writes until ctx ends, and what is left then.
 func (r *Refusals) Serve(ctx context.Context) error {
+	tell := time.NewTicker(tellEvery)
+	defer tell.Stop()
+	defer r.tell()
 	for {
 		select {
+		case <-tell.C:
+			r.tell()
 		case record := <-r.records:
-			r.write(record)
+			r.take(record)
 		case v := <-r.bad:
 			if err := r.kube.WriteVerdict(ctx, v.machine, v.verdict); err != nil && ctx.Err() == nil {
 				r.log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", v.machine, "reason", v.verdict.Reason, "err", err)
@@ -100,12 +119,41 @@ func (r *Refusals) Serve(ctx context.Context) error {
 			for {
 				select {
 				case record := <-r.records:
-					r.write(record)
+					r.take(record)
 				default:
 					return nil
 				}
 			}
 		}
+	}
+}
+
+// take records one refusal, if the ration allows it.
+func (r *Refusals) take(record audit.Record) {
+	now := r.now()
+	if d := now.Sub(r.at); d > 0 {
+		r.tokens, r.at = min(recordBurst, r.tokens+d.Seconds()*recordRate), now
+	}
+	if r.tokens < 1 {
+		r.skip()
+		return
+	}
+	r.tokens--
+	r.write(record)
+}
+
+func (r *Refusals) skip() {
+	r.unrecorded.Add(1)
+	r.dropped.Inc()
+}
+
+// tell records how many refusals were not recorded one by one.
+func (r *Refusals) tell() {
+	if n := r.unrecorded.Swap(0); n > 0 {
+		r.write(audit.Record{
+			Time: r.now(), Service: "joinservice", Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),
+			Detail: fmt.Sprintf("%d more refused connections were not recorded one by one", n),
+		})
 	}
 }
 

@@ -54,8 +54,9 @@ type SetUp struct {
 	Role string
 	// Remote is the peer's network address.
 	Remote string
-	// Dropped says why a connection was closed before TLS: "source_rate", "setup_full" or
-	// "open_full"; empty if it was not.
+	// Dropped says why a connection was closed before TLS: "source_rate",
+	// "source_setup_full", "source_open_full", "setup_full", "open_full" or "closed"; empty
+	// if it was not.
 	Dropped string
 	// Plain is set for a client that asked for plain HTTPS, so that no exchange took place.
 	Plain bool

@@ -3,6 +3,7 @@ package atls
 import (
 	"crypto/tls"
 	"net"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -31,6 +32,7 @@ func (c *Conn) Peer() (attest.Peer, bool) {
 type tracked struct {
 	net.Conn
 	once    sync.Once
+	source  netip.Prefix
 	onClose func(*tracked)
 	session *Conn // set once the exchange has ended well; guarded by its Listener's lock
 }

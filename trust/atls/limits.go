@@ -12,11 +12,15 @@ import (
 type Limits struct {
 	// SetUp is how many connections may be in handshake or exchange at one time; 1,024.
 	SetUp int
-	// Open is how many connections may be open at all; 16,384.
+	// SetUpPerSource is how many of those one source may have, an IPv4 address or an IPv6
+	// /64; 64.
+	SetUpPerSource int
+	// Open is how many connections may be open at all; 4,096.
 	Open int
-	// Rate is how many new connections a second one source may open, an IPv4 address or an
-	// IPv6 /64; 16. Behind a NodePort that needs externalTrafficPolicy: Local, or all
-	// clients are one source.
+	// OpenPerSource is how many of those one source may have; 512.
+	OpenPerSource int
+	// Rate is how many new connections a second one source may open; 16. Behind a NodePort
+	// limits of a source need externalTrafficPolicy: Local, or all clients are one source.
 	Rate float64
 	// Burst is how many it may open at once; 64.
 	Burst int
@@ -29,7 +33,13 @@ func (l Limits) withDefaults() Limits {
 		l.SetUp = 1024
 	}
 	if l.Open <= 0 {
-		l.Open = 16384
+		l.Open = 4096
+	}
+	if l.SetUpPerSource <= 0 {
+		l.SetUpPerSource = 64
+	}
+	if l.OpenPerSource <= 0 {
+		l.OpenPerSource = 512
 	}
 	if l.Rate <= 0 {
 		l.Rate = 16
@@ -41,6 +51,62 @@ func (l Limits) withDefaults() Limits {
 		l.Large = 32
 	}
 	return l
+}
+
+// places are the connections that there are, by source. Its methods are called with its
+// Listener's lock held. Its memory is bounded by Limits.Open.
+type places struct {
+	limits      Limits
+	setUp, open int
+	sources     map[netip.Prefix]held
+}
+
+// held is what one source has: open counts those in set-up too.
+type held struct{ setUp, open int }
+
+func newPlaces(l Limits) *places { return &places{limits: l, sources: make(map[netip.Prefix]held)} }
+
+// take takes a place for set-up and an open one, or says which limit forbids it.
+func (p *places) take(source netip.Prefix) (full string) {
+	h := p.sources[source]
+	switch {
+	case h.setUp >= p.limits.SetUpPerSource:
+		return "source_setup_full"
+	case h.open >= p.limits.OpenPerSource:
+		return "source_open_full"
+	case p.setUp >= p.limits.SetUp:
+		return "setup_full"
+	case p.open >= p.limits.Open:
+		return "open_full"
+	}
+	p.setUp++
+	p.open++
+	p.sources[source] = held{h.setUp + 1, h.open + 1}
+	return ""
+}
+
+// ready gives the place for set-up back.
+func (p *places) ready(source netip.Prefix) {
+	p.setUp--
+	h := p.sources[source]
+	h.setUp--
+	p.keep(source, h)
+}
+
+// gone gives the open place back.
+func (p *places) gone(source netip.Prefix) {
+	p.open--
+	h := p.sources[source]
+	h.open--
+	p.keep(source, h)
+}
+
+func (p *places) keep(source netip.Prefix, h held) {
+	if h == (held{}) {
+		delete(p.sources, source)
+		return
+	}
+	p.sources[source] = h
 }
 
 // maxSources bounds the memory of the buckets; further sources share one.

@@ -73,6 +73,52 @@ func TestManySourcesTakeBoundedMemory(t *testing.T) {
 	}
 }
 
+// One source cannot take all places, and gives back what it took.
+func TestASourceHasItsShareOfThePlaces(t *testing.T) {
+	p := newPlaces(Limits{SetUp: 5, SetUpPerSource: 2, Open: 6, OpenPerSource: 4})
+	a, b, c := netip.MustParsePrefix("10.0.0.1/32"), netip.MustParsePrefix("10.0.0.2/32"), netip.MustParsePrefix("10.0.0.3/32")
+	take := func(source netip.Prefix, want string) {
+		t.Helper()
+		if got := p.take(source); got != want {
+			t.Fatalf("%s: %q, want %q", source, got, want)
+		}
+	}
+	take(a, "")
+	take(a, "")
+	take(a, "source_setup_full")
+	take(b, "")
+	take(b, "")
+	take(c, "")
+	take(c, "setup_full")
+	p.ready(a)
+	p.ready(a)
+	take(a, "")
+	p.ready(a)
+	take(a, "open_full")
+	p.ready(c)
+	p.gone(c)
+	take(a, "")
+	p.ready(a)
+	take(a, "source_open_full")
+	for range 4 {
+		p.gone(a)
+	}
+	for range 2 {
+		p.ready(b)
+		p.gone(b)
+	}
+	if p.setUp != 0 || p.open != 0 || len(p.sources) != 0 {
+		t.Errorf("%+v is left of nothing", p)
+	}
+}
+
+func TestLimitsHaveDefaults(t *testing.T) {
+	want := Limits{SetUp: 1024, SetUpPerSource: 64, Open: 4096, OpenPerSource: 512, Rate: 16, Burst: 64, Large: 32}
+	if got := (Limits{}).withDefaults(); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+}
+
 func TestSourceIsAnAddressOrAnIPv6Network(t *testing.T) {
 	for in, want := range map[string]string{
 		"192.0.2.7:4000":                "192.0.2.7/32",

@@ -14,6 +14,7 @@ import (
 	"math/big"
 	"net"
 	"net/http"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -45,7 +46,7 @@ type Listener struct {
 	mu       sync.Mutex
 	closed   bool
 	setUp    map[net.Conn]struct{}
-	open     int
+	places   *places
 	sessions map[*Conn]struct{}
 	bans     []ban
 }
@@ -90,6 +91,7 @@ func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 		ctx:      ctx,
 		cancel:   cancel,
 		setUp:    make(map[net.Conn]struct{}),
+		places:   newPlaces(cfg.Limits),
 		sessions: make(map[*Conn]struct{}),
 	}
 	l.wg.Go(l.accept)
@@ -224,41 +226,40 @@ func (l *Listener) accept() {
 			continue
 		}
 		pause = 0
-		if dropped := l.admit(raw); dropped != "" {
+		source := sourceOf(raw.RemoteAddr())
+		if dropped := l.admit(raw, source); dropped != "" {
 			_ = raw.Close()
 			l.observe(SetUp{Remote: raw.RemoteAddr().String(), Dropped: dropped})
 			continue
 		}
-		l.wg.Go(func() { l.serve(raw) })
+		l.wg.Go(func() { l.serve(raw, source) })
 	}
 }
 
 // admit decides before TLS, which is where a stranger begins to cost something.
-func (l *Listener) admit(raw net.Conn) (dropped string) {
-	if !l.buckets.allow(sourceOf(raw.RemoteAddr()), time.Now()) {
+func (l *Listener) admit(raw net.Conn, source netip.Prefix) (dropped string) {
+	if !l.buckets.allow(source, time.Now()) {
 		return "source_rate"
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	switch {
-	case l.closed:
+	if l.closed {
 		return "closed"
-	case len(l.setUp) >= l.cfg.Limits.SetUp:
-		return "setup_full"
-	case l.open >= l.cfg.Limits.Open:
-		return "open_full"
+	}
+	if full := l.places.take(source); full != "" {
+		return full
 	}
 	l.setUp[raw] = struct{}{}
-	l.open++
 	return ""
 }
 
-func (l *Listener) serve(raw net.Conn) {
-	conn := &tracked{Conn: raw, onClose: l.forget}
+func (l *Listener) serve(raw net.Conn, source netip.Prefix) {
+	conn := &tracked{Conn: raw, source: source, onClose: l.forget}
 	s := SetUp{Remote: raw.RemoteAddr().String()}
 	ready, to := l.prepare(conn, &s)
 	l.mu.Lock()
 	delete(l.setUp, raw)
+	l.places.ready(source)
 	l.mu.Unlock()
 	l.observe(s)
 	if s.Err != nil {
@@ -272,7 +273,7 @@ func (l *Listener) serve(raw net.Conn) {
 func (l *Listener) forget(t *tracked) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.open--
+	l.places.gone(t.source)
 	delete(l.sessions, t.session)
 }
 

@@ -127,10 +127,23 @@ type Record struct {
 	DiskID   string `json:"diskID,omitempty"`
 	// OwnerKey is the owner's Ed25519 public key, 32 bytes, once a join was judged by it.
 	OwnerKey Hex `json:"ownerKey,omitempty"`
+	// Policy is the newest policy that a joinservice was accepted by; nil if there was none.
+	Policy *Policy `json:"policy,omitempty"`
 	// ResultSent says that an init's result was handed to a client.
 	ResultSent bool `json:"resultSent,omitempty"`
 	// Changed is when the record was written.
 	Changed time.Time `json:"changed"`
+}
+
+// Policy names a policy that was applied, so that an older one is not.
+type Policy struct {
+	// OwnerKey is the Ed25519 public key that it is signed with, 32 bytes. Serials of
+	// another owner have nothing to do with it.
+	OwnerKey Hex `json:"ownerKey"`
+	// Serial is the owner's serial of it, at least 1.
+	Serial uint64 `json:"serial"`
+	// Digest is the SHA-256 of its bytes, 32 bytes.
+	Digest Hex `json:"digest"`
 }
 
 // Locked reports whether the node lock was taken, or may have been (B1).
@@ -147,6 +160,8 @@ func (r Record) validate() error {
 		return errors.New("an init without its salt, key or request")
 	case len(r.OwnerKey) != 0 && len(r.OwnerKey) != 32:
 		return fmt.Errorf("owner's key of %d bytes", len(r.OwnerKey))
+	case r.Policy != nil && (len(r.Policy.OwnerKey) != 32 || r.Policy.Serial == 0 || len(r.Policy.Digest) != 32):
+		return errors.New("a policy without its owner, serial or digest")
 	}
 	return nil
 }

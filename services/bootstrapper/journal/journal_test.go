@@ -38,6 +38,7 @@ func TestWhatIsSavedIsLoaded(t *testing.T) {
 			Step: Step(rapid.IntRange(1, len(stepNames)-1).Draw(rt, "step")), Kind: rapid.SampledFrom([]Kind{KindInit, KindJoin}).Draw(rt, "kind"),
 			ClusterID: b32("cluster"), MeasurementSalt: b32("salt"), KeyDigest: b32("key"), RequestDigest: b32("request"),
 			NodeName: rapid.String().Draw(rt, "name"), OwnerKey: b32("owner"), ResultSent: rapid.Bool().Draw(rt, "sent"),
+			Policy: &Policy{OwnerKey: b32("policy owner"), Serial: rapid.Uint64Min(1).Draw(rt, "serial"), Digest: b32("digest")},
 		}
 		want.NodeName = strings.ToValidUTF8(want.NodeName, "")
 		if err := f.Save(Record{}); err != nil {
@@ -106,6 +107,7 @@ func TestARecordThatContradictsItselfIsNotWritten(t *testing.T) {
 		"an init without its key":    func(r *Record) { r.KeyDigest = nil },
 		"an init without its salt":   func(r *Record) { r.MeasurementSalt = nil },
 		"a short owner's key":        func(r *Record) { r.OwnerKey = Hex{1} },
+		"half a policy":              func(r *Record) { r.Policy = &Policy{Serial: 1} },
 		"a kind that does not exist": func(r *Record) { r.Kind = "other" },
 		"a step that does not exist": func(r *Record) { r.Step = 99 },
 	} {

@@ -78,7 +78,7 @@ const (
 	Reason_REASON_POLICY_SIGNATURE Reason = 43
 	// The init secret is wrong.
 	Reason_REASON_INIT_SECRET_INVALID Reason = 60
-	// Too many wrong init secrets; the machine must be restarted.
+	// The init secret is wrong, as others were before it; the right one is still admitted.
 	Reason_REASON_TOO_MANY_ATTEMPTS Reason = 61
 	// The machine is or was taken by another init or a join.
 	Reason_REASON_NODE_LOCKED Reason = 62

@@ -109,6 +109,7 @@ type InitRequest struct {
 	IdempotencyKey []byte `protobuf:"bytes,1,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// The 32-byte secret whose SHA-256 stands in the machine's metadata. Compared in
 	// constant time; wrong: INIT_SECRET_INVALID, after 5 wrong ones TOO_MANY_ATTEMPTS.
+	// The right one is admitted at any time.
 	InitSecret []byte `protobuf:"bytes,2,opt,name=init_secret,json=initSecret,proto3" json:"init_secret,omitempty"`
 	// The cluster's root secret, 32 random bytes made by the caller. The machine
 	// stores it nowhere but in the Secret muster-system/muster-kms-root.

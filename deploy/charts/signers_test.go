@@ -1,0 +1,24 @@
+package charts_test
+
+import (
+	"os"
+	"strings"
+	"testing"
+)
+
+// J5: whoever may approve requests of another signer for clients could make itself a node. The
+// test of the golden file sees to it that this is what the chart renders.
+func TestNobodyMayApproveForOtherSigners(t *testing.T) {
+	b, err := os.ReadFile("testdata/rendered.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	rules := strings.Split(string(b), "resources: [signers]\n")
+	if len(rules) != 2 {
+		t.Fatalf("%d rules about signers, want 1", len(rules)-1)
+	}
+	names, _, _ := strings.Cut(strings.TrimSpace(rules[1]), "\n")
+	if names != "resourceNames: [kubernetes.io/kube-apiserver-client-kubelet, kubernetes.io/kubelet-serving]" {
+		t.Errorf("approvals for %s", names)
+	}
+}
