@@ -38,6 +38,8 @@ type InForce struct {
 	Signed *attestv1.SignedPolicy
 	// Generation is the metadata.generation of the AttestationPolicy.
 	Generation int64
+	// Since is when this process put it in force.
+	Since time.Time
 }
 
 // Report says what became of the newest version of the AttestationPolicy.
@@ -144,7 +146,7 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 	if parsed.Serial() < floor || parsed.Serial() > math.MaxInt64 {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, which was in force already: count it up with every change", parsed.Serial(), floor)
 	}
-	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation}, nil
+	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation, Since: time.Now()}, nil
 }
 
 // tell puts r into log, metrics and report. Its caller holds the lock.

@@ -15,7 +15,7 @@ import (
 
 // PCRs is what the node lock needs of the TPM.
 type PCRs interface {
-	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+	PCRReader
 	Measure(ctx context.Context, pcr int, data []byte) error
 }
 
