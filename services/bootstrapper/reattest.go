@@ -120,7 +120,7 @@ func (r *Reattester) Run(ctx context.Context) error {
 		var wait time.Duration
 		switch {
 		case ctx.Err() != nil:
-			return nil
+			return nil //nolint:nilerr // it was told to end
 		case err == nil:
 			pause.Reset()
 			wait = interval - rand.N(interval/5+1) //nolint:gosec // spreads load, protects nothing
@@ -139,7 +139,7 @@ func (r *Reattester) Run(ctx context.Context) error {
 			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil
+			return nil //nolint:nilerr // it was told to end
 		}
 	}
 }

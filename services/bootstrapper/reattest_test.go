@@ -32,6 +32,7 @@ func node(t *testing.T) (*world, *joinservice) {
 	w.image.OwnerKey = owner
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), key)
 	w.meta.JoinEndpoints = []string{j.addr}
+	w.meta.Role = metadata.RoleWorker
 	w.tpm.LockTo(clusterID)
 	return w, j
 }
@@ -154,7 +155,7 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 		}
 	}
 	if got := counter(t, metrics, reattestations); got != 4 {
-		t.Errorf("%v tries were counted: a machine that is no node yet has not failed", got)
+		t.Errorf("%v tries were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
 	}
 }
 

@@ -179,7 +179,7 @@ func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
 		return &notYet{err}
 	}
 	seen := node.Status
-	if seen.PolicyGeneration == p.Generation && uint64(seen.PolicySerial) == p.Policy.Serial() { //nolint:gosec // never negative
+	if seen.PolicyGeneration == p.Generation && uint64(seen.PolicySerial) == p.Policy.Serial() {
 		return nil
 	}
 	if seen.PolicyGeneration > 0 && time.Since(p.Since) < a.grace {
@@ -211,7 +211,7 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	}
 	if n := a.kube.cluster.Nodes.ByName(record.Node); n != nil { // what it was decided on
 		record.Machine, record.Evidence = n.Spec.MachineID, n.Status.EvidenceDigest
-		record.PolicyGeneration, record.PolicySerial = n.Status.PolicyGeneration, uint64(n.Status.PolicySerial) //nolint:gosec // never negative
+		record.PolicyGeneration, record.PolicySerial = n.Status.PolicyGeneration, uint64(n.Status.PolicySerial)
 	}
 	condition := certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",
