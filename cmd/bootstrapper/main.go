@@ -32,7 +32,7 @@ import (
 const usage = `usage: bootstrapper COMMAND [flags]
 
   run       make this machine a node: the first one of a cluster, or one more
-  attester  give the services on this machine evidence of it
+  attester  give the services on this machine evidence of it, and its cluster too
   version   print which build this is
 
 bootstrapper COMMAND -h lists a command's flags.
@@ -60,10 +60,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	image := flags.String("image", metadata.ImagePath, "the image's measured configuration")
 	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
+	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
+	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
 	switch args[0] {
 	case "run":
-		meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
-		record := flags.String("journal", journal.DefaultPath, "the machine's journal")
 		if err := parse(flags, args[1:]); err != nil {
 			return err
 		}
@@ -76,7 +76,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := parse(flags, args[1:]); err != nil {
 			return err
 		}
-		return runAttester(ctx, *image, *dir, *lock, logger(stderr))
+		return runAttester(ctx, *image, *meta, *record, *dir, *lock, logger(stderr))
 	case "version":
 		if err := parse(flags, args[1:]); err != nil {
 			return err
@@ -132,6 +132,10 @@ func noCoreDumps() error {
 	return nil
 }
 
+func newVerifier(roots []*x509.Certificate) (attest.Verifier, error) {
+	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now, KnownPairs: 64})
+}
+
 func runBootstrapper(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
@@ -153,16 +157,14 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock string, log 
 		Config: bootstrapper.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
-			NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
-				return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now, KnownPairs: 64})
-			},
+			NewVerifier:       newVerifier,
 			WriteClusterState: clusterstate.Write, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Log: log,
 		},
 		Public: public,
 	})
 }
 
-func runAttester(ctx context.Context, image, dir, lock string, log *slog.Logger) error {
+func runAttester(ctx context.Context, image, meta, record, dir, lock string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
 		return err
@@ -174,5 +176,9 @@ func runAttester(ctx context.Context, image, dir, lock string, log *slog.Logger)
 	return bootstrapper.ServeAttester(ctx, bootstrapper.AttesterOptions{
 		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
+		Reattest: bootstrapper.ReattestConfig{
+			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load,
+			TPM: device, NewVerifier: newVerifier, Timing: bootstrapper.DefaultReattestTiming,
+		},
 	})
 }

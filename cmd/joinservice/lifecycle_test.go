@@ -3,13 +3,8 @@ package main
 import (
 	"context"
 	"crypto/ed25519"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"encoding/base64"
-	"encoding/pem"
-	"errors"
 	"io"
-	"net"
 	"strings"
 	"testing"
 
@@ -25,8 +20,6 @@ import (
 	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
-	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -137,164 +130,6 @@ func (s *stage) status(t *testing.T, fits func(v1alpha1.AttestationPolicyStatus)
 		}
 		return membertest.Want(p.Status.ObservedGeneration == p.Generation && fits(p.Status), "status %+v", p.Status)
 	})
-}
-
-// filed is a request that a kubelet files by itself.
-type filed struct {
-	user     string
-	signer   string
-	usages   []certificatesv1.KeyUsage
-	template *x509.CertificateRequest
-}
-
-func renewal(node string) *filed {
-	return &filed{
-		user: "system:node:" + node, signer: certificatesv1.KubeAPIServerClientKubeletSignerName,
-		usages:   []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
-		template: &x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}}},
-	}
-}
-
-func serving(node string, addresses ...string) *filed {
-	f := renewal(node)
-	f.signer, f.usages[1] = certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth
-	f.template.DNSNames = []string{node}
-	for _, a := range addresses {
-		f.template.IPAddresses = append(f.template.IPAddresses, net.ParseIP(a).To4())
-	}
-	return f
-}
-
-// file creates the request as its node and gives its name.
-func (s *stage) file(t *testing.T, f *filed) string {
-	t.Helper()
-	cfg, err := s.AsUser(f.user, "system:nodes")
-	if err != nil {
-		t.Fatal(err)
-	}
-	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	o := &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
-		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: csr(t, f.template, newKey(t))}),
-			SignerName: f.signer, Usages: f.usages,
-		},
-	}
-	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // once the admission policy knows the node
-	return o.Name
-}
-
-func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
-	t.Helper()
-	membertest.Eventually(t, func() error {
-		o := &certificatesv1.CertificateSigningRequest{}
-		if err := s.Client.Get(t.Context(), client.ObjectKey{Name: name}, o); err != nil {
-			return err
-		}
-		if want == certificatesv1.CertificateApproved && len(o.Status.Certificate) == 0 {
-			return errors.New("not signed")
-		}
-		for _, c := range o.Status.Conditions {
-			if c.Type == want && c.Reason == reason {
-				return nil
-			}
-		}
-		return membertest.Want(false, "conditions %+v, want %s %s", o.Status.Conditions, want, reason)
-	})
-}
-
-func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
-	s := setUp(t)
-	s.ticketFor(t, s.machine(t), worker(t))
-	listed := s.Listed(t)
-	if listed["w1"] == "" {
-		t.Fatal("w1 may not write")
-	}
-	for name, f := range map[string]*filed{
-		"a client certificate":  renewal("w1"),
-		"a serving certificate": serving("w1", "192.168.77.12"),
-	} {
-		t.Run(name+" is renewed", func(t *testing.T) {
-			request := s.file(t, f)
-			s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
-			if !s.recorded(t, func(r audit.Record) bool {
-				return r.Event == "certificate approved" && r.Request == request && r.Node == "w1"
-			}) {
-				t.Error("no audit record")
-			}
-		})
-	}
-	bothAddresses, foreignName, usages, noAddress := serving("w1", "192.168.77.12", "192.168.77.99"), serving("w1", "192.168.77.12"), renewal("w1"), serving("w1")
-	foreignName.template.DNSNames = []string{"w1", "kubernetes"}
-	usages.usages = append(usages.usages, certificatesv1.UsageCertSign)
-	for name, tt := range map[string]struct {
-		f      *filed
-		reason string
-	}{
-		"an address beside the enrolled ones": {bothAddresses, "ADDRESS_REFUSED"},
-		"another node's address":              {serving("w1", "192.168.77.11"), "ADDRESS_REFUSED"},
-		"a further DNS name":                  {foreignName, "CSR_INVALID"},
-		"a further usage":                     {usages, "CSR_INVALID"},
-		"no address":                          {noAddress, "CSR_INVALID"},
-	} {
-		t.Run(name+" is denied", func(t *testing.T) {
-			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
-			request := s.file(t, tt.f)
-			s.decided(t, request, certificatesv1.CertificateDenied, tt.reason)
-			if !s.recorded(t, func(r audit.Record) bool {
-				return r.Event == "certificate denied" && r.Request == request && r.Reason == tt.reason
-			}) {
-				t.Error("no audit record")
-			}
-			membertest.Eventually(t, func() error {
-				after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
-				return membertest.Want(after == before+1, "the metric went from %v to %v", before, after)
-			})
-		})
-	}
-}
-
-// The first machine's kubelet files its requests before there is an enrolment.
-func TestAPendingRequestIsApprovedOnceItsNodeIsEnrolled(t *testing.T) {
-	s := setUp(t)
-	if err := s.list(t, "first"); err != nil {
-		t.Fatal(err)
-	}
-	request := s.file(t, serving("first", "192.168.77.40"))
-	membertest.Eventually(t, func() error {
-		return membertest.Want(s.join.Logged("msg", "a kubelet's certificate request waits", "request", request), "joinservice has not seen it")
-	})
-	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.40"}})
-	s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
-}
-
-func (s *stage) list(t *testing.T, node string) error {
-	t.Helper()
-	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
-	return s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", []byte(`{"data":{"`+node+`":""}}`)))
-}
-
-// A machine that was accepted once and now boots something else keeps no way to renew what it has.
-func TestABadVerdictStopsRenewals(t *testing.T) {
-	s := setUp(t)
-	m := s.machine(t)
-	s.ticketFor(t, m, worker(t))
-	m.SetPCR(9, make32(9))
-	_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
-	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED {
-		t.Fatalf("%v, want POLICY_REFUSED", err)
-	}
-	membertest.Eventually(t, func() error {
-		v := s.Node(t, "w1").Status.LastVerdict
-		return membertest.Want(v != nil && !v.Accepted && v.Reason == "POLICY_REFUSED", "last verdict %+v", v)
-	})
-	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
-	m.Reboot()
-	s.ticketFor(t, m, worker(t))
-	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
 }
 
 func TestABanTakesEffectAtOnce(t *testing.T) {

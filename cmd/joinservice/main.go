@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+	"time"
 
 	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/audit"
@@ -44,6 +45,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	kms := flags.String("kms", "https://muster-kms.muster-system.svc:9001", "URL of the key service")
 	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
+	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times as often, but every 5m at most")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	node := flags.String("node-name", "", "name of the node that this pod runs on, for the log")
 	kubeconfig := flags.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod")
@@ -80,6 +82,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	log.Info("starting", "version", buildinfo.Read().String(), "listen", rpcs.Addr().String(), "metrics", probes.Addr().String())
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: rpcs, Metrics: probes, Attester: client, Owner: key, API: api, KMS: *kms, Token: *token, PKI: *pki, Audit: auditLog, Log: log,
+		Listener: rpcs, Metrics: probes, Attester: client, Owner: key, API: api, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, PKI: *pki, Audit: auditLog, Log: log,
 	})
 }

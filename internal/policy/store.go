@@ -40,6 +40,8 @@ type InForce struct {
 	Signed *attestv1.SignedPolicy
 	// Generation is the metadata.generation of the AttestationPolicy.
 	Generation int64
+	// Since is when this process put it in force.
+	Since time.Time
 }
 
 // Report says what became of the newest version of the AttestationPolicy.
@@ -150,7 +152,7 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 	if parsed.Serial() == floor && known != "" && digest(signed) != known {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "another policy with the serial %d was in force already: count it up with every change", floor)
 	}
-	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation}, nil
+	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation, Since: time.Now()}, nil
 }
 
 func digest(s *attestv1.SignedPolicy) string {

@@ -76,6 +76,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
+	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},

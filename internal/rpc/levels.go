@@ -59,6 +59,7 @@ var levels = map[string]Level{
 	initv1connect.InitServiceInitProcedure: Session,
 
 	joinv1connect.JoinServiceIssueJoinTicketProcedure:  Attested,
+	joinv1connect.JoinServiceReattestProcedure:         Attested,
 	joinv1connect.JoinServiceReturnJoinTicketProcedure: Attested,
 
 	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,

@@ -137,18 +137,9 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
-	handed := make(chan net.Conn, 1)
-	handed <- first
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: b.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
-			select {
-			case c := <-handed:
-				return c, nil
-			default:
-				return (&net.Dialer{Timeout: b.cfg.Timing.Dial}).DialContext(ctx, network, addr)
-			}
-		},
+		DialContext: handOver(first, b.cfg.Timing.Dial),
 		OnPeer: func(p attest.Peer) {
 			b.log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", b.ownerKey != nil)
 		},
@@ -241,6 +232,20 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	}
 	tell(initv1.Phase_PHASE_DONE, "this machine is a node")
 	return nil
+}
+
+// handOver gives a transport the connection that won the race, and dials from then on.
+func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	handed := make(chan net.Conn, 1)
+	handed <- first
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		select {
+		case c := <-handed:
+			return c, nil
+		default:
+			return (&net.Dialer{Timeout: timeout}).DialContext(ctx, network, addr)
+		}
+	}
 }
 
 // merge keeps the order of what is known, drops what is gone and appends what is new.

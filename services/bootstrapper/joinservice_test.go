@@ -48,6 +48,8 @@ type joinservice struct {
 	requests []*joinv1.IssueJoinTicketRequest
 	callers  []attest.MachineID
 	returned [][]byte
+	attested []attest.Peer                                 // that came again
+	again    func(n int) (*joinv1.ReattestResponse, error) // the answer to the nth; nil: an empty one
 	at       []time.Time
 }
 
@@ -171,6 +173,18 @@ func (j *joinservice) ReturnJoinTicket(_ context.Context, req *joinv1.ReturnJoin
 	defer j.mu.Unlock()
 	j.returned = append(j.returned, req.GetTicketId())
 	return &joinv1.ReturnJoinTicketResponse{}, nil
+}
+
+func (j *joinservice) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if p, ok := attest.PeerFrom(ctx); ok {
+		j.attested = append(j.attested, p)
+	}
+	if j.again != nil {
+		return j.again(len(j.attested))
+	}
+	return &joinv1.ReattestResponse{}, nil
 }
 
 func (j *joinservice) asked() int {

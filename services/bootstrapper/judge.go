@@ -10,13 +10,61 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// judge is how a joiner judges the machine of a joinservice before it asks for anything.
-// The joinservice presents its cluster's signed policy with its evidence. A joiner that
-// knows the owner's public key accepts what that policy accepts; one that does not accepts
-// a machine that booted the same as itself, under the EK roots of its image.
-// Serials only go up: an older policy could accept what the owner has since shut out.
+// judges makes what a machine judges joinservices with before it asks them for anything. A
+// joinservice presents its cluster's signed policy with its evidence. A machine that knows the
+// owner's public key accepts what that policy accepts; one that does not accepts a machine that
+// booted the same as itself, under the EK roots of its image. Serials only go up: an older policy
+// could accept what the owner has since shut out.
+type judges struct {
+	ownerKey    ed25519.PublicKey // nil: unknown
+	ekRoots     []*x509.Certificate
+	bank        tpm.Bank
+	pcrs        PCRReader
+	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
+	// newest refuses a policy that is older than the newest that was accepted, and keeps it if keep.
+	newest func(p journal.Policy, keep bool) error
+}
+
+// PCRReader reads this machine's own PCRs, which its own TPM need not prove to it.
+type PCRReader interface {
+	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+}
+
+// of gives those for joinservices whose node lock is in the state.
+func (j judges) of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
+	if j.ownerKey != nil {
+		o := ownersPolicy{key: j.ownerKey, newVerifier: j.newVerifier, lock: lock, newest: j.newest}
+		v, err := j.newVerifier(nil) // for its formats; each evidence brings its own roots
+		if err != nil {
+			return nil, nil, err
+		}
+		o.formats = v.Formats()
+		return o, o, nil
+	}
+	hash, ok := j.bank.Hash()
+	if !ok {
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "unknown PCR %s", j.bank)
+	}
+	own := make(map[int][]byte, attest.LockPCR)
+	for i := range attest.LockPCR {
+		v, err := j.pcrs.ReadPCR(ctx, j.bank, i)
+		if err != nil {
+			return nil, nil, fmt.Errorf("read own PCR %d: %w", i, err)
+		}
+		own[i] = v
+	}
+	same, err := attest.NewSameBoot(hash, own, j.ekRoots)
+	if err != nil {
+		return nil, nil, err
+	}
+	v, err := j.newVerifier(j.ekRoots)
+	return v, same.For(lock), err
+}
+
+// judge gives what a joiner judges with.
 func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appraiser, error) {
 	// The machine's cluster, once it has one; before, any: it can't know.
 	lock := attest.AnyLock()
@@ -25,42 +73,14 @@ func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appra
 	}
 	if b.ownerKey != nil {
 		b.metrics.insecure.DeleteLabelValues(ownerKeyUnknown)
-		o := ownersPolicy{key: b.ownerKey, newVerifier: b.cfg.NewVerifier, lock: lock, newest: b.lock.newest}
-		v, err := b.cfg.NewVerifier(nil) // for its formats; each evidence brings its own roots
-		if err != nil {
-			return nil, nil, err
-		}
-		o.formats = v.Formats()
-		return o, o, nil
+	} else {
+		b.metrics.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
 	}
-	b.metrics.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
-	own, err := b.ownBoot(ctx)
-	if err != nil {
-		return nil, nil, err
-	}
-	same, err := attest.NewSameBoot(b.lock.hash, own, b.cfg.Image.EKRoots)
-	if err != nil {
-		return nil, nil, err
-	}
-	v, err := b.cfg.NewVerifier(b.cfg.Image.EKRoots)
-	return v, same.For(lock), err
+	return judges{ownerKey: b.ownerKey, ekRoots: b.cfg.Image.EKRoots, bank: b.bank, pcrs: b.cfg.TPM, newVerifier: b.cfg.NewVerifier, newest: b.lock.newest}.of(ctx, lock)
 }
 
 // ownerKeyUnknown is a label of muster_insecure_config.
 const ownerKeyUnknown = "owner_key_unknown"
-
-// ownBoot reads this machine's own PCRs, which its own TPM need not prove to it.
-func (b *Bootstrapper) ownBoot(ctx context.Context) (map[int][]byte, error) {
-	own := make(map[int][]byte, attest.LockPCR)
-	for i := range attest.LockPCR {
-		v, err := b.cfg.TPM.ReadPCR(ctx, b.bank, i)
-		if err != nil {
-			return nil, fmt.Errorf("read own PCR %d: %w", i, err)
-		}
-		own[i] = v
-	}
-	return own, nil
-}
 
 // ownersPolicy verifies and appraises by the policy that comes with the evidence, if the
 // owner signed it.

@@ -15,7 +15,7 @@ import (
 
 // PCRs is what the node lock needs of the TPM.
 type PCRs interface {
-	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+	PCRReader
 	Measure(ctx context.Context, pcr int, data []byte) error
 }
 
@@ -172,18 +172,11 @@ func (l *nodeLock) cleaned() error {
 func (l *nodeLock) newest(p journal.Policy, keep bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	known := l.rec.Policy
-	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
-		known = &journal.Policy{}
+	if err := notOlder(l.rec.Policy, p); err != nil || !keep {
+		return err
 	}
-	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + stateFolder + " and reboot it"
-	switch {
-	case p.Serial < known.Serial:
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)
-	case p.Serial == known.Serial && !bytes.Equal(p.Digest, known.Digest):
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents another policy with the serial %d than this machine has accepted: %s", p.Serial, way)
-	case p.Serial == known.Serial, !keep:
-		return nil
+	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {
+		return nil // the very one
 	}
 	rec := l.rec
 	rec.Policy = &p
@@ -196,6 +189,21 @@ func (l *nodeLock) update(change func(*journal.Record)) error {
 	r := l.rec
 	change(&r)
 	return l.save(r)
+}
+
+// notOlder compares a policy with the newest that is known of the same owner; nil: none is.
+func notOlder(known *journal.Policy, p journal.Policy) error {
+	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
+		return nil
+	}
+	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + stateFolder + " and reboot it"
+	switch {
+	case p.Serial < known.Serial:
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)
+	case p.Serial == known.Serial && !bytes.Equal(p.Digest, known.Digest):
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents another policy with the serial %d than this machine has accepted: %s", p.Serial, way)
+	}
+	return nil
 }
 
 // save is called with the mutex held. What it returns an error for is not remembered.

@@ -118,6 +118,8 @@ type AttesterOptions struct {
 	Metrics string
 	// NewAttester gives an attester of one purpose.
 	NewAttester func(attest.Purpose) (attest.Attester, error)
+	// Reattest is what attests the machine itself, without Attester, Metrics and Log.
+	Reattest ReattestConfig
 	// Log takes everything.
 	Log *slog.Logger
 }
@@ -137,6 +139,16 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 		}
 		attesters[p] = MeasureQuotes(a, p, quotes)
 	}
+	own, err := o.NewAttester(attest.PurposeMachine)
+	if err != nil {
+		return fmt.Errorf("attester for %s: %w", attest.PurposeMachine, err)
+	}
+	// It has no socket (A5): evidence of the machine is for the machine's own calls.
+	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = MeasureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
+	again, err := NewReattester(o.Reattest)
+	if err != nil {
+		return err
+	}
 	s, err := attester.New(attester.Config{Dir: o.Dir, Attesters: attesters, Metrics: registry, Log: o.Log})
 	if err != nil {
 		return err
@@ -153,6 +165,7 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	return serve.All(ctx,
 		serve.Part{Name: "attester", Run: s.Run},
 		serve.Part{Name: "own evidence", Run: probe.Serve},
+		serve.Part{Name: "re-attestation", Run: again.Run},
 		serve.Probes{
 			Listener: probes, Metrics: registry, Log: o.Log,
 			Ready: map[string]func(context.Context) error{"evidence": func(context.Context) error { return probe.Ready() }},

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"time"
 
 	"k8s.io/client-go/rest"
 
@@ -35,6 +36,9 @@ type Options struct {
 	API *rest.Config
 	// KMS is the URL of the key service, Token the file of the projected token for it.
 	KMS, Token string
+	// VerdictMaxAge is how old the last verdict on a node's machine may be when its kubelet's
+	// certificates are renewed; at least 1 min.
+	VerdictMaxAge time.Duration
 	// PKI is the folder of the control plane's PKI files.
 	PKI string
 	// Audit keeps the records; Run does not close it.
@@ -44,6 +48,9 @@ type Options struct {
 
 // Run serves until ctx ends. It closes both listeners.
 func Run(ctx context.Context, o Options) error {
+	if o.VerdictMaxAge < time.Minute {
+		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
+	}
 	m, err := member.New(member.Config{Attester: o.Attester, Owner: o.Owner, API: o.API, Log: o.Log})
 	if err != nil {
 		return err
@@ -58,7 +65,7 @@ func Run(ctx context.Context, o Options) error {
 	}
 	// Clean-up that a ticket left to the background ends before the process does.
 	defer k.Wait()
-	approver, err := k.NewApprover(o.Audit, m.Registry)
+	approver, err := k.NewApprover(o.Audit, m.Policy, o.VerdictMaxAge, m.Registry)
 	if err != nil {
 		return err
 	}
@@ -90,7 +97,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Kube: k, Cluster: m.Cluster.Info, CA: ca,
+		Policy: m.Policy, Judge: joiners, Members: members, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
 		PKI:  o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
 	})

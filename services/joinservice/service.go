@@ -11,7 +11,8 @@
 //	J3  a ticket is on the audit log before it is on the wire;
 //	J4  a node name, once enrolled, belongs to one machine;
 //	J5  a ticket's credentials are useless without the machine's own keys;
-//	J6  CA keys go to enrolled control planes only.
+//	J6  CA keys go to enrolled control planes only;
+//	J7  a node's certificate is renewed on a recent verdict on its machine only.
 //
 // Side effects come last and are undone on failure: a refused machine leaves neither an
 // enrolment nor a certificate request behind.
@@ -51,6 +52,10 @@ type Config struct {
 	// Judge judges a peer's claims again by the policy in force now, which may be another than the
 	// one that let the peer in.
 	Judge attest.Appraiser
+	// Members is Judge for machines that are nodes already: locked to this cluster.
+	Members attest.Appraiser
+	// Interval is how often nodes are told to attest again.
+	Interval time.Duration
 	// Kube knows and writes enrolments, and gets certificates signed.
 	Kube *kube.Kube
 	// Cluster gives the cluster's description.
@@ -79,7 +84,7 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{

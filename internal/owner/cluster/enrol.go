@@ -95,6 +95,7 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 		}
 		count := int64(v.ResetCount)
 		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Time: metav1.NewTime(v.Time)}
+		n.Status.PolicyGeneration = 0 // the cluster's services have not judged it yet: to renew, it attests to them
 		n.Status.PolicySerial = serial(v.PolicySerial)
 		n.Status.EvidenceDigest = v.EvidenceDigest
 		n.Status.PCRs = v.PCRs

@@ -41,8 +41,8 @@ const (
 	shutdownTimeout = 5 * time.Second
 )
 
-// Purposes are those that have a socket. Evidence of the machine itself is made by the
-// bootstrapper alone.
+// Purposes are those that have a socket. Evidence of the machine itself is made by the bootstrapper
+// and by the re-attestation beside these sockets, for nobody else.
 var Purposes = []attest.Purpose{attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic}
 
 // Config lists what a Server needs. All fields are required.

@@ -19,36 +19,45 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// retryApproval is how long to wait before an approval that the API refused is tried again.
-const retryApproval = 2 * time.Second
+const (
+	// retryApproval is how long to wait before an approval that the API refused is tried again.
+	retryApproval = 2 * time.Second
+	// policyGrace is how long after a change of the policy verdicts of the one before still count.
+	policyGrace = 10 * time.Minute
+)
 
 // Approver decides on the requests that kubelets file by themselves: the first machine's, and
 // each node's renewals. A request that fits its node's enrolment is approved. One that never can is
 // denied, so that the kubelet's log says why. One that may fit later, as when the enrolment is still
-// on its way, waits.
+// on its way or the machine has yet to attest again, waits.
 type Approver struct {
 	kube      *Kube
 	audit     *audit.Log
+	policy    *policy.Store
+	maxAge    time.Duration
+	grace     time.Duration
 	decisions *prometheus.CounterVec
 	waiting   map[string]string // by request: the reason that was logged
 }
 
-// NewApprover returns an Approver, or says what is missing.
-func (k *Kube) NewApprover(log *audit.Log, r prometheus.Registerer) (*Approver, error) {
-	if log == nil || r == nil {
-		return nil, errors.New("kube: audit log and metrics are required")
+// NewApprover returns an Approver that takes verdicts of up to maxAge under the policy in force of p,
+// or says what is missing.
+func (k *Kube) NewApprover(log *audit.Log, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
+	if log == nil || p == nil || maxAge <= 0 || r == nil {
+		return nil, errors.New("kube: audit log, policy, the age of verdicts and metrics are required")
 	}
 	d := prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "muster_node_certificate_requests_total", Help: "Requests filed by kubelets that were approved or denied, by signer and reason.",
+		Name: "muster_node_certificate_requests_total", Help: "Requests filed by kubelets that were approved, denied, or wait for that reason, by signer and reason.",
 	}, []string{"signer", "reason"})
 	if err := r.Register(d); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
-	return &Approver{kube: k, audit: log, decisions: d, waiting: map[string]string{}}, nil
+	return &Approver{kube: k, audit: log, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, waiting: map[string]string{}}, nil
 }
 
 // Serve decides until ctx ends. Before the informers have synced it decides nothing.
@@ -58,6 +67,7 @@ func (a *Approver) Serve(ctx context.Context) error {
 	}
 	for {
 		changed := a.kube.cluster.Nodes.Changed() // before looking, so that no change is missed
+		_, policed := a.policy.Latest()
 		var retry <-chan time.Time
 		if !a.pass(ctx) {
 			retry = time.After(retryApproval/2 + rand.N(retryApproval)) //nolint:gosec // spreading load is no secret
@@ -67,6 +77,7 @@ func (a *Approver) Serve(ctx context.Context) error {
 			return nil
 		case <-a.kube.requests.kick:
 		case <-changed:
+		case <-policed:
 		case <-retry:
 		}
 	}
@@ -89,7 +100,8 @@ func (a *Approver) pass(ctx context.Context) bool {
 		if later, is := errors.AsType[*notYet](err); is {
 			still[o.Name] = later.Error()
 			if a.waiting[o.Name] != later.Error() {
-				a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "why", later.err)
+				a.decisions.WithLabelValues(o.Spec.SignerName, attest.ReasonName(attest.ReasonOf(later.err))).Inc()
+				a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "reason", attest.ReasonName(attest.ReasonOf(later.err)), "why", later.err)
 			}
 			continue
 		}
@@ -117,13 +129,9 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest) error {
 	if node.Spec.Banned {
 		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", name)
 	}
-	switch v := node.Status.LastVerdict; {
-	case v != nil && !v.Accepted:
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the last verdict on node %q was %s", name, v.Reason)
-	case v == nil && node.Spec.Role != v1alpha1.RoleControlPlane:
-		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q was never judged", name)}
+	if err := a.checkVerdict(node); err != nil {
+		return err
 	}
-	// A control plane without a verdict is the first machine: its owner judged it at init.
 	kind := nodecert.Client
 	if o.Spec.SignerName == signerOf[nodecert.Serving] {
 		kind = nodecert.Serving
@@ -150,6 +158,36 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest) error {
 	return nil
 }
 
+// checkVerdict wants an accepted verdict that is recent and was made under the policy in force (J7):
+// a node's key alone, off its machine, renews nothing for long. The verdict of the owner's program,
+// which knows no generation, is that of no policy in force here.
+func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
+	later := func(format string, args ...any) error {
+		return &notYet{attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, format, args...)}
+	}
+	v := node.Status.LastVerdict
+	switch {
+	case v == nil:
+		return later("node %q was never judged", node.Name)
+	case !v.Accepted:
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the last verdict on node %q was %s", node.Name, v.Reason)
+	case time.Since(v.Time.Time).Abs() > a.maxAge: // one from the future is as good as none
+		return later("the last verdict on node %q is of %s", node.Name, v.Time.UTC().Format(time.RFC3339))
+	}
+	p, err := a.policy.Current()
+	if err != nil {
+		return &notYet{err}
+	}
+	seen := node.Status
+	if seen.PolicyGeneration == p.Generation && uint64(seen.PolicySerial) == p.Policy.Serial() {
+		return nil
+	}
+	if seen.PolicyGeneration > 0 && time.Since(p.Since) < a.grace {
+		return nil // its machine has not had the time to come again
+	}
+	return later("the last verdict on node %q was made under generation %d of the policy, and %d is in force", node.Name, seen.PolicyGeneration, p.Generation)
+}
+
 // checkUsages allows what kubelets ask for: with an RSA key they add key encipherment, which an ECDSA
 // key has no use for.
 func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
@@ -170,6 +208,10 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{
 		Service: "joinservice", Event: "certificate approved", Reason: reason, Request: o.Name, Node: strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix),
+	}
+	if n := a.kube.cluster.Nodes.ByName(record.Node); n != nil { // what it was decided on
+		record.Machine, record.Evidence = n.Spec.MachineID, n.Status.EvidenceDigest
+		record.PolicyGeneration, record.PolicySerial = n.Status.PolicyGeneration, uint64(n.Status.PolicySerial)
 	}
 	condition := certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",

@@ -105,7 +105,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 	case own.Spec.DiskMode != "" && own.Spec.DiskMode != c.DiskMode:
 		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with a %s disk, and has a %s one now", own.Spec.DiskMode, c.DiskMode)
 	case own.Status.ResetCount != nil && int64(c.ResetCount) < *own.Status.ResetCount:
-		return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `kubectl delete attestednode %s` lets the machine join anew", c.ResetCount, *own.Status.ResetCount, c.Node)
+		return clockWentBack(c.Node, int64(c.ResetCount), *own.Status.ResetCount)
 	}
 	return nil
 }
@@ -219,40 +219,20 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 			return err
 		}
 	}
-	if err := k.writeStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) {
-		next := *status.DeepCopy()
-		next.Conditions = s.Conditions
-		if next.Ticket != nil {
-			next.Ticket.Enrolled = e.created || s.ReleasedAt != nil || (s.Ticket != nil && s.Ticket.Enrolled)
+	if err := k.writeStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) error {
+		enrolled := e.created || s.ReleasedAt != nil || (s.Ticket != nil && s.Ticket.Enrolled)
+		if s.Ticket = status.Ticket.DeepCopy(); s.Ticket != nil {
+			s.Ticket.Enrolled = enrolled
 		}
-		*s = next
+		s.ReleasedAt = nil
+		judged(s, status)
+		return nil
 	}); err != nil {
-		return unavailable("write the status of AttestedNode "+c.Node, err)
+		return err
 	}
 	listed, err := k.list(ctx, c.Node, c.Machine.String())
 	e.listed = listed
 	return err
-}
-
-// writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and
-// write makes it fail rather than pass. A status that another replica wrote meanwhile does not.
-func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus)) error {
-	spec := n.Spec
-	for range writeAttempts {
-		change(&n.Status)
-		err := k.cluster.Client.Status().Update(ctx, n)
-		if !apierrors.IsConflict(err) {
-			return err
-		}
-		uid := n.UID
-		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
-			return err
-		}
-		if n.UID != uid || !specEqual(n.Spec, spec) {
-			return fmt.Errorf("AttestedNode %s was changed at the same time", n.Name)
-		}
-	}
-	return fmt.Errorf("it changed %d times meanwhile", writeAttempts)
 }
 
 // Undo takes back what Enrol wrote, unless a later ticket of the machine relies on it by now: that
@@ -381,14 +361,4 @@ func (k *Kube) unlist(ctx context.Context, node, machine string) error {
 func (k *Kube) patchEnrolled(ctx context.Context, kind types.PatchType, patch []byte) error {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: EnrolledConfigMap, Namespace: clusterinfo.Namespace}}
 	return k.cluster.Client.Patch(ctx, m, client.RawPatch(kind, patch))
-}
-
-// WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.
-func (k *Kube) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict) error {
-	for _, n := range k.cluster.Nodes.ByMachine(m) {
-		if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) { s.LastVerdict = &v }); err != nil {
-			return unavailable("write the status of AttestedNode "+n.Name, err)
-		}
-	}
-	return nil
 }

@@ -126,6 +126,9 @@ const (
 	Reason_REASON_TICKET_FILE Reason = 93
 	// A certificate was not issued in time.
 	Reason_REASON_CERTIFICATE_PENDING Reason = 94
+	// The last verdict on the machine is not recent enough for this, or was made under
+	// another policy than the one in force: the machine must attest again.
+	Reason_REASON_VERDICT_OLD Reason = 95
 	// The caller's service-account token is missing, expired or of somebody else.
 	Reason_REASON_WORKLOAD_IDENTITY Reason = 110
 	// The caller's token belongs to a pod on another machine than the attested one.
@@ -187,6 +190,7 @@ var (
 		92:  "REASON_TICKET_UNKNOWN",
 		93:  "REASON_TICKET_FILE",
 		94:  "REASON_CERTIFICATE_PENDING",
+		95:  "REASON_VERDICT_OLD",
 		110: "REASON_WORKLOAD_IDENTITY",
 		111: "REASON_WORKLOAD_NODE",
 		112: "REASON_ROOT_SEALED",
@@ -242,6 +246,7 @@ var (
 		"REASON_TICKET_UNKNOWN":        92,
 		"REASON_TICKET_FILE":           93,
 		"REASON_CERTIFICATE_PENDING":   94,
+		"REASON_VERDICT_OLD":           95,
 		"REASON_WORKLOAD_IDENTITY":     110,
 		"REASON_WORKLOAD_NODE":         111,
 		"REASON_ROOT_SEALED":           112,
@@ -279,7 +284,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\x8a\v\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xa2\v\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -331,7 +336,8 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x18REASON_AUDIT_UNAVAILABLE\x10[\x12\x19\n" +
 	"\x15REASON_TICKET_UNKNOWN\x10\\\x12\x16\n" +
 	"\x12REASON_TICKET_FILE\x10]\x12\x1e\n" +
-	"\x1aREASON_CERTIFICATE_PENDING\x10^\x12\x1c\n" +
+	"\x1aREASON_CERTIFICATE_PENDING\x10^\x12\x16\n" +
+	"\x12REASON_VERDICT_OLD\x10_\x12\x1c\n" +
 	"\x18REASON_WORKLOAD_IDENTITY\x10n\x12\x18\n" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
 	"\x12REASON_ROOT_SEALED\x10pB\xc1\x01\n" +

@@ -12,6 +12,7 @@ import (
 	v1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -502,11 +503,106 @@ func (*ReturnJoinTicketResponse) Descriptor() ([]byte, []int) {
 	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{4}
 }
 
+// ReattestRequest is empty: who is meant, and what of it is judged, is the evidence of
+// the connection.
+type ReattestRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReattestRequest) Reset() {
+	*x = ReattestRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReattestRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReattestRequest) ProtoMessage() {}
+
+func (x *ReattestRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReattestRequest.ProtoReflect.Descriptor instead.
+func (*ReattestRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{5}
+}
+
+// ReattestResponse says what was recorded, and when to come again.
+type ReattestResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Serial of the policy that the machine was judged by and accepted.
+	PolicySerial uint64 `protobuf:"varint,1,opt,name=policy_serial,json=policySerial,proto3" json:"policy_serial,omitempty"`
+	// How long after this answer the machine should attest again; set by joinservice,
+	// above zero and at most 1 h. A machine adds jitter of its own, and takes 5 min for
+	// a value outside these bounds.
+	Interval      *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReattestResponse) Reset() {
+	*x = ReattestResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReattestResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReattestResponse) ProtoMessage() {}
+
+func (x *ReattestResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReattestResponse.ProtoReflect.Descriptor instead.
+func (*ReattestResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *ReattestResponse) GetPolicySerial() uint64 {
+	if x != nil {
+		return x.PolicySerial
+	}
+	return 0
+}
+
+func (x *ReattestResponse) GetInterval() *durationpb.Duration {
+	if x != nil {
+		return x.Interval
+	}
+	return nil
+}
+
 var File_muster_join_v1_join_proto protoreflect.FileDescriptor
 
 const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\n" +
-	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\x8d\x02\n" +
+	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\x8d\x02\n" +
 	"\x16IssueJoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
@@ -536,7 +632,11 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse*E\n" +
+	"\x18ReturnJoinTicketResponse\"\x11\n" +
+	"\x0fReattestRequest\"n\n" +
+	"\x10ReattestResponse\x12#\n" +
+	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval*E\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vROLE_WORKER\x10\x01\x12\x16\n" +
@@ -544,10 +644,11 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\xd8\x01\n" +
+	"\x0eDISK_MODE_LUKS\x10\x022\xa7\x02\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
-	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponseB\xb1\x01\n" +
+	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
+	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
 
 var (
@@ -563,7 +664,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                        // 0: muster.join.v1.Role
 	(DiskMode)(0),                    // 1: muster.join.v1.DiskMode
@@ -572,24 +673,30 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*ControlPlaneFile)(nil),         // 4: muster.join.v1.ControlPlaneFile
 	(*ReturnJoinTicketRequest)(nil),  // 5: muster.join.v1.ReturnJoinTicketRequest
 	(*ReturnJoinTicketResponse)(nil), // 6: muster.join.v1.ReturnJoinTicketResponse
-	(*v1.Component)(nil),             // 7: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),    // 8: google.protobuf.Timestamp
+	(*ReattestRequest)(nil),          // 7: muster.join.v1.ReattestRequest
+	(*ReattestResponse)(nil),         // 8: muster.join.v1.ReattestResponse
+	(*v1.Component)(nil),             // 9: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),    // 10: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 11: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
-	0, // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
-	1, // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	7, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
-	4, // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	8, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	2, // 5: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5, // 6: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	3, // 7: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6, // 8: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	7, // [7:9] is the sub-list for method output_type
-	5, // [5:7] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
+	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
+	9,  // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
+	10, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	11, // 5: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	2,  // 6: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 7: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 8: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	3,  // 9: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 10: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 11: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	9,  // [9:12] is the sub-list for method output_type
+	6,  // [6:9] is the sub-list for method input_type
+	6,  // [6:6] is the sub-list for extension type_name
+	6,  // [6:6] is the sub-list for extension extendee
+	0,  // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -603,7 +710,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   5,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

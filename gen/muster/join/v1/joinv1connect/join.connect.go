@@ -41,6 +41,8 @@ const (
 	// JoinServiceReturnJoinTicketProcedure is the fully-qualified name of the JoinService's
 	// ReturnJoinTicket RPC.
 	JoinServiceReturnJoinTicketProcedure = "/muster.join.v1.JoinService/ReturnJoinTicket"
+	// JoinServiceReattestProcedure is the fully-qualified name of the JoinService's Reattest RPC.
+	JoinServiceReattestProcedure = "/muster.join.v1.JoinService/Reattest"
 )
 
 // JoinServiceClient is a client for the muster.join.v1.JoinService service.
@@ -54,6 +56,13 @@ type JoinServiceClient interface {
 	// name and disk stay the machine's own until the ticket's certificates have expired.
 	// A ticket older than 10 minutes is refused with TICKET_UNKNOWN. Access: attested.
 	ReturnJoinTicket(context.Context, *v1.ReturnJoinTicketRequest) (*v1.ReturnJoinTicketResponse, error)
+	// Reattest records the verdict on the calling node's machine in its AttestedNode.
+	// Only while that verdict is recent does the node's kubelet get its certificates
+	// renewed. Access: attested. The caller is the attested peer (J1), its PCR 15 must
+	// have this cluster's value (LOCK_FOREIGN), and its machine must be enrolled
+	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
+	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
+	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
 }
 
 // NewJoinServiceClient constructs a client for the muster.join.v1.JoinService service. By default,
@@ -79,6 +88,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("ReturnJoinTicket")),
 			connect.WithClientOptions(opts...),
 		),
+		reattest: connect.NewClient[v1.ReattestRequest, v1.ReattestResponse](
+			httpClient,
+			baseURL+JoinServiceReattestProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("Reattest")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -86,6 +101,7 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 type joinServiceClient struct {
 	issueJoinTicket  *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
 	returnJoinTicket *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
+	reattest         *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
 }
 
 // IssueJoinTicket calls muster.join.v1.JoinService.IssueJoinTicket.
@@ -106,6 +122,15 @@ func (c *joinServiceClient) ReturnJoinTicket(ctx context.Context, req *v1.Return
 	return nil, err
 }
 
+// Reattest calls muster.join.v1.JoinService.Reattest.
+func (c *joinServiceClient) Reattest(ctx context.Context, req *v1.ReattestRequest) (*v1.ReattestResponse, error) {
+	response, err := c.reattest.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
 // JoinServiceHandler is an implementation of the muster.join.v1.JoinService service.
 type JoinServiceHandler interface {
 	// IssueJoinTicket enrols the calling machine and gives it all that it needs to
@@ -117,6 +142,13 @@ type JoinServiceHandler interface {
 	// name and disk stay the machine's own until the ticket's certificates have expired.
 	// A ticket older than 10 minutes is refused with TICKET_UNKNOWN. Access: attested.
 	ReturnJoinTicket(context.Context, *v1.ReturnJoinTicketRequest) (*v1.ReturnJoinTicketResponse, error)
+	// Reattest records the verdict on the calling node's machine in its AttestedNode.
+	// Only while that verdict is recent does the node's kubelet get its certificates
+	// renewed. Access: attested. The caller is the attested peer (J1), its PCR 15 must
+	// have this cluster's value (LOCK_FOREIGN), and its machine must be enrolled
+	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
+	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
+	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
 }
 
 // NewJoinServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -138,12 +170,20 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("ReturnJoinTicket")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceReattestHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceReattestProcedure,
+		svc.Reattest,
+		connect.WithSchema(joinServiceMethods.ByName("Reattest")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/muster.join.v1.JoinService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case JoinServiceIssueJoinTicketProcedure:
 			joinServiceIssueJoinTicketHandler.ServeHTTP(w, r)
 		case JoinServiceReturnJoinTicketProcedure:
 			joinServiceReturnJoinTicketHandler.ServeHTTP(w, r)
+		case JoinServiceReattestProcedure:
+			joinServiceReattestHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -159,4 +199,8 @@ func (UnimplementedJoinServiceHandler) IssueJoinTicket(context.Context, *v1.Issu
 
 func (UnimplementedJoinServiceHandler) ReturnJoinTicket(context.Context, *v1.ReturnJoinTicketRequest) (*v1.ReturnJoinTicketResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.ReturnJoinTicket is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.Reattest is not implemented"))
 }

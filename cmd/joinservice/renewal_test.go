@@ -1,0 +1,321 @@
+package main
+
+import (
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"net"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// filed is a request that a kubelet files by itself.
+type filed struct {
+	user     string
+	signer   string
+	usages   []certificatesv1.KeyUsage
+	template *x509.CertificateRequest
+}
+
+func renewal(node string) *filed {
+	return &filed{
+		user: "system:node:" + node, signer: certificatesv1.KubeAPIServerClientKubeletSignerName,
+		usages:   []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
+		template: &x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}}},
+	}
+}
+
+func serving(node string, addresses ...string) *filed {
+	f := renewal(node)
+	f.signer, f.usages[1] = certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth
+	f.template.DNSNames = []string{node}
+	for _, a := range addresses {
+		f.template.IPAddresses = append(f.template.IPAddresses, net.ParseIP(a).To4())
+	}
+	return f
+}
+
+// file creates the request as its node and gives its name.
+func (s *stage) file(t *testing.T, f *filed) string {
+	t.Helper()
+	cfg, err := s.AsUser(f.user, "system:nodes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: csr(t, f.template, newKey(t))}),
+			SignerName: f.signer, Usages: f.usages,
+		},
+	}
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // once the admission policy knows the node
+	return o.Name
+}
+
+func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		o := &certificatesv1.CertificateSigningRequest{}
+		if err := s.Client.Get(t.Context(), client.ObjectKey{Name: name}, o); err != nil {
+			return err
+		}
+		if want == certificatesv1.CertificateApproved && len(o.Status.Certificate) == 0 {
+			return errors.New("not signed")
+		}
+		for _, c := range o.Status.Conditions {
+			if c.Type == want && c.Reason == reason {
+				return nil
+			}
+		}
+		return membertest.Want(false, "conditions %+v, want %s %s", o.Status.Conditions, want, reason)
+	})
+}
+
+func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
+	s := setUp(t)
+	s.ticketFor(t, s.machine(t), worker(t))
+	listed := s.Listed(t)
+	if listed["w1"] == "" {
+		t.Fatal("w1 may not write")
+	}
+	for name, f := range map[string]*filed{
+		"a client certificate":  renewal("w1"),
+		"a serving certificate": serving("w1", "192.168.77.12"),
+	} {
+		t.Run(name+" is renewed", func(t *testing.T) {
+			request := s.file(t, f)
+			s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
+			if !s.recorded(t, func(r audit.Record) bool {
+				return r.Event == "certificate approved" && r.Request == request && r.Node == "w1"
+			}) {
+				t.Error("no audit record")
+			}
+		})
+	}
+	bothAddresses, foreignName, usages, noAddress := serving("w1", "192.168.77.12", "192.168.77.99"), serving("w1", "192.168.77.12"), renewal("w1"), serving("w1")
+	foreignName.template.DNSNames = []string{"w1", "kubernetes"}
+	usages.usages = append(usages.usages, certificatesv1.UsageCertSign)
+	for name, tt := range map[string]struct {
+		f      *filed
+		reason string
+	}{
+		"an address beside the enrolled ones": {bothAddresses, "ADDRESS_REFUSED"},
+		"another node's address":              {serving("w1", "192.168.77.11"), "ADDRESS_REFUSED"},
+		"a further DNS name":                  {foreignName, "CSR_INVALID"},
+		"a further usage":                     {usages, "CSR_INVALID"},
+		"no address":                          {noAddress, "CSR_INVALID"},
+	} {
+		t.Run(name+" is denied", func(t *testing.T) {
+			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
+			request := s.file(t, tt.f)
+			s.decided(t, request, certificatesv1.CertificateDenied, tt.reason)
+			if !s.recorded(t, func(r audit.Record) bool {
+				return r.Event == "certificate denied" && r.Request == request && r.Reason == tt.reason
+			}) {
+				t.Error("no audit record")
+			}
+			membertest.Eventually(t, func() error {
+				after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
+				return membertest.Want(after == before+1, "the metric went from %v to %v", before, after)
+			})
+		})
+	}
+}
+
+// waits is true once joinservice has looked at the request and left it open for that reason.
+func (s *stage) waits(t *testing.T, request, reason string) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		return membertest.Want(s.join.Logged("msg", "a kubelet's certificate request waits", "request", request, "reason", reason), "request %s does not wait for %s", request, reason)
+	})
+	o := &certificatesv1.CertificateSigningRequest{}
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Name: request}, o); err != nil {
+		t.Fatal(err)
+	}
+	if len(o.Status.Conditions) > 0 {
+		t.Errorf("request %s is decided: %+v", request, o.Status.Conditions)
+	}
+}
+
+func (s *stage) list(t *testing.T, node string) error {
+	t.Helper()
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	return s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", []byte(`{"data":{"`+node+`":""}}`)))
+}
+
+// reattest attests as a node does: locked to its cluster, on a connection of its own.
+func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
+	t.Helper()
+	transport := s.transport(t, m.Attester(attest.PurposeMachine))
+	defer func() { _ = transport.Close() }()
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).Reattest(t.Context(), &joinv1.ReattestRequest{})
+}
+
+// node gives a machine that has become node w1.
+func (s *stage) node(t *testing.T) *attesttest.Machine {
+	t.Helper()
+	m := s.machine(t)
+	s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID)
+	return m
+}
+
+func (s *stage) setStatus(t *testing.T, node string, change func(*v1alpha1.AttestedNodeStatus)) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		n := s.Node(t, node)
+		change(&n.Status)
+		return s.Client.Status().Update(t.Context(), n)
+	})
+}
+
+// J7: who has stolen a node's key, and not its machine, renews nothing once the verdict is old.
+func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
+	for name, age := range map[string]func(*v1alpha1.AttestedNodeStatus){
+		"an old verdict":            func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-16 * time.Minute) },
+		"one from the future":       func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(time.Hour) },
+		"the owner's program's one": func(st *v1alpha1.AttestedNodeStatus) { st.PolicyGeneration = 0 },
+		"none":                      func(st *v1alpha1.AttestedNodeStatus) { *st = v1alpha1.AttestedNodeStatus{} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t)
+			m := s.node(t)
+			s.setStatus(t, "w1", age)
+			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD")
+			client, server := s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
+			s.waits(t, client, "VERDICT_OLD")
+			s.waits(t, server, "VERDICT_OLD")
+			if after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD"); after != before+2 {
+				t.Errorf("the metric went from %v to %v", before, after)
+			}
+			resp, err := s.reattest(t, m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := resp.GetInterval().AsDuration(); got != 5*time.Minute || resp.GetPolicySerial() != 1 {
+				t.Errorf("come again in %s, serial %d", got, resp.GetPolicySerial())
+			}
+			s.decided(t, client, certificatesv1.CertificateApproved, "AttestedMachine")
+			s.decided(t, server, certificatesv1.CertificateApproved, "AttestedMachine")
+			digest := s.Node(t, "w1").Status.EvidenceDigest
+			if !s.recorded(t, func(r audit.Record) bool {
+				return r.Event == "certificate approved" && r.Request == client && r.Machine == m.ID().String() && r.Evidence == digest
+			}) {
+				t.Error("no audit record that names the evidence")
+			}
+		})
+	}
+}
+
+// The first machine's kubelet files its requests before there is an enrolment. Its owner's verdict
+// opens nothing: it attests to the cluster like every other node.
+func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
+	s := setUp(t)
+	if err := s.list(t, "first"); err != nil {
+		t.Fatal(err)
+	}
+	m := s.machine(t)
+	m.LockTo(s.ID)
+	request := s.file(t, serving("first", "192.168.77.40"))
+	s.waits(t, request, "NOT_ENROLLED")
+	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.40"}})
+	s.waits(t, request, "VERDICT_OLD")
+	membertest.Eventually(t, func() error { _, err := s.reattest(t, m); return err })
+	s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")
+}
+
+func TestReattestationRecordsWhatTheMachineIsNow(t *testing.T) {
+	s := setUp(t)
+	m := s.node(t)
+	was := s.Node(t, "w1").Status
+	m.SetCounters(9, 0, time.Hour)
+	generation := s.policy(t, func(p *attestv1.Policy) { p.Serial = 7 })
+	s.inForce(t, generation)
+	resp, err := s.reattest(t, m)
+	if err != nil || resp.GetPolicySerial() != 7 {
+		t.Fatalf("%v, %v", resp, err)
+	}
+	st := s.Node(t, "w1").Status
+	if !st.LastVerdict.Accepted || st.PolicyGeneration != generation || st.PolicySerial != 7 || st.EvidenceDigest == was.EvidenceDigest || *st.ResetCount != 9 || st.PCRs["15"] == was.PCRs["15"] {
+		t.Errorf("status %+v", st)
+	}
+	if st.Ticket == nil || *st.Ticket != *was.Ticket {
+		t.Errorf("its ticket changed from %+v to %+v", was.Ticket, st.Ticket)
+	}
+}
+
+func TestReattestationIsRefused(t *testing.T) {
+	for name, tt := range map[string]struct {
+		spoil  func(t *testing.T, s *stage, m *attesttest.Machine)
+		reason attestv1.Reason
+		// verdict is the one that is left: of a refusal or, if it is empty, the good one.
+		verdict string
+	}{
+		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(9, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, "POLICY_REFUSED"},
+		"of a machine of another cluster": {func(_ *testing.T, _ *stage, m *attesttest.Machine) {
+			m.Reboot()
+			m.LockTo([32]byte{1})
+		}, attestv1.Reason_REASON_LOCK_FOREIGN, "LOCK_FOREIGN"},
+		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, ""},
+		"of a TPM that was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, "CLOCK_WENT_BACK"},
+		"of a banned machine": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			n := s.Node(t, "w1")
+			n.Spec.Banned = true
+			if err := s.Client.Update(t.Context(), n); err != nil {
+				t.Error(err)
+			}
+		}, attestv1.Reason_REASON_BANNED, ""},
+		"of a machine that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, "-"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t)
+			m := s.node(t)
+			if _, err := s.reattest(t, m); err != nil {
+				t.Fatal(err)
+			}
+			tt.spoil(t, s, m)
+			reason := attest.ReasonName(tt.reason)
+			membertest.Eventually(t, func() error {
+				_, err := s.reattest(t, m)
+				return membertest.Want(rpc.ReasonFrom(err) == tt.reason, "%v, want %s", err, reason)
+			})
+			membertest.Eventually(t, func() error {
+				return membertest.Want(s.recorded(t, func(r audit.Record) bool { return r.Reason == reason }), "no audit record")
+			})
+			if tt.verdict == "-" {
+				return
+			}
+			membertest.Eventually(t, func() error {
+				v := s.Node(t, "w1").Status.LastVerdict
+				return membertest.Want(v != nil && v.Accepted == (tt.verdict == "") && (v.Accepted || v.Reason == tt.verdict), "last verdict %+v", v)
+			})
+			if tt.verdict != "" {
+				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
+			}
+		})
+	}
+}

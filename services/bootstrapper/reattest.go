@@ -1,0 +1,222 @@
+package bootstrapper
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// joinservicePort is where every control plane serves joinservice: a NodePort.
+const joinservicePort = "30090"
+
+// maxInterval is the longest pause that a joinservice may ask for.
+const maxInterval = time.Hour
+
+// ReattestTiming are the waits of a [Reattester]. [DefaultReattestTiming] are those of
+// production.
+type ReattestTiming struct {
+	// Interval is the pause after a success if the joinservice names none that is above zero
+	// and at most 1 h.
+	Interval time.Duration
+	// RetryMin and RetryMax bound the pause after a failure.
+	RetryMin, RetryMax time.Duration
+	// Stagger is the head start of one joinservice before the next, Dial bounds the wait for a
+	// connection, Call one whole try.
+	Stagger, Dial, Call time.Duration
+}
+
+// DefaultReattestTiming are the waits of production.
+var DefaultReattestTiming = ReattestTiming{
+	Interval: 5 * time.Minute, RetryMin: 10 * time.Second, RetryMax: 2 * time.Minute,
+	Stagger: 250 * time.Millisecond, Dial: 10 * time.Second, Call: 30 * time.Second,
+}
+
+// ReattestConfig lists what a Reattester needs. All fields are required.
+type ReattestConfig struct {
+	// Image is the image's measured configuration.
+	Image *metadata.Image
+	// Metadata reads the machine's metadata, Journal its memory; both are called for each try.
+	Metadata func() (*metadata.Machine, error)
+	Journal  func() (journal.Record, error)
+	// TPM is the machine's.
+	TPM PCRReader
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// NewVerifier gives a verifier that trusts the roots.
+	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
+	// Timing are the waits.
+	Timing ReattestTiming
+	// Metrics takes muster_reattestations_total and
+	// muster_reattestation_last_success_timestamp_seconds.
+	Metrics prometheus.Registerer
+	Log     *slog.Logger
+}
+
+// Reattester attests a node's machine to the joinservices of its cluster again and again, since
+// its kubelet's certificates are renewed on a recent verdict only (J7).
+type Reattester struct {
+	cfg   ReattestConfig
+	bank  tpm.Bank
+	total *prometheus.CounterVec
+	last  prometheus.Gauge
+	order []string // endpoints, those that failed last
+}
+
+// NewReattester returns a Reattester, or says which part of cfg is missing or wrong.
+func NewReattester(cfg ReattestConfig) (*Reattester, error) {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (ReattestTiming{}) || cfg.Metrics == nil || cfg.Log == nil {
+		return nil, errors.New("bootstrapper: NewReattester: every field of ReattestConfig is required")
+	}
+	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
+	r := &Reattester{
+		cfg: cfg, bank: bank,
+		total: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_reattestations_total", Help: "Tries to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
+		}, []string{"reason"}),
+		last: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "muster_reattestation_last_success_timestamp_seconds", Help: "When this machine was last accepted, in seconds since 1970; 0: not since the attester started.",
+		}),
+	}
+	for _, c := range []prometheus.Collector{r.total, r.last} {
+		if err := cfg.Metrics.Register(c); err != nil {
+			return nil, fmt.Errorf("bootstrapper: %w", err)
+		}
+	}
+	return r, nil
+}
+
+// errNoNode says that there is nothing to attest yet: the bootstrapper is not done.
+var errNoNode = errors.New("this machine is no node yet")
+
+// Run attests until ctx ends. No failure ends it: the services of this machine need its process for
+// their own evidence.
+func (r *Reattester) Run(ctx context.Context) error {
+	t := r.cfg.Timing
+	pause := retry.Backoff{Min: t.RetryMin, Max: t.RetryMax}
+	for {
+		interval, err := r.once(ctx)
+		var wait time.Duration
+		switch {
+		case ctx.Err() != nil:
+			return nil //nolint:nilerr // it was told to end
+		case err == nil:
+			pause.Reset()
+			wait = interval - rand.N(interval/5+1) //nolint:gosec // spreads load, protects nothing
+			r.total.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
+			r.last.SetToCurrentTime()
+		case errors.Is(err, errNoNode):
+			pause.Reset()
+			wait = pause.Next(0)
+		default:
+			reason := attest.ReasonName(reasonOf(err))
+			r.total.WithLabelValues(reason).Inc()
+			if errors.Is(err, errUnreachable) {
+				pause.Reset() // to find nobody costs nobody anything
+			}
+			wait = pause.Next(rpc.RetryAfterFrom(err))
+			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
+		}
+		if retry.Wait(ctx, wait) != nil {
+			return nil //nolint:nilerr // it was told to end
+		}
+	}
+}
+
+// once makes one try, and says after what pause the joinservice wants the next.
+func (r *Reattester) once(ctx context.Context) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.Timing.Call)
+	defer cancel()
+	rec, err := r.cfg.Journal()
+	if err != nil {
+		return 0, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
+	}
+	if rec.Step != journal.StepDone {
+		return 0, errNoNode
+	}
+	meta, err := r.cfg.Metadata()
+	if err != nil {
+		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	r.order = merge(r.order, endpoints(meta))
+	if len(r.order) == 0 {
+		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: joinEndpoints names no joinservice: list one, or the node's certificates will not be renewed")
+	}
+	endpoint, first, err := race(ctx, r.order, r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", errUnreachable, err)
+	}
+	defer first.Close()
+	interval, err := r.by(ctx, endpoint, first, rec)
+	if err != nil {
+		r.order = demote(r.order, endpoint)
+		return 0, fmt.Errorf("%s: %w", endpoint, err)
+	}
+	return interval, nil
+}
+
+// endpoints are the joinservices to attest to. A control plane has one of its own, so it does not
+// depend on those that were there before it.
+func endpoints(meta *metadata.Machine) []string {
+	out := merge(nil, meta.JoinEndpoints)
+	if meta.Role == metadata.RoleControlPlane {
+		for _, a := range meta.Addresses {
+			out = merge(out, append(out, net.JoinHostPort(a.String(), joinservicePort)))
+		}
+	}
+	return out
+}
+
+// by attests to one joinservice, over a connection that is made for it: what it records is a
+// verdict of now.
+func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, rec journal.Record) (time.Duration, error) {
+	owner := r.cfg.Image.OwnerKey
+	if owner == nil && len(rec.OwnerKey) > 0 {
+		owner = ed25519.PublicKey(rec.OwnerKey)
+	}
+	j := judges{ownerKey: owner, ekRoots: r.cfg.Image.EKRoots, bank: r.bank, pcrs: r.cfg.TPM, newVerifier: r.cfg.NewVerifier, newest: func(p journal.Policy, _ bool) error { return notOlder(rec.Policy, p) }}
+	verifier, appraiser, err := j.of(ctx, attest.LockedTo([32]byte(rec.ClusterID)))
+	if err != nil {
+		return 0, err
+	}
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: r.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
+		DialContext: handOver(first, r.cfg.Timing.Dial),
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer transport.Close() //nolint:errcheck // nothing is left to be told
+	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+	resp, err := client.Reattest(ctx, &joinv1.ReattestRequest{})
+	if err != nil {
+		return 0, err
+	}
+	interval := resp.GetInterval().AsDuration()
+	if !resp.GetInterval().IsValid() || interval <= 0 || interval > maxInterval {
+		interval = r.cfg.Timing.Interval
+	}
+	r.cfg.Log.InfoContext(ctx, "this machine has attested to its cluster", "endpoint", endpoint, "policy_serial", resp.GetPolicySerial(), "interval", interval.String())
+	return interval, nil
+}

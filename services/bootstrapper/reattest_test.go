@@ -1,0 +1,218 @@
+package bootstrapper_test
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"log/slog"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+const reattestations = "muster_reattestations_total"
+
+// node is a world whose machine is a node of the cluster of the joinservice.
+func node(t *testing.T) (*world, *joinservice) {
+	t.Helper()
+	w := newWorld(t, "node2")
+	owner, key := ownerKey(t)
+	w.image.OwnerKey = owner
+	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), key)
+	w.meta.JoinEndpoints = []string{j.addr}
+	w.meta.Role = metadata.RoleWorker
+	w.tpm.LockTo(clusterID)
+	return w, j
+}
+
+// reattest runs the loop until the test ends.
+func (w *world) reattest(change ...func(*bootstrapper.ReattestConfig)) *prometheus.Registry {
+	w.t.Helper()
+	registry := prometheus.NewRegistry()
+	cfg := bootstrapper.ReattestConfig{
+		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := w.meta; return &m, nil },
+		Journal: func() (journal.Record, error) {
+			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:]}, nil
+		},
+		TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
+		Timing: bootstrapper.ReattestTiming{
+			Interval: 5 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 20 * time.Millisecond,
+			Stagger: 20 * time.Millisecond, Dial: 5 * time.Second, Call: 20 * time.Second,
+		},
+	}
+	for _, c := range change {
+		c(&cfg)
+	}
+	r, err := bootstrapper.NewReattester(cfg)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(w.t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	w.t.Cleanup(func() {
+		stop()
+		if err := <-done; err != nil {
+			w.t.Error(err)
+		}
+	})
+	return registry
+}
+
+func (j *joinservice) reattested() []attest.Peer {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return append([]attest.Peer(nil), j.attested...)
+}
+
+func TestANodeAttestsAgainAndAgainEachTimeAnew(t *testing.T) {
+	for name, interval := range map[string]*durationpb.Duration{
+		"when the joinservice says":       durationpb.New(time.Millisecond),
+		"when it says nothing":            nil,
+		"when it says never":              durationpb.New(100 * time.Hour),
+		"when it says what is no time":    {Nanos: -1, Seconds: 1},
+		"when it says that it's too late": durationpb.New(-time.Hour),
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, j := node(t)
+			j.again = func(int) (*joinv1.ReattestResponse, error) {
+				return &joinv1.ReattestResponse{PolicySerial: 1, Interval: interval}, nil
+			}
+			metrics := w.reattest()
+			eventually(t, "three verdicts", func() bool { return len(j.reattested()) >= 3 })
+			seen := map[[32]byte]bool{}
+			for _, p := range j.reattested() {
+				seen[p.Claims().EvidenceDigest()] = true
+				if p.Machine() != w.tpm.ID() || p.Purpose() != attest.PurposeMachine {
+					t.Errorf("%s attested", p)
+				}
+			}
+			if len(seen) < 3 {
+				t.Errorf("%d pieces of evidence for three verdicts", len(seen))
+			}
+			eventually(t, "metrics", func() bool {
+				return counter(t, metrics, reattestations, "ACCEPTED") >= 3 && counter(t, metrics, "muster_reattestation_last_success_timestamp_seconds") > float64(time.Now().Add(-time.Minute).Unix())
+			})
+		})
+	}
+}
+
+func TestANodeWaitsAsLongAsItIsTold(t *testing.T) {
+	w, j := node(t)
+	j.again = func(int) (*joinv1.ReattestResponse, error) {
+		return &joinv1.ReattestResponse{Interval: durationpb.New(time.Hour)}, nil
+	}
+	metrics := w.reattest()
+	eventually(t, "one verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") == 1 })
+	// Ten times the pause that it takes by itself.
+	<-time.After(50 * time.Millisecond)
+	if n := len(j.reattested()); n != 1 {
+		t.Errorf("it attested %d times within an hour", n)
+	}
+}
+
+func TestANodeGoesOnAfterFailures(t *testing.T) {
+	w, j := node(t)
+	j.again = func(n int) (*joinv1.ReattestResponse, error) {
+		switch n {
+		case 1:
+			return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "x")
+		case 2:
+			return nil, attest.RefuseFor(time.Millisecond, attestv1.Reason_REASON_API_UNAVAILABLE, "x")
+		}
+		return &joinv1.ReattestResponse{Interval: durationpb.New(time.Hour)}, nil
+	}
+	journals := 0
+	metrics := w.reattest(func(c *bootstrapper.ReattestConfig) {
+		read := c.Journal
+		c.Journal = func() (journal.Record, error) {
+			journals++ // by the loop alone
+			switch journals {
+			case 1:
+				return journal.Record{}, journal.ErrCorrupt
+			case 2: // the bootstrapper is still at work
+				return journal.Record{Step: journal.StepKubeadmRan, Kind: journal.KindJoin, ClusterID: clusterID[:]}, nil
+			}
+			return read()
+		}
+	})
+	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") == 1 })
+	for _, reason := range []string{"NODE_LOCKED", "NOT_ENROLLED", "API_UNAVAILABLE"} {
+		if got := counter(t, metrics, reattestations, reason); got != 1 {
+			t.Errorf("%s was counted %v times", reason, got)
+		}
+	}
+	if got := counter(t, metrics, reattestations); got != 4 {
+		t.Errorf("%v tries were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
+	}
+}
+
+func TestANodeStepsOverJoinservicesThatAreGone(t *testing.T) {
+	w, j := node(t)
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := l.Addr().String()
+	_ = l.Close()
+	w.meta.JoinEndpoints = []string{gone, j.addr}
+	metrics := w.reattest()
+	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
+}
+
+// A control plane without endpoints asks its own joinservice; a worker without them says so.
+func TestAControlPlaneHasAJoinserviceOfItsOwn(t *testing.T) {
+	for role, want := range map[string]string{metadata.RoleControlPlane: "NOT_READY", metadata.RoleWorker: "MACHINE_CONFIG"} {
+		w, _ := node(t)
+		w.meta.Role, w.meta.JoinEndpoints, w.meta.Addresses = role, nil, []netip.Addr{netip.MustParseAddr("127.0.0.1")}
+		metrics := w.reattest() // nobody listens at 127.0.0.1:30090
+		eventually(t, want, func() bool { return counter(t, metrics, reattestations, want) >= 1 })
+	}
+}
+
+// The node judges the joinservice first, as the join client does.
+func TestANodeJudgesItsJoinservice(t *testing.T) {
+	for name, tt := range map[string]struct {
+		spoil func(w *world, j *joinservice)
+		want  string
+	}{
+		"one that booted something else":   {func(_ *world, j *joinservice) { j.host.SetPCR(9, clusterID[:]) }, "POLICY_REFUSED"},
+		"one of another cluster":           {func(_ *world, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "LOCK_FOREIGN"},
+		"one of another owner":             {func(w *world, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
+		"another boot, and no owner's key": {func(w *world, j *joinservice) { w.image.OwnerKey = nil; j.host.SetPCR(9, clusterID[:]) }, "POLICY_REFUSED"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, j := node(t)
+			tt.spoil(w, j)
+			metrics := w.reattest()
+			eventually(t, tt.want, func() bool { return counter(t, metrics, reattestations, tt.want) >= 2 })
+			if n := len(j.reattested()); n > 0 {
+				t.Errorf("it asked for %d verdicts", n)
+			}
+		})
+	}
+	t.Run("the same boot, and no owner's key", func(t *testing.T) {
+		w, j := node(t)
+		w.image.OwnerKey = nil
+		metrics := w.reattest()
+		eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 && len(j.reattested()) > 0 })
+	})
+}
+
+func TestAReattesterNeedsAllOfItsConfiguration(t *testing.T) {
+	if _, err := bootstrapper.NewReattester(bootstrapper.ReattestConfig{}); err == nil || errors.Is(err, context.Canceled) {
+		t.Errorf("%v", err)
+	}
+}

@@ -1,0 +1,103 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Reattest records a verdict of now on an enrolled machine, whose ID comes from attestation alone
+// (J1), and gives its node's name. What of status is not about evidence is ignored. Its errors are
+// refusals: NOT_ENROLLED, BANNED, CLOCK_WENT_BACK, API_UNAVAILABLE.
+func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1.AttestedNodeStatus) (node string, err error) {
+	own := k.cluster.Nodes.ByMachine(m)
+	switch {
+	case len(own) == 0:
+		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
+	case len(own) > 1: // two replicas' writes of one moment: one of them is about to give up
+		return "", unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
+	case own[0].Spec.Banned:
+		return own[0].Name, attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", own[0].Name)
+	}
+	n := own[0].DeepCopy()
+	return n.Name, k.writeStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
+		if s.ResetCount != nil && status.ResetCount != nil && *status.ResetCount < *s.ResetCount {
+			return clockWentBack(n.Name, *status.ResetCount, *s.ResetCount)
+		}
+		judged(s, status)
+		return nil
+	})
+}
+
+func clockWentBack(node string, now, before int64) error {
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `kubectl delete attestednode %s` lets the machine join anew", now, before, node)
+}
+
+// WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.
+func (k *Kube) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict) error {
+	for _, n := range k.cluster.Nodes.ByMachine(m) {
+		if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
+			if !newer(s.LastVerdict, v) {
+				s.LastVerdict = &v
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// maxSkew is how far the clocks of two control planes may differ.
+const maxSkew = time.Minute
+
+// newer says whether the verdict that stands was made after v. Replicas and queues may write out of
+// order; a verdict never gives way to an older one, unless it is of a time that is yet to come.
+func newer(stands *v1alpha1.Verdict, v v1alpha1.Verdict) bool {
+	// The API keeps whole seconds.
+	return stands != nil && stands.Time.Unix() > v.Time.Unix() && time.Until(stands.Time.Time) < maxSkew
+}
+
+// judged takes what next says of evidence into s, unless s has a newer verdict.
+func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
+	if next.LastVerdict == nil || newer(s.LastVerdict, *next.LastVerdict) {
+		return
+	}
+	n := next.DeepCopy()
+	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
+	s.EvidenceDigest, s.PCRs, s.AKName, s.ResetCount = n.EvidenceDigest, n.PCRs, n.AKName, n.ResetCount
+}
+
+// writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and
+// write makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
+// is then called again, with that one. Its errors are refusals, among them those of change.
+func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {
+	spec, what := n.Spec, "write the status of AttestedNode "+n.Name
+	for range writeAttempts {
+		if err := change(&n.Status); err != nil {
+			return err
+		}
+		err := k.cluster.Client.Status().Update(ctx, n)
+		if err == nil {
+			return nil
+		}
+		if !apierrors.IsConflict(err) {
+			return unavailable(what, err)
+		}
+		uid := n.UID
+		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
+			return unavailable(what, err)
+		}
+		if n.UID != uid || !specEqual(n.Spec, spec) {
+			return unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
+		}
+	}
+	return unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+}

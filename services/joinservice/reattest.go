@@ -1,0 +1,73 @@
+package joinservice
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// maxEvidenceAge is how old evidence may be to count as that of now.
+	maxEvidenceAge = time.Minute
+	// maxReattestInterval is how often nodes attest if verdicts may be as old as by default.
+	maxReattestInterval = 5 * time.Minute
+)
+
+// reattestEvery gives nodes three tries within the age of a verdict.
+func reattestEvery(maxAge time.Duration) time.Duration { return min(maxReattestInterval, maxAge/3) }
+
+// Reattest implements the RPC.
+func (s *Service) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
+	a := &attempt{began: time.Now()}
+	if err := s.reattest(ctx, a); err != nil {
+		s.refuse(ctx, a, "verdict refused", err)
+		return nil, err
+	}
+	s.cfg.Log.DebugContext(ctx, "machine attested again", "machine", a.record.Machine, "node", a.record.Node, "policy_generation", a.record.PolicyGeneration, "warnings", a.record.Warnings)
+	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(s.cfg.Interval)}, nil
+}
+
+func (s *Service) reattest(ctx context.Context, a *attempt) error {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
+		return err
+	}
+	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
+	if err == nil {
+		a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), statusOf(a, peer))
+	}
+	if reason := attest.ReasonOf(err); refutes(reason) {
+		v := v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(a.began)}
+		if werr := s.cfg.Kube.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
+			s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
+		}
+	}
+	return err
+}
+
+// refutes says whether a refusal of genuine evidence undoes the verdict before it. A lock that does
+// not fit is not among them here: whoever gets this far is at worst unlocked, as after a reboot, until
+// its bootstrapper has run. The verdict it has grows old meanwhile.
+func refutes(r attestv1.Reason) bool {
+	return r == attestv1.Reason_REASON_POLICY_REFUSED || r == attestv1.Reason_REASON_EK_UNTRUSTED || r == attestv1.Reason_REASON_CLOCK_WENT_BACK
+}
+
+// fresh wants evidence of now (J7): a connection can be held open long after what it showed.
+func fresh(verified, now time.Time) error {
+	if age := now.Sub(verified); age > maxEvidenceAge {
+		return attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, "the connection's evidence is %s old, and may be %s", age.Round(time.Second), maxEvidenceAge)
+	}
+	return nil
+}
