@@ -199,6 +199,11 @@ func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m 
 
 func TestWhatThePolicyForbids(t *testing.T) {
 	s := setUp(t)
+	serial := uint64(1)
+	next := func(p *attestv1.Policy) { // every change has a serial of its own
+		serial++
+		p.Serial = serial
+	}
 	for name, tt := range map[string]struct {
 		policy func(*attestv1.Policy)
 		reason attestv1.Reason
@@ -211,10 +216,10 @@ func TestWhatThePolicyForbids(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s.forget(t, "w1")
 			m := s.machine(t)
-			s.inForce(t, s.policy(t, tt.policy))
+			s.inForce(t, s.policy(t, tt.policy, next))
 			s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), tt.reason)
 			s.nothingOf(t, m)
-			s.inForce(t, s.policy(t))
+			s.inForce(t, s.policy(t, next))
 			s.ticketFor(t, m, worker(t))
 		})
 	}
