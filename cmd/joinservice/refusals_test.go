@@ -64,6 +64,8 @@ func TestRefusedRequests(t *testing.T) {
 	}{
 		"a name that belongs to another machine": {change: named("w2", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
 		"the name of the control plane":          {change: named("cp1", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"a name of the API server":               {change: named("kubernetes", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"another name of the API server":         {change: named("localhost", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
 		"another name than it is enrolled under": {
 			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: named("w9", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_MISMATCH,
 		},

@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"connectrpc.com/connect"
@@ -349,5 +350,29 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	}
 	if s.kms.Metric(t, "muster_policy_generation") != 0 {
 		t.Error("the metric says that a policy is in force")
+	}
+}
+
+// A worker is an accepted machine too, but runs no joinservice.
+func TestAWorkersTokenIsNotEnough(t *testing.T) {
+	s := setUp(t)
+	m := attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	m.LockTo(s.ID)
+	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker})
+	pod, err := s.Pod(t.Context(), namespace, "joinservice", "w1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ask := func(a attest.Attester, token string) error {
+		_, err := s.dial(t, a).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return err
+	}
+	token := s.token(t, "joinservice", kms.Audience, pod)
+	membertest.Eventually(t, func() error { // the informer follows
+		err := ask(m.Attester(attest.PurposeJoinservice), token)
+		return membertest.Want(strings.Contains(s.kms.Log.String(), "is no control plane") && rpc.ReasonFrom(err) == attestv1.Reason_REASON_WORKLOAD_NODE, "%v, want WORKLOAD_NODE for want of the role", err)
+	})
+	if err := ask(s.cp1.Attester(attest.PurposeJoinservice), s.token(t, "joinservice", kms.Audience, s.pod)); err != nil {
+		t.Errorf("the control plane's: %v", err)
 	}
 }

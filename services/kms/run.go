@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/client-go/rest"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/member"
@@ -56,7 +57,7 @@ func Run(ctx context.Context, o Options) error {
 				return Enrolled{}, false
 			}
 			id, err := attest.ParseMachineID(n.Spec.MachineID)
-			return Enrolled{Machine: id, Banned: n.Spec.Banned}, err == nil
+			return Enrolled{Machine: id, Banned: n.Spec.Banned, ControlPlane: n.Spec.Role == v1alpha1.RoleControlPlane}, err == nil
 		},
 		Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
 	})

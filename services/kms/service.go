@@ -54,6 +54,8 @@ type Enrolled struct {
 	Machine attest.MachineID
 	// Banned machines get nothing.
 	Banned bool
+	// ControlPlane machines run joinservices, others do not.
+	ControlPlane bool
 }
 
 // Config lists what a Service needs. All fields are required.
@@ -182,6 +184,8 @@ func (s *Service) authorize(ctx context.Context, c *call) error {
 		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_NODE, "node %q has no AttestedNode", w.Node)
 	case n.Banned:
 		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", w.Node)
+	case !n.ControlPlane:
+		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_NODE, "node %q is no control plane, so it runs no joinservice", w.Node)
 	case n.Machine != peer.Machine():
 		return attest.Refuse(attestv1.Reason_REASON_WORKLOAD_NODE, "the token's pod runs on node %q, machine %s; attested is machine %s", w.Node, n.Machine, peer.Machine())
 	}

@@ -53,6 +53,9 @@ func (k *Kube) Check(c Claim) error { return k.check(c, k.cluster.Nodes.ByName(c
 
 // check takes the enrolment of the node by hand, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
+	if k.reserved(c.Node) {
+		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%q is a name of the API server, for which a node gets no certificate", c.Node)
+	}
 	if vacant(own) {
 		own = nil
 	}

@@ -186,6 +186,20 @@ func (k *Kube) removeService(s *corev1.Service) {
 	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name})
 }
 
+// reserved says whether clients use the name for the API server, so that a node's serving certificate
+// for it could stand in for the API server's: kubeadm puts the first two into that one's SANs.
+func (k *Kube) reserved(node string) bool {
+	if node == "kubernetes" || node == "localhost" {
+		return true
+	}
+	info, err := k.cluster.Info()
+	if err != nil {
+		return false // no ticket is issued then
+	}
+	host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint)
+	return err == nil && node == host // a name is one label, so a longer endpoint cannot be meant
+}
+
 // isControlPlaneEndpoint says whether machines reach the API server at ip.
 func (k *Kube) isControlPlaneEndpoint(ip netip.Addr) bool {
 	info, err := k.cluster.Info()
