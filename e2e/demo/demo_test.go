@@ -259,9 +259,10 @@ func (c *cluster) enroll(t *testing.T) {
 	}
 }
 
-// until repeats a check for at most a minute.
+// until repeats a check for at most three minutes: the demonstration restarts the API server, and
+// the controllers that lost it come back one back-off later.
 func until(ctx context.Context, check func() error) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
 	tick := time.NewTicker(300 * time.Millisecond)
 	defer tick.Stop()
