@@ -147,10 +147,17 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 		"worker":  func(w *world) { w.meta.Role = "worker" },
 	} {
 		w := first(t)
+		good := w.meta
 		change(w)
 		r := w.boot()
 		if out := w.init(t.Context(), r, w.request()); reason(out.err) != "INIT_NOT_ALLOWED" {
 			t.Errorf("%s: %v", name, out.err)
+		}
+		r.kill(t)
+		w.meta = good // repaired
+		r = w.boot()
+		if out := w.init(t.Context(), r, w.request()); out.err != nil {
+			t.Errorf("%s, repaired: %v", name, out.err)
 		}
 		r.kill(t)
 	}

@@ -102,7 +102,9 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
 }
 
-// InitRequest is everything that the first machine needs to know.
+// InitRequest is everything that the first machine needs to know. The owner's program
+// sets all of it. A field that is missing, too long or of another form is refused with
+// REQUEST_INVALID before anything happens, where its comment names no other reason.
 type InitRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 random bytes, made once for each cluster and kept by the caller.
@@ -111,27 +113,30 @@ type InitRequest struct {
 	// constant time; wrong: INIT_SECRET_INVALID, after 5 wrong ones TOO_MANY_ATTEMPTS.
 	// The right one is admitted at any time.
 	InitSecret []byte `protobuf:"bytes,2,opt,name=init_secret,json=initSecret,proto3" json:"init_secret,omitempty"`
-	// The cluster's root secret, 32 random bytes made by the caller. The machine
+	// The cluster's root secret, exactly 32 random bytes made by the caller. The machine
 	// stores it nowhere but in the Secret muster-system/muster-kms-root.
 	RootSecret []byte `protobuf:"bytes,3,opt,name=root_secret,json=rootSecret,proto3" json:"root_secret,omitempty"`
-	// The salt of all key derivations, 32 random bytes made by the caller.
+	// The salt of all key derivations, exactly 32 random bytes made by the caller.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
 	// Name of the cluster: a DNS label (RFC 1123), at most 63 characters.
 	ClusterName string `protobuf:"bytes,5,opt,name=cluster_name,json=clusterName,proto3" json:"cluster_name,omitempty"`
 	// Full Kubernetes version without "v", as in "1.36.1". Its minor version must
 	// be one that the bootstrapper supports.
 	KubernetesVersion string `protobuf:"bytes,6,opt,name=kubernetes_version,json=kubernetesVersion,proto3" json:"kubernetes_version,omitempty"`
-	// HOST:PORT under which all machines will reach the API server.
+	// HOST:PORT under which all machines will reach the API server: a DNS name (RFC
+	// 1123) of at most 253 characters or an IP address, and a port from 1 to 65535.
 	ControlPlaneEndpoint string `protobuf:"bytes,7,opt,name=control_plane_endpoint,json=controlPlaneEndpoint,proto3" json:"control_plane_endpoint,omitempty"`
-	// Pod network CIDRs, one per address family, at least one.
+	// Pod network CIDRs without host bits (RFC 4632, RFC 4291): one per address family,
+	// so one or two.
 	PodCidrs []string `protobuf:"bytes,8,rep,name=pod_cidrs,json=podCidrs,proto3" json:"pod_cidrs,omitempty"`
-	// Service network CIDRs, one per address family, at least one.
+	// Service network CIDRs without host bits: one per address family, so one or two.
 	ServiceCidrs []string `protobuf:"bytes,9,rep,name=service_cidrs,json=serviceCidrs,proto3" json:"service_cidrs,omitempty"`
-	// Further names and addresses for the API server's certificate. At most 32.
+	// Further DNS names and IP addresses for the API server's certificate. At most 32,
+	// each at most 253 characters.
 	ApiServerSans []string `protobuf:"bytes,10,rep,name=api_server_sans,json=apiServerSans,proto3" json:"api_server_sans,omitempty"`
 	// What to install before kubeadm runs; also what joining machines will be told.
 	Components []*Component `protobuf:"bytes,11,rep,name=components,proto3" json:"components,omitempty"`
-	// The cluster's measurement salt, 32 random bytes made by the caller. With it the
+	// The cluster's measurement salt, exactly 32 random bytes made by the caller. With it the
 	// caller knows the cluster ID beforehand, and so the one value of PCR 15 beside
 	// "unlocked" that a machine may show when a lost connection is resumed. It is no
 	// secret; the machine writes it to the ConfigMap muster-cluster.
@@ -254,18 +259,20 @@ func (x *InitRequest) GetMeasurementSalt() []byte {
 	return nil
 }
 
-// Component is one file or archive that a node needs.
+// Component is one file or archive that a node needs. The owner lists them at init;
+// tickets carry the same list. A malformed one is refused with REQUEST_INVALID.
 type Component struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Where to get it: http or https, at most 2,048 characters. Any mirror will do,
 	// since the content is checked.
 	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
-	// SHA-256 of the content, 32 bytes. Otherwise COMPONENT_HASH.
+	// SHA-256 of the content, exactly 32 bytes. Other content: COMPONENT_HASH. A URL that
+	// gives none: COMPONENT_UNAVAILABLE.
 	Sha256 []byte `protobuf:"bytes,2,opt,name=sha256,proto3" json:"sha256,omitempty"`
 	// Absolute, clean path on the machine, below a folder that the bootstrapper
 	// allows; otherwise COMPONENT_PATH. For an archive: the folder to unpack into.
 	Path string `protobuf:"bytes,3,opt,name=path,proto3" json:"path,omitempty"`
-	// Permission bits, at most 0777. For a file only.
+	// Permission bits (POSIX), at most 0777. For a file only.
 	Mode uint32 `protobuf:"varint,4,opt,name=mode,proto3" json:"mode,omitempty"`
 	// Whether the content is a tar archive, plain or compressed with gzip.
 	Extract       bool `protobuf:"varint,5,opt,name=extract,proto3" json:"extract,omitempty"`
@@ -489,21 +496,25 @@ func (x *Progress) GetElapsed() *durationpb.Duration {
 	return nil
 }
 
-// InitResult is what the owner keeps.
+// InitResult is what the owner keeps. The machine sets all of it; the owner's program
+// refuses a result that does not fit the machine that it judged.
 type InitResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Administrator's kubeconfig of the new cluster (YAML).
+	// Administrator's kubeconfig of the new cluster (YAML), with embedded certificates and
+	// one server: the control-plane endpoint.
 	Kubeconfig []byte `protobuf:"bytes,1,opt,name=kubeconfig,proto3" json:"kubeconfig,omitempty"`
-	// Cluster ID, 32 bytes: HKDF-SHA256 of the measurement secret.
+	// Cluster ID, 32 bytes: HKDF-SHA256 of the measurement secret. The caller compares it
+	// with the one that it derives itself.
 	ClusterId []byte `protobuf:"bytes,2,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
 	// The machine's ID as it reads it from its own TPM, 32 bytes. The caller compares
 	// it with the one of the peer that it judged.
 	MachineId []byte `protobuf:"bytes,3,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
-	// The node's name.
+	// The node's name: a DNS label (RFC 1123), at most 63 characters.
 	NodeName string `protobuf:"bytes,4,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// UUID of the machine's state disk, in its 36-character form.
+	// UUID of the machine's state disk, in its 36-character lower-case form (RFC 9562,
+	// section 4).
 	DiskId string `protobuf:"bytes,5,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
-	// The node's addresses.
+	// The node's IP addresses, as in its metadata.
 	Addresses     []string `protobuf:"bytes,6,rep,name=addresses,proto3" json:"addresses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

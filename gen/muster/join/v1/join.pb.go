@@ -133,15 +133,20 @@ func (DiskMode) EnumDescriptor() ([]byte, []int) {
 	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{1}
 }
 
-// IssueJoinTicketRequest is what a machine asks for. Nothing in it says who the
-// caller is: that is the attested peer.
+// IssueJoinTicketRequest is what a machine asks for; its bootstrapper sets all of it.
+// Nothing in it says who the caller is: that is the attested peer. A field that is
+// missing or of another form is refused with REQUEST_INVALID.
 type IssueJoinTicketRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The node name it wants: a DNS label (RFC 1123), at most 63 characters.
+	// Refused with NAME_TAKEN, NAME_MISMATCH or NODE_EXISTS if it is not this machine's.
 	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// The role it wants.
+	// The role it wants. Refused with ROLE_REFUSED if the policy or the enrolment does
+	// not give it, with NOT_ENROLLED for a control plane that the owner did not enrol.
 	Role Role `protobuf:"varint,2,opt,name=role,proto3,enum=muster.join.v1.Role" json:"role,omitempty"`
-	// UUID of its state disk, in the 36-character lower-case form.
+	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4).
+	// Refused with DISK_MISMATCH if the machine is enrolled with another, or the disk to
+	// another machine.
 	DiskId string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
 	// How the state disk is kept.
 	DiskMode DiskMode `protobuf:"varint,4,opt,name=disk_mode,json=diskMode,proto3,enum=muster.join.v1.DiskMode" json:"disk_mode,omitempty"`
@@ -150,7 +155,8 @@ type IssueJoinTicketRequest struct {
 	// machine and never leaves it. Otherwise CSR_INVALID.
 	KubeletClientCsr []byte `protobuf:"bytes,5,opt,name=kubelet_client_csr,json=kubeletClientCsr,proto3" json:"kubelet_client_csr,omitempty"`
 	// PKCS#10 request in DER, at most 8 KiB, for the kubelet's serving certificate:
-	// the same subject, DNS SAN exactly NAME, IP SANs the node's addresses.
+	// the same subject, DNS SAN exactly NAME, IP SANs the node's addresses. Otherwise
+	// CSR_INVALID; ADDRESS_REFUSED for an address that is not the node's to have.
 	KubeletServingCsr []byte `protobuf:"bytes,6,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -228,26 +234,28 @@ func (x *IssueJoinTicketRequest) GetKubeletServingCsr() []byte {
 	return nil
 }
 
-// IssueJoinTicketResponse is the ticket.
+// IssueJoinTicketResponse is the ticket; the joinservice sets all of it. A machine
+// refuses a ticket whose fields do not have their form with REQUEST_INVALID, before it
+// takes its node lock.
 type IssueJoinTicketResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 random bytes that name the ticket in audit records and ReturnJoinTicket.
 	TicketId []byte `protobuf:"bytes,1,opt,name=ticket_id,json=ticketId,proto3" json:"ticket_id,omitempty"`
 	// Key of the state disk that the machine is enrolled with, 32 bytes (J2).
 	DiskKey []byte `protobuf:"bytes,2,opt,name=disk_key,json=diskKey,proto3" json:"disk_key,omitempty"`
-	// Cluster ID, 32 bytes; the machine extends PCR 15 with its SHA-256.
+	// Cluster ID, exactly 32 bytes; the machine extends PCR 15 with its SHA-256.
 	ClusterId []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
 	// Full Kubernetes version without "v".
 	KubernetesVersion string `protobuf:"bytes,4,opt,name=kubernetes_version,json=kubernetesVersion,proto3" json:"kubernetes_version,omitempty"`
 	// HOST:PORT of the API server.
 	ControlPlaneEndpoint string `protobuf:"bytes,5,opt,name=control_plane_endpoint,json=controlPlaneEndpoint,proto3" json:"control_plane_endpoint,omitempty"`
-	// The cluster's certificate authority, X.509 in PEM.
+	// The cluster's certificate authority, X.509 in PEM, at most 64 KiB.
 	CaCertificate []byte `protobuf:"bytes,6,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"`
 	// The kubelet's client certificate, X.509 chain in PEM.
 	KubeletClientCertificate []byte `protobuf:"bytes,7,opt,name=kubelet_client_certificate,json=kubeletClientCertificate,proto3" json:"kubelet_client_certificate,omitempty"`
 	// The kubelet's serving certificate, X.509 chain in PEM.
 	KubeletServingCertificate []byte `protobuf:"bytes,8,opt,name=kubelet_serving_certificate,json=kubeletServingCertificate,proto3" json:"kubelet_serving_certificate,omitempty"`
-	// What to install before kubeadm runs.
+	// What to install before kubeadm runs, as the owner listed it at init.
 	Components []*v1.Component `protobuf:"bytes,9,rep,name=components,proto3" json:"components,omitempty"`
 	// Files for a control plane: exactly the eight PKI files of the allow-list, by
 	// path below /etc/kubernetes/pki (J6, B4). Empty for a worker.
@@ -368,9 +376,10 @@ func (x *IssueJoinTicketResponse) GetExpiresAt() *timestamppb.Timestamp {
 // ControlPlaneFile is one PKI file.
 type ControlPlaneFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Path relative to /etc/kubernetes/pki, one of the eight on the allow-list.
+	// Set by the joinservice: path relative to /etc/kubernetes/pki, one of the eight on
+	// the allow-list. Any other is refused with TICKET_FILE.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Content, at most 64 KiB.
+	// Content, at most 64 KiB; more is refused with TICKET_FILE.
 	Content       []byte `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -423,7 +432,8 @@ func (x *ControlPlaneFile) GetContent() []byte {
 // ReturnJoinTicketRequest names the ticket to undo.
 type ReturnJoinTicketRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As in the ticket. Unknown or another machine's: TICKET_UNKNOWN.
+	// Set by the machine: 16 bytes, as in the ticket. Unknown, older than 10 minutes or
+	// another machine's: TICKET_UNKNOWN.
 	TicketId      []byte `protobuf:"bytes,1,opt,name=ticket_id,json=ticketId,proto3" json:"ticket_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
