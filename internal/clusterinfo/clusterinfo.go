@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strconv"
 
 	"github.com/muster-k8s/muster/internal/versions"
@@ -33,6 +34,9 @@ type Info struct {
 	KubernetesVersion string
 	// ControlPlaneEndpoint is HOST:PORT of the API server.
 	ControlPlaneEndpoint string
+	// APIServerSANs are the further names and addresses in the API server's certificate. No machine
+	// may have one in its own. May be empty.
+	APIServerSANs []string
 	// Components are what a joining machine installs, in that order.
 	Components []versions.Component
 }
@@ -42,11 +46,12 @@ type document struct {
 	MeasurementSalt      string               `json:"measurementSalt"`
 	KubernetesVersion    string               `json:"kubernetesVersion"`
 	ControlPlaneEndpoint string               `json:"controlPlaneEndpoint"`
+	APIServerSANs        []string             `json:"apiServerSANs,omitempty"`
 	Components           []versions.Component `json:"components"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
-// components.
+// apiServerSANs and components.
 func Parse(data []byte) (*Info, error) {
 	var d document
 	dec := json.NewDecoder(bytes.NewReader(data))
@@ -69,9 +74,12 @@ func Parse(data []byte) (*Info, error) {
 	if n, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || n == 0 || host == "" {
 		return nil, fmt.Errorf("%s: controlPlaneEndpoint %q: want HOST:PORT", Key, d.ControlPlaneEndpoint)
 	}
+	if slices.Contains(d.APIServerSANs, "") {
+		return nil, fmt.Errorf("%s: apiServerSANs: one is empty", Key)
+	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
-		ControlPlaneEndpoint: d.ControlPlaneEndpoint, Components: d.Components,
+		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components,
 	}, nil
 }
 
@@ -79,7 +87,7 @@ func Parse(data []byte) (*Info, error) {
 func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
-		ControlPlaneEndpoint: i.ControlPlaneEndpoint, Components: i.Components,
+		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components,
 	})
 }
 

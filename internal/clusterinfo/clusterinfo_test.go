@@ -16,7 +16,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 func good() *clusterinfo.Info {
 	return &clusterinfo.Info{
 		ClusterID: [32]byte{1}, MeasurementSalt: [32]byte{2}, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "[2001:db8::1]:6443",
-		Components: []versions.Component{{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
+		APIServerSANs: []string{"api.example.com"},
+		Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
 	}
 }
 
@@ -46,6 +47,7 @@ func TestIncompleteInformationIsRefused(t *testing.T) {
 		"an endpoint sans port": {"[2001:db8::1]:6443", "example.com"},
 		"port 0":                {":6443", ":0"},
 		"another version":       {"1.36.1", "1.2.3"},
+		"an empty SAN":          {"api.example.com", ""},
 		"an unknown field":      {`"components"`, `"secrets":[],"components"`},
 		"no JSON":               {"{", "["},
 	} {

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -24,7 +25,10 @@ func first(t *testing.T) *world {
 	return w
 }
 
-const secretPath = "/api/v1/namespaces/muster-system/secrets/muster-kms-root"
+const (
+	secretPath = "/api/v1/namespaces/muster-system/secrets/muster-kms-root"
+	configPath = "/api/v1/namespaces/muster-system/configmaps/muster-cluster"
+)
 
 func TestAnInitMakesTheFirstNodeAndTellsSo(t *testing.T) {
 	w := first(t)
@@ -61,6 +65,10 @@ func TestAnInitMakesTheFirstNodeAndTellsSo(t *testing.T) {
 	}
 	if w.machine.API.Object(secretPath) == nil {
 		t.Error("no root secret in the cluster")
+	}
+	data, _ := w.machine.API.Object(configPath)["data"].(map[string]any)
+	if d, _ := data[clusterinfo.Key].(string); !strings.Contains(d, `"apiServerSANs":["api.example.com"]`) {
+		t.Errorf("the cluster's description does not keep the API server's names: %s", d)
 	}
 	var phases []initv1.Phase
 	for _, p := range out.progress {

@@ -199,7 +199,8 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		Root: o.rawRoot, Salt: o.rawSalt,
 		Info: clusterinfo.Info{
 			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
-			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), Components: clusterComponents(o.request.GetComponents()),
+			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), APIServerSANs: kubeadm.APIServerSANs(b.image, o.request.GetApiServerSans()),
+			Components: clusterComponents(o.request.GetComponents()),
 		},
 	})
 	if err != nil {

@@ -29,7 +29,8 @@ func state() State {
 		Root: bytes.Repeat([]byte{1}, 32), Salt: bytes.Repeat([]byte{2}, 32),
 		Info: clusterinfo.Info{
 			ClusterID: [32]byte{3}, MeasurementSalt: [32]byte{4}, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443",
-			Components: []versions.Component{{URL: "http://mirror/kubelet", SHA256: fmt.Sprintf("%064x", 1), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
+			APIServerSANs: []string{"api.example.com", "203.0.113.9"},
+			Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: fmt.Sprintf("%064x", 1), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
 		},
 	}
 }

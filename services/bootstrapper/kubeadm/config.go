@@ -174,6 +174,12 @@ func nodeIP(addrs []netip.Addr) string {
 	return main.String()
 }
 
+// APIServerSANs gives all names and addresses that the API server's certificate has beside those that
+// kubeadm adds: the image's, and those asked for at init.
+func APIServerSANs(img *Image, asked []string) []string {
+	return union(img.cluster.APIServer.CertSANs, asked...)
+}
+
 func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out := img.cluster.DeepCopy()
 	out.TypeMeta = typeMeta("ClusterConfiguration")
@@ -182,7 +188,7 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out.ControlPlaneEndpoint = c.Endpoint
 	out.Networking.PodSubnet = strings.Join(c.PodCIDRs, ",")
 	out.Networking.ServiceSubnet = strings.Join(c.ServiceCIDRs, ",")
-	out.APIServer.CertSANs = union(out.APIServer.CertSANs, c.APIServerSANs...)
+	out.APIServer.CertSANs = APIServerSANs(img, c.APIServerSANs)
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
 		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
 		"authorization-config": AuthzFile,

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -191,5 +192,12 @@ func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
 	}
 	if !strings.HasSuffix(got, "error: it failed") || strings.Count(got, "\n") != tailLines-1 || strings.Contains(got, "\n\n") {
 		t.Errorf("got\n%s", got)
+	}
+}
+
+// Also what the image adds: no machine may have such a name.
+func TestTheImagesNamesOfTheAPIServerCountToo(t *testing.T) {
+	if got := APIServerSANs(image(t, hostile), []string{"asked.example"}); !slices.Equal(got, []string{"from.image", "api.example", "asked.example"}) {
+		t.Errorf("names %v", got)
 	}
 }
