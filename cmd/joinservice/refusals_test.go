@@ -62,10 +62,12 @@ func TestRefusedRequests(t *testing.T) {
 		repair func(*wishes)
 		reason attestv1.Reason
 	}{
-		"a name that belongs to another machine": {change: named("w2", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
-		"the name of the control plane":          {change: named("cp1", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
-		"a name of the API server":               {change: named("kubernetes", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
-		"another name of the API server":         {change: named("localhost", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"a name that belongs to another machine":       {change: named("w2", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"the name of the control plane":                {change: named("cp1", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"a name of the API server":                     {change: named("kubernetes", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"another name of the API server":               {change: named("localhost", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"a name that the owner gave to the API server": {change: named("api", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
+		"an address of the API server":                 {change: named("w1", disk1, "192.168.77.200"), reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
 		"another name than it is enrolled under": {
 			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: named("w9", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_MISMATCH,
 		},

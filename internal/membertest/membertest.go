@@ -107,7 +107,7 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 
 // describe writes the two ConfigMaps as init does.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
-	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443"}
+	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
 	text, err := info.Marshal()
 	if err != nil {
 		return err

@@ -14,6 +14,8 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -189,29 +191,32 @@ func (k *Kube) removeService(s *corev1.Service) {
 // reserved says whether clients use the name for the API server, so that a node's serving certificate
 // for it could stand in for the API server's: kubeadm puts the first two into that one's SANs.
 func (k *Kube) reserved(node string) bool {
-	if node == "kubernetes" || node == "localhost" {
-		return true
+	first := func(host string) bool { // a resolver's search list makes a name of its first label
+		label, _, _ := strings.Cut(host, ".")
+		return label == node
 	}
-	info, err := k.cluster.Info()
-	if err != nil {
-		return false // no ticket is issued then
-	}
-	host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint)
-	return err == nil && node == host // a name is one label, so a longer endpoint cannot be meant
+	return node == "kubernetes" || node == "localhost" || slices.ContainsFunc(k.apiServers(), first)
 }
 
 // isControlPlaneEndpoint says whether machines reach the API server at ip.
 func (k *Kube) isControlPlaneEndpoint(ip netip.Addr) bool {
+	return slices.ContainsFunc(k.apiServers(), func(host string) bool {
+		a, err := netip.ParseAddr(host)
+		return err == nil && a.Unmap() == ip
+	})
+}
+
+// apiServers are the names and addresses that clients may know the API server by.
+func (k *Kube) apiServers() []string {
 	info, err := k.cluster.Info()
 	if err != nil {
-		return false
+		return nil // no ticket is issued then
 	}
-	host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint)
-	if err != nil {
-		return false
+	out := slices.Clone(info.APIServerSANs)
+	if host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint); err == nil {
+		out = append(out, host)
 	}
-	endpoint, err := netip.ParseAddr(host)
-	return err == nil && endpoint.Unmap() == ip
+	return out
 }
 
 // requests is the view of CertificateSigningRequests: who waits for which, and what is open.
