@@ -18,6 +18,8 @@ TOOLGO := GOWORK=off GOFLAGS=-buildvcs=false CGO_ENABLED=0 go
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
+# When the source was last changed: what packages say instead of when they were built.
+DATE ?= $(or $(shell git log -1 --format=%ct 2>/dev/null),1767225600)
 BUILDINFO := github.com/muster-k8s/muster/internal/buildinfo
 LDFLAGS := -s -w -X $(BUILDINFO).version=$(VERSION) -X $(BUILDINFO).commit=$(COMMIT)
 COMMANDS := muster bootstrapper joinservice kms
@@ -40,6 +42,10 @@ lab-bin: ## Build the lab program into bin/
 images: build ## Build the services' OCI images, without a container engine, into dist/images/
 	go run -buildvcs=false ./deploy/images -version '$(VERSION)' -commit '$(COMMIT)' -bin $(BIN) -o $(ROOT)/dist/images
 
+.PHONY: packages
+packages: build ## Build Debian packages and a tarball of the CLI and the bootstrapper into dist/packages/
+	go run -buildvcs=false ./deploy/packages -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -o $(ROOT)/dist/packages
+
 .PHONY: generate
 generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/
 	rm -rf gen/muster gen/grpc
@@ -55,9 +61,22 @@ test: deps check unit e2e ## Everything that CI runs: checks, unit and integrati
 unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go test -race -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
+# Those with the most machines have the computer to themselves: the others run two at a time.
+E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade
+space := $(subst ,, )
+
 .PHONY: e2e
 e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real machines and a real cluster
-	go test -race -count=1 -timeout 40m -p 1 ./e2e/...
+	go test -race -count=1 -timeout 40m -p 1 $(E2E_LARGE)
+	go test -race -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE))))$$')
+
+.PHONY: test-renewal
+test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates, in 12 minutes (as root); not part of test
+	go test -race -count=1 -timeout 25m -tags renewal -v ./e2e/renewal/
+
+.PHONY: test-crash
+test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
+	MUSTER_CRASH_LONG=1 go test -race -count=1 -timeout 90m -v ./e2e/crash
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -28,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -141,7 +142,7 @@ func startMachine(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *s
 				NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 					return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 				},
-				WriteClusterState: clusterstate.Write, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming,
+				WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming,
 				Log: slog.New(&addresses{Handler: log.Handler(), found: listening}),
 			},
 		})

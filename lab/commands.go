@@ -23,13 +23,17 @@ func commands() *cobra.Command {
 	root.PersistentFlags().StringVar(&dir, "dir", driver.DefaultDir, "the lab's folder; labs in different folders don't meet")
 	open := func() (*driver.Lab, error) { return driver.Open(dir, os.Stderr) }
 	root.AddCommand(upCommand(open), addNodeCommand(open), execCommand(open), shellCommand(open), statusCommand(open),
-		measurementsCommand(open), pushCommand(open), kubeBinariesCommand(), demoCommand(open), intruderCommand(), depsCommand())
+		measurementsCommand(open), pushCommand(open), kubeBinariesCommand(), demoCommand(open), benchCommand(open), intruderCommand(), depsCommand())
 	root.AddCommand(
 		simple("down", "End everything and remove all that the lab has made", cobra.NoArgs, open,
 			func(cmd *cobra.Command, l *driver.Lab, _ []string) error { return l.Down(cmd.Context()) }),
 		simple("remove-node NAME", "End a machine and delete all that it had", cobra.ExactArgs(1), open,
 			func(cmd *cobra.Command, l *driver.Lab, args []string) error {
 				return l.RemoveNode(cmd.Context(), args[0])
+			}),
+		simple("kill NAME", "Cut a machine's power without notice; reboot gives it back", cobra.ExactArgs(1), open,
+			func(cmd *cobra.Command, l *driver.Lab, args []string) error {
+				return l.KillNode(cmd.Context(), args[0])
 			}),
 		simple("reboot NAME", "Cut a machine's power and boot it again from its disk", cobra.ExactArgs(1), open,
 			func(cmd *cobra.Command, l *driver.Lab, args []string) error {

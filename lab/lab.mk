@@ -10,3 +10,11 @@ lab-test: deps kube ## Test the lab: two machines, a cluster by hand, nothing le
 .PHONY: lab-down
 lab-down: lab-bin ## Take down the lab in LAB_DIR, also one whose daemon was killed
 	$(BIN)/lab --dir $(LAB_DIR) down
+
+.PHONY: bench-cluster
+bench-cluster: deps kube images lab-bin ## Measure clusters through Muster and by hand, ten of each, into docs/performance.md (20 minutes)
+	$(BIN)/lab bench $(if $(ROUNDS),--rounds $(ROUNDS))
+
+.PHONY: control-planes
+control-planes: deps kube images lab-bin ## Five control planes, and one that is cut off in the middle of its join (as root, 10 minutes)
+	MUSTER_E2E_CONTROL_PLANES=5 go test -race -count=1 -timeout 30m -tags long -v ./e2e/controlplane

@@ -105,7 +105,8 @@ const (
 
 // AttestedNode is the enrolment of one machine: its name is the node's name, which
 // belongs to that machine alone from then on (J4). A worker enrols itself by passing
-// attestation; a control plane is enrolled by the owner beforehand. Deleting it frees the name.
+// attestation; a control plane is enrolled by the owner beforehand. `muster forget`
+// frees the name.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -129,12 +130,15 @@ type AttestedNode struct {
 }
 
 // AttestedNodeSpec says which machine has the name, and what it may have.
+//
+// +kubebuilder:validation:XValidation:rule="self.machineID == oldSelf.machineID || (has(oldSelf.banned) && oldSelf.banned)",message="a name belongs to one machine: muster forget frees it, muster replace gives it to another machine"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.diskID) || size(oldSelf.diskID) == 0 || !has(self.diskID) || self.diskID == oldSelf.diskID || (has(oldSelf.banned) && oldSelf.banned)",message="the machine is enrolled with another disk: muster replace changes that"
 type AttestedNodeSpec struct {
 	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
-	// 64 lower-case hexadecimal digits. It never changes.
+	// 64 lower-case hexadecimal digits. It never changes, but in a banned enrolment, which
+	// no service touches: so `muster replace` gives a name to another machine.
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a name belongs to one machine: delete the AttestedNode to free it"
 	MachineID string `json:"machineID"`
 	// Role is what the node does. It never changes.
 	//
@@ -144,7 +148,6 @@ type AttestedNodeSpec struct {
 	// until the machine's first join if the owner enrolled it.
 	//
 	// +kubebuilder:validation:Pattern=`^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})?$`
-	// +kubebuilder:validation:XValidation:rule="oldSelf == '' || self == oldSelf",message="the machine is enrolled with another disk"
 	DiskID string `json:"diskID,omitempty"`
 	// DiskMode is how the machine keeps its state. Empty until its first join if the owner enrolled it.
 	DiskMode DiskMode `json:"diskMode,omitempty"`
@@ -187,16 +190,30 @@ type AttestedNodeStatus struct {
 	ResetCount *int64 `json:"resetCount,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
-	// ReleasedAt is when the machine returned the ticket that had enrolled it. Its certificate
-	// and disk key are out, so name and disk stay its own for 24 hours; then they are free.
+	// ReleasedAt is when the machine returned the ticket that had enrolled it, or had vanished for so
+	// long that it was released by rule. Certificate and disk key are out, so name and disk stay the machine's
+	// own until the certificate has expired, 24 hours and 10 minutes unless the owner has set another
+	// life; then they are free.
 	//
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
-	// Conditions follow the conventions of the Kubernetes API.
+	// Certificates says when the node's certificates end, as far as the cluster has seen them made.
+	Certificates *NodeCertificates `json:"certificates,omitempty"`
+	// Conditions follow the conventions of the Kubernetes API. Vanished is True while the node shows no
+	// sign of life.
 	//
 	// +listType=map
 	// +listMapKey=type
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// NodeCertificates are the kubelet's newest ones. joinservice notes them when it issues a ticket and
+// when the kubelet renews. Nothing is decided on them.
+type NodeCertificates struct {
+	// ClientExpiresAt is when the one ends that the node shows the API server.
+	ClientExpiresAt *metav1.Time `json:"clientExpiresAt,omitempty"`
+	// ServingExpiresAt is when the one ends that the API server is shown by the kubelet.
+	ServingExpiresAt *metav1.Time `json:"servingExpiresAt,omitempty"`
 }
 
 // Verdict is the judgement on one piece of evidence.
@@ -220,7 +237,25 @@ type Ticket struct {
 	// Enrolled is whether the ticket, or one before it, made this AttestedNode. Returning such
 	// a ticket releases the AttestedNode.
 	Enrolled bool `json:"enrolled,omitempty"`
+	// Standing is how many tickets of this enrolment were decided and have not failed, this one
+	// included. When the last one of them fails, what they enrolled is taken back.
+	//
+	// +kubebuilder:validation:Minimum=0
+	Standing int32 `json:"standing,omitempty"`
+	// Reclaims is when the enrolment had been released that this ticket took again. If the ticket
+	// fails, it is released since then as before.
+	//
+	// +optional
+	Reclaims *metav1.Time `json:"reclaims,omitempty"`
 }
+
+// EnrolledByTicket is an annotation of an AttestedNode that joinservice made for a join ticket. Such a
+// worker's enrolment is released once its node has vanished for long. Take the annotation and
+// status.ticket.enrolled away, and it is as if the owner had made it.
+const EnrolledByTicket = "muster.dev/enrolled-by-ticket"
+
+// ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
+const ConditionVanished = "Vanished"
 
 // AttestedNodeList is a list of enrolments.
 //

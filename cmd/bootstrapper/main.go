@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -33,6 +34,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
 
   run       make this machine a node: the first one of a cluster, or one more
   attester  give the services on this machine evidence of it, and its cluster too
+  doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 
 bootstrapper COMMAND -h lists a command's flags.
@@ -77,6 +79,16 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return err
 		}
 		return runAttester(ctx, *image, *meta, *record, *dir, *lock, logger(stderr))
+	case "doctor":
+		output := flags.String("output", "plain", "plain or json")
+		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		if *output != "plain" && *output != "json" {
+			return fmt.Errorf("--output %q: want plain or json", *output)
+		}
+		return runDoctor(ctx, *image, *meta, *record, *lock, *roots, *output == "json", stdout)
 	case "version":
 		if err := parse(flags, args[1:]); err != nil {
 			return err
@@ -158,7 +170,7 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock string, log 
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
 			NewVerifier:       newVerifier,
-			WriteClusterState: clusterstate.Write, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Log: log,
+			WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Log: log,
 		},
 		Public: public,
 	})

@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/internal/buildinfo"
 	"github.com/muster-k8s/muster/internal/member"
 	"github.com/muster-k8s/muster/services/joinservice"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
 )
 
 func main() {
@@ -46,6 +47,10 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
 	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times as often, but every 5m at most")
+	credential := flags.String("join-credential", string(kube.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialise")
+	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
+	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
+	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrolment of a worker that enrolled itself, and whose Node is gone, is released; more than --certificate-life, or 0: never")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	node := flags.String("node-name", "", "name of the node that this pod runs on, for the log")
 	kubeconfig := flags.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod")
@@ -56,6 +61,10 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	key, err := member.ParseOwnerKey(*owner)
 	if err != nil {
 		return fmt.Errorf("--owner-key: %w", err)
+	}
+	join, err := kube.ParseJoinCredential(*credential)
+	if err != nil {
+		return fmt.Errorf("--join-credential: %w", err)
 	}
 	api, err := member.API(*kubeconfig)
 	if err != nil {
@@ -82,6 +91,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	log.Info("starting", "version", buildinfo.Read().String(), "listen", rpcs.Addr().String(), "metrics", probes.Addr().String())
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: rpcs, Metrics: probes, Attester: client, Owner: key, API: api, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, PKI: *pki, Audit: auditLog, Log: log,
+		Listener: rpcs, Metrics: probes, Attester: client, Owner: key, API: api, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: log,
 	})
 }

@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -19,10 +18,9 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
-	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -182,23 +180,15 @@ func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *at
 // refused asks, and compares error detail, metric, log and audit record.
 func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine, w *wish, want attestv1.Reason) {
 	t.Helper()
-	reason := attest.ReasonName(want)
-	before := s.join.Metric(t, "muster_join_tickets_total", "reason", reason)
-	_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
-	if got := rpc.ReasonFrom(err); got != want {
-		t.Fatalf("%v, want %s", err, reason)
+	about := []string{"event", "ticket refused", "machine", m.ID().String()}
+	places := refusaltest.Places{Metric: []string{"muster_join_tickets_total"}, Log: about, Audit: about}
+	if s.audit == full {
+		places.Audit = nil
 	}
-	if after := s.join.Metric(t, "muster_join_tickets_total", "reason", reason); after != before+1 {
-		t.Errorf("the metric went from %v to %v", before, after)
-	}
-	if !s.join.Logged("event", "ticket refused", "reason", reason, "machine", m.ID().String()) {
-		t.Error("not logged")
-	}
-	if s.audit != full && !s.recorded(t, func(r audit.Record) bool {
-		return r.Event == "ticket refused" && r.Reason == reason && r.Machine == m.ID().String()
-	}) {
-		t.Error("no audit record")
-	}
+	refusaltest.Refused(t, s.witnesses(t), want, places, func() error {
+		_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	})
 }
 
 func TestWhatThePolicyForbids(t *testing.T) {
@@ -236,63 +226,6 @@ func (s *stage) inForce(t *testing.T, generation int64) {
 		got := s.join.Metric(t, "muster_policy_generation")
 		return membertest.Want(int64(got) == generation, "generation %v is in force, want %d", got, generation)
 	})
-}
-
-// Who does not pass the exchange never reaches the RPC, and is on record all the same.
-func TestMachinesThatGetNoSession(t *testing.T) {
-	s := setUp(t)
-	tampered := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "one byte differs"})
-	unvouched := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
-	elsewhere := s.machine(t)
-	elsewhere.LockTo([32]byte{0xee})
-	shell := s.machine(t)
-	shell.SetPCR(12, make32(7))
-	good := s.machine(t)
-	for name, tt := range map[string]struct {
-		attester attest.Attester
-		reason   attestv1.Reason
-	}{
-		"a tampered image":               {tampered.Attester(attest.PurposeMachine), attestv1.Reason_REASON_POLICY_REFUSED},
-		"a changed command line":         {shell.Attester(attest.PurposeMachine), attestv1.Reason_REASON_POLICY_REFUSED},
-		"a TPM that no root vouches for": {unvouched.Attester(attest.PurposeMachine), attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a machine of another cluster":   {elsewhere.Attester(attest.PurposeMachine), attestv1.Reason_REASON_LOCK_FOREIGN},
-		"a joinservice's evidence":       {good.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_BINDING_MISMATCH},
-		"public evidence":                {good.Attester(attest.PurposePublic), attestv1.Reason_REASON_BINDING_MISMATCH},
-	} {
-		t.Run(name, func(t *testing.T) {
-			reason := attest.ReasonName(tt.reason)
-			count := func() int {
-				return len(slices.DeleteFunc(s.records(t), func(r audit.Record) bool { return r.Event != "connection refused" || r.Reason != reason }))
-			}
-			before, metric := count(), s.join.Metric(t, "muster_atls_setups_total", "side", "server", "outcome", "refused", "reason", reason)
-			_, err := s.dial(t, tt.attester).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
-			if got := rpc.ReasonFrom(err); got != tt.reason {
-				t.Fatalf("%v, want %s", err, reason)
-			}
-			membertest.Eventually(t, func() error {
-				return membertest.Want(count() == before+1, "%d audit records, want %d", count(), before+1)
-			})
-			if after := s.join.Metric(t, "muster_atls_setups_total", "side", "server", "outcome", "refused", "reason", reason); after != metric+1 {
-				t.Errorf("the metric went from %v to %v", metric, after)
-			}
-			if !s.join.Logged("msg", "peer refused", "reason", reason) {
-				t.Error("not logged")
-			}
-			if s.Node(t, "w1") != nil || len(s.CSRs(t)) > 0 || len(s.Listed(t)) > 0 {
-				t.Error("something is left")
-			}
-		})
-	}
-	t.Run("no evidence: a session, but no ticket", func(t *testing.T) {
-		_, err := s.dial(t, atls.NoAttester).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
-		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_PEER_NOT_ATTESTED {
-			t.Errorf("%v, want PEER_NOT_ATTESTED", err)
-		}
-		if s.join.Metric(t, "muster_rpc_requests_total", "reason", "PEER_NOT_ATTESTED") != 1 || !s.join.Logged("msg", "call refused", "reason", "PEER_NOT_ATTESTED") {
-			t.Error("not counted or not logged")
-		}
-	})
-	t.Run("only the offending input was wrong", func(t *testing.T) { s.ticketFor(t, good, worker(t)) })
 }
 
 func make32(b byte) []byte {

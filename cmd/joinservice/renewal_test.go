@@ -6,6 +6,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -21,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -119,26 +121,18 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
 	usages.usages = append(usages.usages, certificatesv1.UsageCertSign)
 	for name, tt := range map[string]struct {
 		f      *filed
-		reason string
+		reason attestv1.Reason
 	}{
-		"an address beside the enrolled ones": {bothAddresses, "ADDRESS_REFUSED"},
-		"another node's address":              {serving("w1", "192.168.77.11"), "ADDRESS_REFUSED"},
-		"a further DNS name":                  {foreignName, "CSR_INVALID"},
-		"a further usage":                     {usages, "CSR_INVALID"},
-		"no address":                          {noAddress, "CSR_INVALID"},
+		"an address beside the enrolled ones": {bothAddresses, attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"another node's address":              {serving("w1", "192.168.77.11"), attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"a further DNS name":                  {foreignName, attestv1.Reason_REASON_CSR_INVALID},
+		"a further usage":                     {usages, attestv1.Reason_REASON_CSR_INVALID},
+		"no address":                          {noAddress, attestv1.Reason_REASON_CSR_INVALID},
 	} {
 		t.Run(name+" is denied", func(t *testing.T) {
-			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
-			request := s.file(t, tt.f)
-			s.decided(t, request, certificatesv1.CertificateDenied, tt.reason)
-			if !s.recorded(t, func(r audit.Record) bool {
-				return r.Event == "certificate denied" && r.Request == request && r.Reason == tt.reason
-			}) {
-				t.Error("no audit record")
-			}
-			membertest.Eventually(t, func() error {
-				after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", tt.reason)
-				return membertest.Want(after == before+1, "the metric went from %v to %v", before, after)
+			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"event", "certificate denied", "node", "w1"}, Audit: []string{"event", "certificate denied", "node", "w1"}}
+			refusaltest.Told(t, s.witnesses(t), tt.reason, places, func() {
+				s.decided(t, s.file(t, tt.f), certificatesv1.CertificateDenied, attest.ReasonName(tt.reason))
 			})
 		})
 	}
@@ -157,6 +151,23 @@ func (s *stage) waits(t *testing.T, request, reason string) {
 	if len(o.Status.Conditions) > 0 {
 		t.Errorf("request %s is decided: %+v", request, o.Status.Conditions)
 	}
+}
+
+// told is true once an Event of the node's enrolment says it, for that reason.
+func (s *stage) told(t *testing.T, node, what, reason string) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		n, l := s.Node(t, node), &corev1.EventList{}
+		if err := s.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+			return err
+		}
+		for _, e := range l.Items {
+			if e.InvolvedObject.UID == n.UID && e.Reason == what && strings.Contains(e.Message, reason) {
+				return nil
+			}
+		}
+		return membertest.Want(false, "no event %s of %s says %s", what, node, reason)
+	})
 }
 
 func (s *stage) list(t *testing.T, node string) error {
@@ -197,18 +208,23 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 		"an old verdict":            func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-16 * time.Minute) },
 		"one from the future":       func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(time.Hour) },
 		"the owner's program's one": func(st *v1alpha1.AttestedNodeStatus) { st.PolicyGeneration = 0 },
-		"none":                      func(st *v1alpha1.AttestedNodeStatus) { *st = v1alpha1.AttestedNodeStatus{} },
+		"none":                      func(st *v1alpha1.AttestedNodeStatus) { *st = v1alpha1.AttestedNodeStatus{Ticket: st.Ticket} },
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := setUp(t)
 			m := s.node(t)
 			s.setStatus(t, "w1", age)
-			before := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD")
-			client, server := s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
-			s.waits(t, client, "VERDICT_OLD")
-			s.waits(t, server, "VERDICT_OLD")
-			if after := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD"); after != before+2 {
-				t.Errorf("the metric went from %v to %v", before, after)
+			var client, server string
+			// To wait is no decision, so there is no audit record.
+			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
+			refusaltest.Told(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
+				client, server = s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
+				s.waits(t, client, "VERDICT_OLD")
+				s.waits(t, server, "VERDICT_OLD")
+			})
+			s.told(t, "w1", "RenewalWaits", "VERDICT_OLD")
+			if n := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD"); n != 2 {
+				t.Errorf("the metric is %v, want 2", n)
 			}
 			resp, err := s.reattest(t, m)
 			if err != nil {
@@ -270,26 +286,28 @@ func TestReattestationIsRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
 		spoil  func(t *testing.T, s *stage, m *attesttest.Machine)
 		reason attestv1.Reason
+		// asked says that it got as far as the RPC; others are refused in the exchange.
+		asked bool
 		// verdict is the one that is left: of a refusal or, if it is empty, the good one.
 		verdict string
 	}{
-		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(9, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, "POLICY_REFUSED"},
+		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(9, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
 		"of a machine of another cluster": {func(_ *testing.T, _ *stage, m *attesttest.Machine) {
 			m.Reboot()
 			m.LockTo([32]byte{1})
-		}, attestv1.Reason_REASON_LOCK_FOREIGN, "LOCK_FOREIGN"},
-		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, ""},
+		}, attestv1.Reason_REASON_LOCK_FOREIGN, false, "LOCK_FOREIGN"},
+		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
 		"of a TPM that was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
-		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, "CLOCK_WENT_BACK"},
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true, "CLOCK_WENT_BACK"},
 		"of a banned machine": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
 			if err := s.Client.Update(t.Context(), n); err != nil {
 				t.Error(err)
 			}
-		}, attestv1.Reason_REASON_BANNED, ""},
-		"of a machine that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, "-"},
+		}, attestv1.Reason_REASON_BANNED, false, ""},
+		"of a machine that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true, "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := setUp(t)
@@ -299,12 +317,28 @@ func TestReattestationIsRefused(t *testing.T) {
 			}
 			tt.spoil(t, s, m)
 			reason := attest.ReasonName(tt.reason)
+			refused := 0.0
 			membertest.Eventually(t, func() error {
 				_, err := s.reattest(t, m)
-				return membertest.Want(rpc.ReasonFrom(err) == tt.reason, "%v, want %s", err, reason)
+				if rpc.ReasonFrom(err) == tt.reason {
+					refused++
+				}
+				return membertest.Want(refused > 0, "%v, want %s", err, reason)
 			})
-			membertest.Eventually(t, func() error {
-				return membertest.Want(s.recorded(t, func(r audit.Record) bool { return r.Reason == reason }), "no audit record")
+			if !tt.asked { // the peer knows before we count
+				membertest.Eventually(t, func() error {
+					n := s.join.Metric(t, "muster_atls_setups_total", "side", "server", "outcome", "refused")
+					return membertest.Want(n >= refused, "%v connections refused, want %v", n, refused)
+				})
+			}
+			places := refusaltest.Connection()
+			if tt.asked {
+				about := []string{"event", "verdict refused", "machine", m.ID().String()}
+				places = refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}
+			}
+			refusaltest.Refused(t, s.witnesses(t), tt.reason, places, func() error {
+				_, err := s.reattest(t, m)
+				return err
 			})
 			if tt.verdict == "-" {
 				return
@@ -315,6 +349,7 @@ func TestReattestationIsRefused(t *testing.T) {
 			})
 			if tt.verdict != "" {
 				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
+				s.told(t, "w1", "RenewalDenied", "POLICY_REFUSED")
 			}
 		})
 	}

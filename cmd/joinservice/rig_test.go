@@ -13,6 +13,7 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -35,6 +36,7 @@ import (
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	attesterservice "github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/services/kms"
@@ -54,8 +56,16 @@ func TestMain(m *testing.M) {
 		if err != nil {
 			return nil, err
 		}
-		return shared.Stop, nil
+		return func() error { return errors.Join(rights(ctx), shared.Stop()) }, nil
 	})
+}
+
+// rights compares what the services may do with what all tests of this package have seen them do.
+func rights(ctx context.Context) error {
+	if flag.Lookup("test.run").Value.String() != "" {
+		return nil // some tests only
+	}
+	return errors.Join(shared.CheckRights(ctx, "joinservice"), shared.CheckRights(ctx, "kms"))
 }
 
 // stage is a cluster with one control plane, cp1, that runs the attester, the key service and
@@ -72,6 +82,7 @@ type stage struct {
 	token    string
 	sockets  string
 	kubeconf string
+	flags    []string // beside the usual ones
 }
 
 type option func(*stage)
@@ -110,7 +121,7 @@ func (s *stage) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
 	return s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, changes...))
 }
 
-var pkiFiles = []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key"}
+var pkiFiles = []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"}
 
 func (s *stage) writeFiles(t *testing.T) {
 	t.Helper()
@@ -195,11 +206,11 @@ func (s *stage) serveJoin(t *testing.T) {
 		if err := errors.Join(rpcs.Close(), probes.Close()); err != nil {
 			return err
 		}
-		return run(ctx, []string{
+		return run(ctx, append([]string{
 			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
 			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public),
 			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
-		}, stderr)
+		}, s.flags...), stderr)
 	})
 }
 
@@ -343,6 +354,21 @@ func (s *stage) diskKey(t *testing.T, disk string) []byte {
 	return key.Expose()
 }
 
+// witnesses are joinservice's own.
+func (s *stage) witnesses(t *testing.T) refusaltest.Service {
+	t.Helper()
+	return s.join.Witnesses(func() []byte {
+		if s.audit == full {
+			return nil
+		}
+		b, err := os.ReadFile(s.audit)
+		if err != nil {
+			t.Error(err)
+		}
+		return b
+	})
+}
+
 // records reads the audit log.
 func (s *stage) records(t *testing.T) []audit.Record {
 	t.Helper()
@@ -392,6 +418,19 @@ func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *wish) *joinv1.
 		t.Fatal(err)
 	}
 	return ticket
+}
+
+// heldFor fails the test unless a ticket that failed after certificates were asked for has left the name to
+// its machine, without the right to write (J2, J4).
+func (s *stage) heldFor(t *testing.T, m *attesttest.Machine, name string) {
+	t.Helper()
+	n := s.Node(t, name)
+	if n == nil || n.Spec.MachineID != m.ID().String() || n.Status.ReleasedAt == nil || n.Status.Ticket != nil {
+		t.Errorf("%s is %+v, want it released and held for its machine", name, n)
+	}
+	if have := s.Listed(t)[name]; have != "" {
+		t.Errorf("%s may write, as machine %s", name, have)
+	}
 }
 
 // nothingOf fails the test if anything of a refused machine is left.

@@ -21,6 +21,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -125,6 +126,7 @@ func TestATicketTakesAtMostEightRequests(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t)) // the first one also finds out what the API serves
 	s.noRequests(t)
+	s.expiries(t, "w1") // what follows a ticket has been written
 	count := func() []string {
 		var out []string
 		for _, r := range append(s.Requests(t, "muster-joinservice/"), s.Requests(t, "kms.test")...) {
@@ -216,10 +218,12 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		"another machine's ticket":    {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := s.dial(t, tt.caller).ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: tt.id})
-			if rpc.ReasonFrom(err) != attestv1.Reason_REASON_TICKET_UNKNOWN {
-				t.Errorf("%v, want TICKET_UNKNOWN", err)
-			}
+			client, about := s.dial(t, tt.caller), []string{"event", "return refused"}
+			places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: about, Audit: about}
+			refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+				_, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: tt.id})
+				return err
+			})
 			if s.Node(t, "w1") == nil {
 				t.Error("the enrolment is gone")
 			}

@@ -18,8 +18,8 @@ import (
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/validation"
-	"sigs.k8s.io/yaml"
 
+	"github.com/muster-k8s/muster/internal/jointoken"
 	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
@@ -31,8 +31,8 @@ import (
 type initFlags struct {
 	cluster                      ownerdir.Cluster
 	initSecret, policy, ownerKey string
-	components, images, values   string
-	joinserviceImage, kmsImage   string
+	components                   string
+	images                       imageFlags
 	manifests                    []string
 	timeout                      time.Duration
 }
@@ -49,6 +49,16 @@ Running the same command again goes on where it stopped.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.init(cmd.Context(), f) },
 	}
+	f.add(cmd)
+	flags := cmd.Flags()
+	flags.StringSliceVar(&f.cluster.PodCIDRs, "pod-cidr", []string{"10.244.0.0/16"}, "pod network, one per address family")
+	flags.StringSliceVar(&f.cluster.ServiceCIDRs, "service-cidr", []string{"10.96.0.0/16"}, "service network, one per address family")
+	flags.StringSliceVar(&f.manifests, "manifests", nil, "manifests to apply first, a network for instance")
+	return cmd
+}
+
+// add adds the flags of init that install has too.
+func (f *initFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.cluster.Name, "name", "", "name of the cluster, a DNS label")
 	flags.StringVar(&f.cluster.Endpoint, "endpoint", "", "HOST:PORT of the first machine's bootstrapper; port 9000 if left out")
@@ -57,22 +67,15 @@ Running the same command again goes on where it stopped.`,
 	flags.StringVar(&f.ownerKey, "owner-key-file", "", "owner's key that images already know (muster key makes one); made anew if left out")
 	flags.StringVar(&f.cluster.KubernetesVersion, "kubernetes", versions.Supported()[len(versions.Supported())-1], "Kubernetes version, as in 1.36 or 1.36.1")
 	flags.StringVar(&f.cluster.ControlPlaneEndpoint, "control-plane-endpoint", "", "HOST:PORT under which all machines reach the API server; port 6443 if left out")
-	flags.StringSliceVar(&f.cluster.PodCIDRs, "pod-cidr", []string{"10.244.0.0/16"}, "pod network, one per address family")
-	flags.StringSliceVar(&f.cluster.ServiceCIDRs, "service-cidr", []string{"10.96.0.0/16"}, "service network, one per address family")
 	flags.StringSliceVar(&f.cluster.APIServerSANs, "api-server-san", nil, "further name or address of the API server")
 	flags.StringVar(&f.components, "components", "", "list of what nodes install (kind ComponentList)")
-	flags.StringSliceVar(&f.manifests, "manifests", nil, "manifests to apply first, a network for instance")
-	flags.StringVar(&f.images, "images", "", "digests.json of an image build, in place of the two flags below")
-	flags.StringVar(&f.joinserviceImage, "joinservice-image", "", "image by digest, NAME@sha256:…")
-	flags.StringVar(&f.kmsImage, "kms-image", "", "image by digest, NAME@sha256:…")
-	flags.StringVar(&f.values, "chart-values", "", "further values of the chart, YAML; never a secret")
+	f.images.add(flags)
 	flags.DurationVar(&f.timeout, "timeout", 30*time.Minute, "how long all of it may take")
 	for _, name := range []string{"name", "endpoint", "init-secret-file", "control-plane-endpoint"} {
 		if err := cmd.MarkFlagRequired(name); err != nil {
 			panic(err) // a flag above was renamed
 		}
 	}
-	return cmd
 }
 
 func (a *app) init(ctx context.Context, f initFlags) error {
@@ -100,7 +103,11 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	report := a.report(owner.Steps)
+	steps := owner.Steps
+	if f.cluster.Adopted {
+		steps = owner.InstallSteps
+	}
+	report := a.report(steps)
 	err = owner.Init(ctx, owner.InitConfig{Dir: dir, Manifests: manifests, Values: values, Report: report, Log: slog.New(slog.DiscardHandler)})
 	report.Close()
 	if err != nil {
@@ -129,11 +136,15 @@ func (a *app) initDone(dir *ownerdir.Dir) error {
 	if err != nil {
 		abs = dir.Path()
 	}
-	_, err = fmt.Fprintf(a.stdout, `Cluster %s is there. Its first node is %s, machine %s.
+	done := "is there"
+	if c.Adopted {
+		done = "has Muster"
+	}
+	_, err = fmt.Fprintf(a.stdout, `Cluster %s %s. Its first node is %s, machine %s.
   export KUBECONFIG=%s
   muster status --directory %s
 Keep %s and a copy of it: without it nobody can change the policy or recover the cluster.
-`, c.Name, c.FirstMachine.NodeName, c.FirstMachine.ID, filepath.Join(abs, ownerdir.AdminConf), dir.Path(), abs)
+`, c.Name, done, c.FirstMachine.NodeName, c.FirstMachine.ID, filepath.Join(abs, ownerdir.AdminConf), dir.Path(), abs)
 	return err
 }
 
@@ -155,7 +166,11 @@ func (f *initFlags) new() (ownerdir.New, error) {
 	if c.KubernetesVersion, err = versions.Resolve(c.KubernetesVersion); err != nil {
 		return n, fmt.Errorf("--kubernetes: %w", err)
 	}
-	for flag, cidrs := range map[string][]string{"--pod-cidr": c.PodCIDRs, "--service-cidr": c.ServiceCIDRs} {
+	networks := map[string][]string{"--pod-cidr": c.PodCIDRs, "--service-cidr": c.ServiceCIDRs}
+	if c.Adopted {
+		networks = nil // it has them
+	}
+	for flag, cidrs := range networks {
 		if err := checkCIDRs(cidrs); err != nil {
 			return n, fmt.Errorf("%s: %w", flag, err)
 		}
@@ -193,26 +208,12 @@ func (f *initFlags) new() (ownerdir.New, error) {
 }
 
 func (f *initFlags) chartValues() (cluster.Values, error) {
-	v := cluster.Values{JoinserviceImage: f.joinserviceImage, KMSImage: f.kmsImage}
-	if f.images != "" {
-		text, err := os.ReadFile(f.images)
-		if err != nil {
-			return v, fmt.Errorf("--images: %w", err)
-		}
-		var digests map[string]string
-		if err := json.Unmarshal(text, &digests); err != nil {
-			return v, fmt.Errorf("--images %s: %w", f.images, err)
-		}
-		v.JoinserviceImage, v.KMSImage = digests["joinservice"], digests["kms"]
+	v, err := f.images.values()
+	if err != nil {
+		return v, err
 	}
-	if f.values != "" {
-		text, err := os.ReadFile(f.values)
-		if err != nil {
-			return v, fmt.Errorf("--chart-values: %w", err)
-		}
-		if err := yaml.UnmarshalStrict(text, &v.More); err != nil {
-			return v, fmt.Errorf("--chart-values %s: %w", f.values, err)
-		}
+	if f.cluster.Adopted {
+		v = v.With("joinservice", "joinCredential", jointoken.Credential)
 	}
 	if err := cluster.CheckValues(v); err != nil {
 		return v, fmt.Errorf("images and chart values: %w", err)

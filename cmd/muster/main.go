@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -41,9 +42,15 @@ func (a *app) run(ctx context.Context, args []string) error {
 	return root.ExecuteContext(ctx)
 }
 
+// told is an error that only makes the exit code: what was printed says the same.
+type told struct{ error }
+
 // complain tells what went wrong, why by its code, and what to do.
 func (a *app) complain(err error) {
 	p := owner.Explain(err)
+	if _, told := errors.AsType[*told](err); told && a.output == outputJSON {
+		return // the one object that was printed says it all
+	}
 	if a.output == outputJSON {
 		line := struct {
 			Event string `json:"event"`

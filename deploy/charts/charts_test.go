@@ -89,6 +89,34 @@ func TestTheRenderedChartIsTheOneInTestdata(t *testing.T) {
 	}
 }
 
+// What the chart has more in clusters that Muster did not initialise. The tests of joinservice apply it too.
+func TestTheRightsForTokensAreTheOnesInTestdata(t *testing.T) {
+	const template = "muster/templates/rbac-tokens.yaml"
+	if text, there := mustRender(t)[template]; there {
+		t.Errorf("without being asked for:\n%s", text)
+	}
+	v := values()
+	v["joinservice"].(map[string]any)["joinCredential"] = "token"
+	out, err := render(t, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := []byte("# Source: " + template + "\n" + strings.Trim(out[template], "\n") + "\n")
+	golden := filepath.Join("testdata", "rendered-tokens.yaml")
+	if *update {
+		if err := os.WriteFile(golden, got, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Error("the chart renders otherwise than testdata/rendered-tokens.yaml; look at the difference after `go test ./deploy/charts -update`")
+	}
+}
+
 func TestHelmLintFindsNothing(t *testing.T) {
 	l := lint.RunAll("muster", values(), "muster-system")
 	for _, m := range l.Messages {
@@ -104,7 +132,10 @@ func TestValuesThatTheSchemaRefuses(t *testing.T) {
 		"an owner's key of another length": func(v map[string]any) { v["owner"] = map[string]any{"publicKey": "AAAA"} },
 		"a value that does not exist":      func(v map[string]any) { v["rootSecret"] = "x" },
 		"a secret hidden in a section":     func(v map[string]any) { v["owner"].(map[string]any)["rootSecret"] = "x" },
-		"a port that cannot be":            func(v map[string]any) { v["joinservice"].(map[string]any)["nodePort"] = 70000 },
+		"an interval without a unit": func(v map[string]any) {
+			v["monitoring"] = map[string]any{"podMonitor": map[string]any{"interval": "30"}}
+		},
+		"a port that cannot be": func(v map[string]any) { v["joinservice"].(map[string]any)["nodePort"] = 70000 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			v := values()
@@ -164,7 +195,7 @@ func TestTheChartHoldsNoSecret(t *testing.T) {
 			t.Errorf("the chart renders a Secret: %v", d["metadata"])
 		}
 		name := d["metadata"].(map[string]any)["name"]
-		if d["kind"] == "ConfigMap" {
+		if d["kind"] == "ConfigMap" && (name != "muster-waiting" || d["data"] != nil) {
 			t.Errorf("the chart renders ConfigMap %v, which the first machine or joinservice writes", name)
 		}
 	}
@@ -263,7 +294,7 @@ func TestRolesGrantNoWildcardAndNoSecrets(t *testing.T) {
 		if slices.Contains(r.Resources, "signers") && len(r.ResourceNames) != 2 {
 			t.Errorf("approval for signers %v", r.ResourceNames)
 		}
-		if slices.Contains(r.Resources, "attestationpolicies") && !slices.Equal(r.Verbs, []string{"get", "list", "watch"}) {
+		if slices.Contains(r.Resources, "attestationpolicies") && slices.ContainsFunc(r.Verbs, func(v string) bool { return v != "get" && v != "list" && v != "watch" }) {
 			t.Errorf("a service may change its own policy: %v", r)
 		}
 		if slices.Contains(r.Verbs, "escalate") || slices.Contains(r.Verbs, "bind") || slices.Contains(r.Verbs, "impersonate") {

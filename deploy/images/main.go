@@ -4,7 +4,7 @@
 //	go run ./deploy/images -o dist/images -repository ghcr.io/muster-k8s -version v0.1.0
 //
 // builds the binaries, or takes those of -bin, and writes, for each service, NAME.tar (an OCI image layout in a tar, which `ctr images
-// import` and `skopeo copy oci-archive:` read), and digests.json, which maps NAME to
+// import` and `skopeo copy oci-archive:` read) and NAME.spdx.json (what it is made of), and digests.json, which maps NAME to
 // REPOSITORY/NAME@sha256:…, the reference that the chart wants.
 package main
 
@@ -23,6 +23,9 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
+
+	"github.com/muster-k8s/muster/deploy/sbom"
 )
 
 // services are what runs in the cluster. The bootstrapper and the CLI come in no image.
@@ -56,6 +59,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(*out, 0o755); err != nil {
 		return err
 	}
+	bill, err := sbom.Local(ctx, time.Unix(0, 0)) // as the images say of themselves
+	if err != nil {
+		return err
+	}
 	digests := map[string]string{}
 	for _, name := range services {
 		binary := filepath.Join(*bin, name)
@@ -74,6 +81,13 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return fmt.Errorf("image %s: %w", name, err)
 		}
 		digests[name] = ref
+		made, err := bill.Of(binary, *version)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(*out, name+".spdx.json"), made, 0o644); err != nil {
+			return err
+		}
 	}
 	b, err := json.MarshalIndent(digests, "", "  ")
 	if err != nil {

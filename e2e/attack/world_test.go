@@ -1,12 +1,14 @@
 package attack
 
 import (
+	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"io"
 	"log/slog"
 	"math/big"
@@ -17,12 +19,16 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -41,6 +47,8 @@ type target struct {
 	stolen tls.Certificate
 	addr   string
 	seen   chan atls.SetUp
+	// witnesses are its metrics, log and audit log.
+	witnesses refusaltest.Service
 }
 
 func certificate(t *testing.T) tls.Certificate {
@@ -68,7 +76,23 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 		seen:   make(chan atls.SetUp, 4096),
 	}
 	x.policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{x.server, x.client})
-	metrics, err := rpc.NewMetrics(prometheus.NewRegistry())
+	registry, logged, recorded := prometheus.NewRegistry(), &buffer{}, &buffer{}
+	log := slog.New(slog.NewJSONHandler(io.MultiWriter(logged, t.Output()), &slog.HandlerOptions{Level: slog.LevelWarn}))
+	x.witnesses = refusaltest.Service{
+		Families: func(t testing.TB) []*dto.MetricFamily {
+			families, err := registry.Gather()
+			if err != nil {
+				t.Fatal(err)
+			}
+			return families
+		},
+		Log: logged.bytes, Audit: recorded.bytes,
+	}
+	metrics, err := rpc.NewMetrics(registry)
+	if err != nil {
+		t.Fatal(err)
+	}
+	strangers, err := audit.NewStrangers("target", audit.NewStream(recorded), log, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +119,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 			Generation:    func() int64 { return 0 },
 			Limits:        atls.Limits{Rate: 100000, Burst: 100000},
 			Certificate:   &x.stolen,
-			Observe:       func(s atls.SetUp) { x.seen <- s },
+			Observe:       func(s atls.SetUp) { metrics.SetUp(s); strangers.Connection(s, ""); x.seen <- s },
 		},
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, initv1connect.UnimplementedInitServiceHandler{}, initv1connect.NewInitServiceHandler),
@@ -105,7 +129,8 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 		},
 		Health:  rpc.NewHealth(),
 		Metrics: metrics,
-		Log:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn})),
+		Log:     log,
+		Refused: func(c rpc.Refused) { strangers.Call(c.Procedure, c.Remote, c.Machine, c.Err) },
 	}
 	if change != nil {
 		change(&cfg)
@@ -116,15 +141,45 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 	}
 	x.addr = s.Addr().String()
 	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 1)
+	done := make(chan error, 2)
 	go func() { done <- s.Run(ctx) }()
+	go func() { done <- strangers.Serve(ctx) }()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-done; err != nil {
+		if err := errors.Join(<-done, <-done); err != nil {
 			t.Errorf("run: %v", err)
 		}
 	})
 	return x
+}
+
+// buffer takes what several goroutines write.
+type buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *buffer) bytes() []byte {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return bytes.Clone(b.b.Bytes())
+}
+
+// refuses plays an attack that must end with that verdict; metric, log and audit log must tell of it
+// too (R1).
+func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv1.Reason) {
+	t.Helper()
+	refusaltest.Told(t, x.witnesses, want, refusaltest.Connection(), func() {
+		if got := play(); got != want {
+			t.Errorf("%v, want %v", got, want)
+		}
+	})
 }
 
 // machine gives the client machine's own attester.
@@ -148,13 +203,6 @@ func (x *target) transport(t *testing.T, change func(*atls.ClientConfig)) *http.
 	}
 	t.Cleanup(func() { _ = tr.Close() })
 	return rpc.HTTPClient(tr)
-}
-
-// plain is curl, grpcurl or a browser.
-func plain(t *testing.T) *http.Client {
-	tr := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true}
-	t.Cleanup(tr.CloseIdleConnections)
-	return &http.Client{Transport: tr}
 }
 
 // reach asks the address for health: any answer of the server's will do.

@@ -20,46 +20,26 @@ import (
 
 	"github.com/muster-k8s/muster/lab/demo"
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// lines shows each line of the demonstration in the test's log.
-type lines struct{ t *testing.T }
-
-func (l lines) Write(b []byte) (int, error) {
-	l.t.Log(strings.TrimRight(string(b), "\n"))
-	return len(b), nil
-}
-
 func TestDemonstration(t *testing.T) {
-	dir, err := os.MkdirTemp("/var/lib", "muster-e2e")
-	if err != nil {
-		t.Fatalf("%v: this test makes machines out of namespaces, so it needs root", err)
-	}
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
-	lab, err := driver.Open(dir, lines{t})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := lab.Down(context.WithoutCancel(t.Context())); err != nil {
-			t.Errorf("take the lab down: %v", err)
-		}
-	})
+	lab, root := labtest.New(t, "muster-e2e")
 	c := &cluster{lab: lab}
 	report, err := demo.Run(t.Context(), demo.Options{
-		Lab: lab, Bin: filepath.Join(root, "bin"), Images: filepath.Join(root, "dist", "images"), Out: lines{t}, Keep: true,
+		Lab: lab, Bin: filepath.Join(root, "bin"), Images: filepath.Join(root, "dist", "images"), Out: t.Output(), Keep: true,
 		WhileTokenWorks: c.withoutAdmissionTheTokenGetsACertificateRequest,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !slices.Equal(report.Nodes, []string{"node1", "node2"}) {
+	if !slices.Equal(report.Nodes, []string{"node1", "node2", "node5"}) {
 		t.Errorf("admitted: %v", report.Nodes)
+	}
+	if !slices.Equal(report.Members, []string{"node1", "node5"}) {
+		t.Errorf("etcd's members: %v", report.Members)
 	}
 	var reasons []string
 	for _, r := range report.Refusals {
@@ -153,7 +133,7 @@ func (c *cluster) requestWithToken(ctx context.Context, want string) error {
 	const script = `set -eu
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout /dev/null -subj /O=system:nodes/CN=system:node:intruder -out /root/i.csr 2>/dev/null
 printf '{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"generateName":"intruder-","labels":{"by":"intruder"}},"spec":{"signerName":"kubernetes.io/kube-apiserver-client-kubelet","usages":["digital signature","client auth"],"request":"%s"}}' "$(base64 -w0 /root/i.csr)" |
-curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.0123456789abcdef" -H 'Content-Type: application/json' -o /dev/null -w '%{http_code}' --data-binary @- https://192.168.77.1:6443/apis/certificates.k8s.io/v1/certificatesigningrequests`
+curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.0123456789abcdef" -H 'Content-Type: application/json' -o /dev/null -w '%{http_code}' --data-binary @- https://192.168.77.11:6443/apis/certificates.k8s.io/v1/certificatesigningrequests`
 	out, err := c.at(ctx, "node9", "", "sh", "-c", script)
 	if err != nil {
 		return err
@@ -243,7 +223,7 @@ func (c *cluster) ownersSeat(t *testing.T) {
 func (c *cluster) enroll(t *testing.T) {
 	id := strings.Repeat("ab", 32)
 	enroll := func(id string) (string, error) {
-		return c.at(t.Context(), driver.Owner, "", "muster", "enroll", "node5", "--role", "control-plane", "--machine-id", id)
+		return c.at(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id)
 	}
 	for range 2 { // the same again changes nothing
 		if _, err := enroll(id); err != nil {
@@ -253,7 +233,7 @@ func (c *cluster) enroll(t *testing.T) {
 	if out, err := enroll(strings.Repeat("cd", 32)); err == nil || !strings.Contains(out, "NAME_TAKEN") {
 		t.Errorf("another machine took the name: %s %v", out, err)
 	}
-	out, err := c.kubectl(t.Context(), "", "get", "attestednode", "node5", "-o", "jsonpath={.spec.machineID} {.spec.role}")
+	out, err := c.kubectl(t.Context(), "", "get", "attestednode", "node6", "-o", "jsonpath={.spec.machineID} {.spec.role}")
 	if err != nil || out != id+" control-plane" {
 		t.Errorf("enrolled: %q %v", out, err)
 	}

@@ -3,10 +3,6 @@ package lab_test
 import (
 	"context"
 	"crypto"
-	"crypto/sha256"
-	"crypto/x509"
-	"encoding/hex"
-	"encoding/pem"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -14,13 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"sigs.k8s.io/yaml"
-
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
-
-const token = "abcdef.0123456789abcdef" // kubeadm's own way in, which Muster's clusters don't have
 
 func bank(t *testing.T) tpm.Bank {
 	t.Helper()
@@ -38,85 +30,6 @@ func bankHash(t *testing.T) crypto.Hash {
 		t.Fatal("no SHA-256")
 	}
 	return h
-}
-
-type object = map[string]any
-
-// kubeadmInit merges what a cluster needs into the fragments of the image's own
-// configuration, as a bootstrapper would, so that those are under test too.
-func kubeadmInit(t *testing.T, b bench) []byte {
-	t.Helper()
-	var image struct {
-		Kubeadm struct {
-			CRISocket              string
-			IgnorePreflightErrors  []string
-			ClusterConfiguration   object
-			KubeletConfiguration   object
-			KubeProxyConfiguration object
-		}
-	}
-	if err := yaml.Unmarshal([]byte(b.must(t, "node1", nil, "cat", "/etc/muster/image.yaml")), &image); err != nil {
-		t.Fatal(err)
-	}
-	k := image.Kubeadm
-	with := func(o object, apiVersion, kind string, more object) object {
-		o["apiVersion"], o["kind"] = apiVersion, kind
-		for key, v := range more {
-			o[key] = v
-		}
-		return o
-	}
-	return documents(t,
-		with(object{}, "kubeadm.k8s.io/v1beta4", "InitConfiguration", object{
-			"bootstrapTokens":  []object{{"token": token}},
-			"localAPIEndpoint": object{"advertiseAddress": "192.168.77.11"},
-			"nodeRegistration": registration("node1", "192.168.77.11"),
-		}),
-		with(k.ClusterConfiguration, "kubeadm.k8s.io/v1beta4", "ClusterConfiguration", object{
-			"kubernetesVersion":    "v1.36.1",
-			"controlPlaneEndpoint": driver.ControlPlaneEndpoint,
-			"networking":           object{"podSubnet": driver.PodSubnet, "serviceSubnet": driver.ServiceSubnet},
-		}),
-		with(k.KubeletConfiguration, "kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", nil),
-		with(k.KubeProxyConfiguration, "kubeproxy.config.k8s.io/v1alpha1", "KubeProxyConfiguration", nil),
-	)
-}
-
-func kubeadmJoin(t *testing.T, b bench) []byte {
-	t.Helper()
-	block, _ := pem.Decode([]byte(b.must(t, "node1", nil, "cat", "/etc/kubernetes/pki/ca.crt")))
-	ca, err := x509.ParseCertificate(block.Bytes)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pin := sha256.Sum256(ca.RawSubjectPublicKeyInfo)
-	return documents(t, object{
-		"apiVersion": "kubeadm.k8s.io/v1beta4", "kind": "JoinConfiguration",
-		"discovery": object{"bootstrapToken": object{
-			"apiServerEndpoint": driver.ControlPlaneEndpoint, "token": token, "caCertHashes": []string{"sha256:" + hex.EncodeToString(pin[:])},
-		}},
-		"nodeRegistration": registration("node2", "192.168.77.12"),
-	})
-}
-
-func registration(name, address string) object {
-	return object{
-		"name": name, "criSocket": "unix:///run/containerd/containerd.sock", "ignorePreflightErrors": []string{"SystemVerification"},
-		"kubeletExtraArgs": []object{{"name": "node-ip", "value": address}},
-	}
-}
-
-func documents(t *testing.T, objects ...object) []byte {
-	t.Helper()
-	var all []string
-	for _, o := range objects {
-		y, err := yaml.Marshal(o)
-		if err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, string(y))
-	}
-	return []byte(strings.Join(all, "---\n"))
 }
 
 // checkEcho lets the pod on each node fetch the answer of the pod on the other.

@@ -25,6 +25,7 @@ import (
 	"github.com/google/go-attestation/attest"
 	"go.uber.org/goleak"
 
+	"github.com/muster-k8s/muster/lab/byhand"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -159,7 +160,11 @@ func TestTwoMachinesBecomeAClusterByHandAndNothingIsLeft(t *testing.T) {
 	checkRoots(t, b, machines[0], true)
 	lap(t, &start, "measurements and EK certificates")
 
-	b.must(t, "node1", kubeadmInit(t, b), "kubeadm", "init", "--config", "/dev/stdin")
+	config, err := byhand.Init([]byte(b.must(t, "node1", nil, "cat", "/etc/muster/image.yaml")), byhand.Node{Name: "node1", Address: "192.168.77.11"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.must(t, "node1", config, "kubeadm", "init", "--config", "/dev/stdin")
 	admin := b.must(t, "node1", nil, "cat", "/etc/kubernetes/admin.conf")
 	if err := os.WriteFile(filepath.Join(b.OwnerDir(), "admin.conf"), []byte(admin), 0o600); err != nil {
 		t.Fatal(err)
@@ -169,7 +174,10 @@ func TestTwoMachinesBecomeAClusterByHandAndNothingIsLeft(t *testing.T) {
 	if _, err := b.kube(t.Context(), "apply", "-f", "manifests"); err != nil {
 		t.Fatal(err)
 	}
-	b.must(t, "node2", kubeadmJoin(t, b), "kubeadm", "join", "--config", "/dev/stdin")
+	if config, err = byhand.Join([]byte(b.must(t, "node1", nil, "cat", "/etc/kubernetes/pki/ca.crt")), byhand.Node{Name: "node2", Address: "192.168.77.12"}); err != nil {
+		t.Fatal(err)
+	}
+	b.must(t, "node2", config, "kubeadm", "join", "--config", "/dev/stdin")
 	if _, err := b.kube(t.Context(), "wait", "--for=condition=Ready", "node", "node1", "node2", "--timeout=120s"); err != nil {
 		t.Fatal(err)
 	}

@@ -72,14 +72,9 @@ type Log struct {
 
 // sink is what a Log writes to: a file, or a stream that cannot be synced.
 type sink interface {
-	io.WriteCloser
-	// commit makes what was written stable.
-	commit() error
-	// prepare makes room for n bytes.
-	prepare(n int)
-	// undo removes what a failed write left.
-	undo(size int64)
-	size() int64
+	// append writes a line and makes it stable, or leaves nothing of it.
+	append(line []byte) error
+	io.Closer
 }
 
 // Open opens the log at path for appending, and creates it with mode 0600 if need be. Its
@@ -123,16 +118,7 @@ func (l *Log) Write(r Record) error {
 		return fmt.Errorf("audit record: %w", err)
 	}
 	line = append(line, '\n')
-	l.sink.prepare(len(line))
-	before := l.sink.size()
-	if _, err := l.sink.Write(line); err != nil {
-		l.sink.undo(before)
-		return fmt.Errorf("write the audit record: %w", err)
-	}
-	if err := l.sink.commit(); err != nil {
-		return fmt.Errorf("make the audit record stable: %w", err)
-	}
-	return nil
+	return l.sink.append(line)
 }
 
 // Close closes the log. Later writes give [ErrClosed].
@@ -149,8 +135,11 @@ func (l *Log) Close() error {
 
 type stream struct{ io.Writer }
 
-func (stream) prepare(int)   {}
-func (stream) commit() error { return nil }
-func (stream) undo(int64)    {}
-func (stream) size() int64   { return -1 }
-func (stream) Close() error  { return nil }
+func (s stream) append(line []byte) error {
+	if _, err := s.Write(line); err != nil {
+		return fmt.Errorf("write the audit record: %w", err)
+	}
+	return nil
+}
+
+func (stream) Close() error { return nil }

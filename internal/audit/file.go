@@ -13,6 +13,14 @@ const (
 	keep    = 5        // files beside the one that is written to
 )
 
+// file is written to by one process at a time, so that what one takes back after a failed write is its own,
+// and rotation happens once.
+type file struct {
+	*os.File
+
+	limit int64 // bytes
+}
+
 // openFile opens path for appending, and ends a line that a crash cut off.
 func openFile(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_RDWR, 0o600)
@@ -29,36 +37,27 @@ func openFile(path string) (*os.File, error) {
 	return f, nil
 }
 
-type file struct {
-	*os.File
-
-	limit int64 // bytes
-}
-
-func (f *file) commit() error { return f.Sync() }
-
-func (f *file) size() int64 {
-	info, err := f.Stat()
-	if err != nil {
-		return -1
+// lock waits until no other process writes to the file.
+func lock(f *os.File) error {
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+		return &os.PathError{Op: "flock", Path: f.Name(), Err: err}
 	}
-	return info.Size()
+	return nil
 }
 
-func (f *file) undo(size int64) {
-	if size >= 0 {
-		_ = f.Truncate(size) // best effort: repair ends a torn line at the next start
-	}
-}
+func unlock(f *os.File) { _ = syscall.Flock(int(f.Fd()), syscall.LOCK_UN) } // closing would do it too
 
 func repair(f *os.File) error {
+	if err := lock(f); err != nil { // a line that is being written is not torn
+		return err
+	}
+	defer unlock(f)
 	info, err := f.Stat()
 	if err != nil || info.Size() == 0 {
 		return err
 	}
-	size := info.Size()
 	last := make([]byte, 1)
-	if _, err := f.ReadAt(last, size-1); err != nil {
+	if _, err := f.ReadAt(last, info.Size()-1); err != nil {
 		return err
 	}
 	if last[0] == '\n' {
@@ -70,23 +69,52 @@ func repair(f *os.File) error {
 	return f.Sync()
 }
 
-// prepare sees to it that what is written to is the file at the path, and that it has room
-// for n bytes. Where that fails, records go on into the file that is open, so that none is
-// lost and J3 holds; the next one tries again.
-func (f *file) prepare(n int) {
-	if f.current() && f.size()+int64(n) > f.limit {
-		f.rotate()
+// append implements sink (J3).
+func (f *file) append(line []byte) error {
+	if err := f.claim(int64(len(line))); err != nil {
+		return fmt.Errorf("write the audit record: %w", err)
 	}
-	if f.current() {
-		return
-	}
-	// Somebody renamed it: this process, another one, or an operator.
-	next, err := openFile(f.Name())
+	defer unlock(f.File)
+	before, err := f.Stat()
 	if err != nil {
-		return
+		return fmt.Errorf("write the audit record: %w", err)
 	}
-	_ = f.Close() // all of it is synced
-	f.File = next
+	if _, err := f.Write(line); err != nil {
+		if before.Mode().IsRegular() {
+			_ = f.Truncate(before.Size()) // best effort: repair ends a torn line at the next start
+		}
+		return fmt.Errorf("write the audit record: %w", err)
+	}
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("make the audit record stable: %w", err)
+	}
+	return nil
+}
+
+// claim locks the file at the path, with room for n bytes. Where renaming or opening fails, records go
+// on into the file that is open, so that none is lost and J3 holds; the next one tries again.
+func (f *file) claim(n int64) error {
+	for {
+		if err := lock(f.File); err != nil {
+			return err
+		}
+		if f.current() && (!f.full(n) || !f.rotate()) {
+			return nil
+		}
+		// It was renamed: by this process, another one, or an operator.
+		next, err := openFile(f.Name())
+		if err != nil {
+			return nil //nolint:nilerr // see above: what is open and locked takes the record
+		}
+		unlock(f.File)
+		_ = f.Close() // all of it is synced
+		f.File = next
+	}
+}
+
+func (f *file) full(n int64) bool {
+	info, err := f.Stat()
+	return err == nil && info.Mode().IsRegular() && info.Size() > 0 && info.Size()+n > f.limit
 }
 
 // current reports whether the file that is open is the one at the path. What is no file, like
@@ -100,26 +128,15 @@ func (f *file) current() bool {
 	return err == nil && os.SameFile(open, named)
 }
 
-// rotate renames the file and those before it. Of several processes one does it.
-func (f *file) rotate() {
-	info, err := f.Stat()
-	if err != nil || !info.Mode().IsRegular() || info.Size() == 0 {
-		return
-	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
-		return
-	}
-	defer func() { _ = syscall.Flock(int(f.Fd()), syscall.LOCK_UN) }()
-	if !f.current() {
-		return
-	}
+// rotate renames the file, which is locked, and those before it. It says whether it did.
+func (f *file) rotate() bool {
 	name := func(i int) string { return fmt.Sprintf("%s.%d", f.Name(), i) }
 	for i := keep - 1; i >= 1; i-- {
 		if err := os.Rename(name(i), name(i+1)); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return
+			return false
 		}
 	}
-	_ = os.Rename(f.Name(), name(1)) // openFile syncs the folder
+	return os.Rename(f.Name(), name(1)) == nil // openFile syncs the folder
 }
 
 func syncDir(path string) error {

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -51,7 +52,7 @@ type Cluster struct {
 func Scheme() *runtime.Scheme {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{
-		v1alpha1.AddToScheme, corev1.AddToScheme, certificatesv1.AddToScheme, authenticationv1.AddToScheme,
+		v1alpha1.AddToScheme, corev1.AddToScheme, certificatesv1.AddToScheme, coordinationv1.AddToScheme, authenticationv1.AddToScheme,
 	} {
 		if err := add(s); err != nil {
 			panic("cluster: kinds registered twice: " + err.Error())

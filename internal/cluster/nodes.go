@@ -3,6 +3,8 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -91,6 +93,13 @@ func (n *Nodes) ByName(name string) *v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.byName[name]
+}
+
+// All gives every enrolment, in no order.
+func (n *Nodes) All() []*v1alpha1.AttestedNode {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	return slices.Collect(maps.Values(n.byName))
 }
 
 // ByMachine gives the enrolments of a machine: none, or one.

@@ -5,15 +5,21 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// slimNode keeps of a Node what joinservice compares: its name and addresses.
+// slimNode keeps of a Node what joinservice looks at: its name, its addresses, and whether it is Ready.
 func slimNode(o any) (any, error) {
 	n, ok := o.(*corev1.Node)
 	if !ok {
 		return o, nil
 	}
+	var ready []corev1.NodeCondition
+	for _, c := range n.Status.Conditions {
+		if c.Type == corev1.NodeReady {
+			ready = append(ready, corev1.NodeCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
+		}
+	}
 	return &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: n.Name, UID: n.UID, ResourceVersion: n.ResourceVersion},
-		Status:     corev1.NodeStatus{Addresses: n.Status.Addresses},
+		Status:     corev1.NodeStatus{Addresses: n.Status.Addresses, Conditions: ready},
 	}, nil
 }
 

@@ -40,6 +40,8 @@ type Cluster struct {
 	Client client.Client
 	// Kubeconfig is the path of Admin's kubeconfig.
 	Kubeconfig string
+	// Bin is the folder that the programs come from, with kubectl.
+	Bin string
 	// Dir holds the cluster's files; the programs' logs are *.log.
 	Dir string
 
@@ -52,7 +54,7 @@ type Cluster struct {
 func Start(ctx context.Context) (_ *Cluster, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, errors.New("the control plane did not become ready in time"))
 	defer cancel()
-	bin, err := binaries()
+	bin, err := Binaries()
 	if err != nil {
 		return nil, err
 	}
@@ -60,7 +62,7 @@ func Start(ctx context.Context) (_ *Cluster, err error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Cluster{Dir: dir}
+	c := &Cluster{Bin: bin, Dir: dir}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, c.Stop())
@@ -94,7 +96,7 @@ func Start(ctx context.Context) (_ *Cluster, err error) {
 		"--tls-cert-file="+c.pki.file("apiserver.crt"), "--tls-private-key-file="+c.pki.file("apiserver.key"), "--client-ca-file="+c.pki.file("ca.crt"),
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.pki.file("sa.key"), "--service-account-signing-key-file="+c.pki.file("sa.key"),
 		"--audit-policy-file="+filepath.Join(dir, "audit-policy.yaml"), "--audit-log-path="+filepath.Join(dir, auditLog), "--audit-log-mode=blocking",
-		"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--disable-admission-plugins=ServiceAccount"); err != nil {
+		"--enable-bootstrap-token-auth", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--disable-admission-plugins=ServiceAccount"); err != nil {
 		return nil, err
 	}
 	if err := c.connect(ctx, server); err != nil {
@@ -223,8 +225,8 @@ func (p *process) tail() string {
 	return strings.Join(lines[max(0, len(lines)-10):], "\n")
 }
 
-// binaries finds the folder of the Kubernetes programs.
-func binaries() (string, error) {
+// Binaries finds the folder of the Kubernetes programs, kubectl among them.
+func Binaries() (string, error) {
 	const program = "kube-apiserver"
 	if dir := os.Getenv("MUSTER_KUBE_BIN"); dir != "" {
 		if _, err := os.Stat(filepath.Join(dir, program)); err != nil {

@@ -18,7 +18,12 @@ const (
 type Request struct {
 	Verb      string `json:"verb"`
 	UserAgent string `json:"userAgent"`
-	Object    struct {
+	User      struct {
+		Name string `json:"username"`
+	} `json:"user"`
+	Object struct {
+		Group       string `json:"apiGroup"`
+		Namespace   string `json:"namespace"`
 		Resource    string `json:"resource"`
 		Subresource string `json:"subresource"`
 		Name        string `json:"name"`
@@ -26,22 +31,36 @@ type Request struct {
 	Status struct {
 		Code int `json:"code"`
 	} `json:"responseStatus"`
+	// Annotations have what the authorizer decided, under [Decision].
+	Annotations map[string]string `json:"annotations"`
 }
+
+// Decision is the annotation whose value is "allow" or "forbid".
+const Decision = "authorization.k8s.io/decision"
 
 // Requests lists those that clients whose User-Agent begins with agent have made and that were
 // answered; watches are there once they have ended.
 func (c *Cluster) Requests(t testing.TB, agent string) []Request {
 	t.Helper()
-	b, err := os.ReadFile(filepath.Join(c.Dir, auditLog))
+	out, err := c.AllRequests(func(r Request) bool { return strings.HasPrefix(r.UserAgent, agent) })
 	if err != nil {
 		t.Fatal(err)
+	}
+	return out
+}
+
+// AllRequests lists those that fit, from the cluster's start on.
+func (c *Cluster) AllRequests(fits func(Request) bool) ([]Request, error) {
+	b, err := os.ReadFile(filepath.Join(c.Dir, auditLog))
+	if err != nil {
+		return nil, err
 	}
 	var out []Request
 	for line := range bytes.Lines(b) {
 		var r Request
-		if json.Unmarshal(line, &r) == nil && strings.HasPrefix(r.UserAgent, agent) {
+		if json.Unmarshal(line, &r) == nil && fits(r) {
 			out = append(out, r)
 		}
 	}
-	return out
+	return out, nil
 }

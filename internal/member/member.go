@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/policy"
@@ -37,7 +38,10 @@ type Config struct {
 	Owner ed25519.PublicKey
 	// API is how to reach the Kubernetes API.
 	API *rest.Config
-	Log *slog.Logger
+	// Service is the service's name in audit records, Audit where they go.
+	Service string
+	Audit   *audit.Log
+	Log     *slog.Logger
 }
 
 // Member is one service of a cluster. Use its fields to make what the service has of its own, then
@@ -54,13 +58,16 @@ type Member struct {
 	RPC      *rpc.Metrics
 	// Health is gRPC's view of readiness.
 	Health *rpc.Health
+	// Strangers keeps the records of who is refused before it reaches the service: its Connection is
+	// for the service's [atls.ServerConfig], and Refused for its [rpc.Config].
+	Strangers *audit.Strangers
 
 	probe *evidence.Probe
 }
 
 // New returns a Member that does nothing yet, or says which part of cfg is missing.
 func New(cfg Config) (*Member, error) {
-	if cfg.Attester == nil || cfg.API == nil || cfg.Log == nil {
+	if cfg.Attester == nil || cfg.API == nil || cfg.Log == nil || cfg.Service == "" || cfg.Audit == nil {
 		return nil, errors.New("member: every field of Config is required")
 	}
 	m := &Member{Registry: prometheus.NewRegistry(), Health: rpc.NewHealth()}
@@ -69,7 +76,10 @@ func New(cfg Config) (*Member, error) {
 	if m.RPC, err = rpc.NewMetrics(m.Registry); err != nil {
 		return nil, err
 	}
-	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Log: cfg.Log, Metrics: m.Registry}); err != nil {
+	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
+		return nil, err
+	}
+	if m.Strangers, err = audit.NewStrangers(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
 		return nil, err
 	}
 	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: m.Policy.Roots, Now: time.Now})
@@ -85,6 +95,23 @@ func New(cfg Config) (*Member, error) {
 	}
 	return m, policy.Follow(m.Cluster, m.Policy)
 }
+
+// record puts each change of the policy on the audit log: who may come in hangs on it.
+func (cfg Config) record(r policy.Report) {
+	record := audit.Record{Service: cfg.Service, Event: "policy in force", Reason: attest.ReasonName(attest.ReasonOf(r.Err))}
+	if r.Err != nil { // R1
+		record.Event, record.Detail = "policy refused", r.Err.Error()
+	}
+	if r.InForce != nil {
+		record.PolicySerial, record.PolicyGeneration = r.InForce.Policy.Serial(), r.InForce.Generation
+	}
+	if err := cfg.Audit.Write(record); err != nil {
+		cfg.Log.Error("the audit record of a change of the policy cannot be written", "reason", record.Reason, "err", err)
+	}
+}
+
+// Refused is for [rpc.Config].
+func (m *Member) Refused(r rpc.Refused) { m.Strangers.Call(r.Procedure, r.Remote, r.Machine, r.Err) }
 
 // JudgeMembers judges machines that belong to this cluster: those of other services.
 func (m *Member) JudgeMembers() (*policy.Judge, error) {
@@ -127,6 +154,7 @@ func (m *Member) Parts() []serve.Part {
 		{Name: "informers", Run: m.Cluster.Serve},
 		{Name: "own evidence", Run: m.probe.Serve},
 		{Name: "health", Run: m.followHealth},
+		{Name: "records of strangers", Run: m.Strangers.Serve},
 	}
 }
 

@@ -8,21 +8,24 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/base64"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -31,6 +34,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -69,7 +74,7 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 		e.InstallCRDs(ctx),
 		e.Namespace(ctx, clusterinfo.Namespace),
 		c.describe(ctx, c.MeasurementSalt), // before the admission policy that reads it, as at init
-		e.Apply(ctx, rendered, "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+		e.Apply(ctx, rendered, "ConfigMap", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
 	)
 	if err != nil {
 		return nil, errors.Join(err, e.Stop())
@@ -87,7 +92,7 @@ func (c *Cluster) Reset(t testing.TB) {
 			t.Fatal(err)
 		}
 	}
-	for _, o := range []client.Object{&corev1.Pod{}, &corev1.Service{}} {
+	for _, o := range []client.Object{&corev1.Pod{}, &corev1.Service{}, &coordinationv1.Lease{}} {
 		if err := c.Client.DeleteAllOf(ctx, o, client.InNamespace(clusterinfo.Namespace), client.GracePeriodSeconds(0)); err != nil {
 			t.Fatal(err)
 		}
@@ -105,14 +110,14 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 	}
 }
 
-// describe writes the two ConfigMaps as init does.
+// describe writes the two ConfigMaps as init does, and empties the list of machines that wait.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
 	text, err := info.Marshal()
 	if err != nil {
 		return err
 	}
-	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, Enrolled: nil} {
+	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, Enrolled: nil, waiting.ConfigMap: nil} {
 		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: name}, Data: data}
 		err := c.Client.Create(ctx, m)
 		if apierrors.IsAlreadyExists(err) {
@@ -271,9 +276,8 @@ func (s *Service) Ready(t testing.TB) error {
 	return errors.New(body)
 }
 
-// Metric adds up the values of a metric's series that have all of the labels, given as name, value,
-// name, value.
-func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
+// Families reads its metrics.
+func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 	t.Helper()
 	_, body, err := s.get(t, "/metrics")
 	if err != nil {
@@ -284,43 +288,24 @@ func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sum := 0.0
-	for _, m := range families[name].GetMetric() {
-		has := map[string]string{}
-		for _, l := range m.GetLabel() {
-			has[l.GetName()] = l.GetValue()
-		}
-		fits := true
-		for i := 0; i+1 < len(labels); i += 2 {
-			fits = fits && has[labels[i]] == labels[i+1]
-		}
-		if fits {
-			sum += m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
-		}
-	}
-	return sum
+	return slices.Collect(maps.Values(families))
+}
+
+// Witnesses are the service's own for [refusaltest.Refused]; auditLog gives its audit log, and is nil
+// if it keeps none.
+func (s *Service) Witnesses(auditLog func() []byte) refusaltest.Service {
+	return refusaltest.Service{Families: s.Families, Log: s.Log.Bytes, Audit: auditLog}
+}
+
+// Metric adds up the values of a metric's series that have all of the labels, given as name, value,
+// name, value.
+func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
+	t.Helper()
+	return refusaltest.Sum(s.Families(t), name, labels...)
 }
 
 // Logged says whether a line of the log has all of the attributes, given as name, value, name, value.
-func (s *Service) Logged(attrs ...string) bool { return HasLine(s.Log.Bytes(), attrs...) }
-
-// HasLine says whether one of the JSON lines has all of the string fields.
-func HasLine(lines []byte, fields ...string) bool {
-	for line := range bytes.Lines(lines) {
-		var has map[string]any
-		if json.Unmarshal(line, &has) != nil {
-			continue
-		}
-		fits := true
-		for i := 0; i+1 < len(fields); i += 2 {
-			fits = fits && has[fields[i]] == fields[i+1]
-		}
-		if fits {
-			return true
-		}
-	}
-	return false
-}
+func (s *Service) Logged(attrs ...string) bool { return refusaltest.HasLine(s.Log.Bytes(), attrs...) }
 
 // Eventually tries f until it gives nil, and fails the test if that takes too long.
 func Eventually(t testing.TB, f func() error) {

@@ -3,8 +3,6 @@ package owner
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
-	"time"
 
 	"connectrpc.com/connect"
 
@@ -88,21 +86,5 @@ func final(err error) bool {
 		return false
 	default:
 		return true
-	}
-}
-
-// pause waits before the next try: exponentially longer with jitter, and never shorter than
-// the server asked.
-func pause(ctx context.Context, tries int, hint time.Duration) error {
-	const first, longest = 500 * time.Millisecond, 10 * time.Second
-	d := min(first<<min(tries, 10), longest)
-	d = max(d/2+rand.N(d/2), hint) //nolint:gosec // spreads load, protects nothing
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
 	}
 }

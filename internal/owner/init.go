@@ -11,12 +11,14 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
 	"net"
 	"net/netip"
 	"strconv"
 	"time"
 
+	"connectrpc.com/connect"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/validation"
 
@@ -28,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/owner/progress"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -53,6 +56,9 @@ type InitConfig struct {
 
 // Steps is how many steps [Init] reports, for a progress bar.
 const Steps = 11
+
+// InstallSteps is the same for a cluster that was there before: [Init] of a folder that says so.
+const InstallSteps = 9
 
 // Init makes a cluster, or goes on where an earlier call stopped.
 func Init(ctx context.Context, cfg InitConfig) error {
@@ -128,7 +134,11 @@ func (i *initialiser) machine(ctx context.Context) error {
 	if err := i.step("judge the machine", func() (string, error) { return i.judge(ctx, &target) }); err != nil {
 		return err
 	}
-	return i.step("initialise the first machine", func() (string, error) { return i.request(ctx, target) })
+	name := "initialise the first machine"
+	if c.Adopted {
+		name = "adopt the first machine"
+	}
+	return i.step(name, func() (string, error) { return i.request(ctx, target) })
 }
 
 // judge runs the exchange until there is a verdict, and writes down whom it accepted before
@@ -167,6 +177,9 @@ func (i *initialiser) explainVerdict(err error) error {
 	c := i.dir()
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_LOCK_FOREIGN {
 		return withRemedy(err, "The machine is locked to another cluster, or was by an earlier attempt with another folder. Reboot it, and if it is to be used again, wipe its state first.")
+	}
+	if c.Adopted && rpc.ReasonFrom(err) == attestv1.Reason_REASON_INIT_NOT_ALLOWED {
+		return withRemedy(err, "The machine must be a control plane, as kubeadm makes one, of the cluster at --control-plane-endpoint, and its metadata must have the role control-plane, its node's name and the init secret's hash. The log of its bootstrapper says what is missing.")
 	}
 	if c.Stage == ownerdir.StageRequested && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0 {
 		return withRemedy(err, fmt.Sprintf("This cluster was begun on machine %s, which may hold its secrets. Go on with that machine, or begin a new cluster: another --directory, after wiping the old machine.", c.FirstMachine.ID))
@@ -211,18 +224,17 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	ctx, peer := atls.CapturePeer(ctx)
 	c := i.dir()
 	list := versions.NewList(c.Components...)
-	stream, err := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).Init(ctx, &initv1.InitRequest{
+	events := i.events(ctx, s, &initv1.InitRequest{
 		IdempotencyKey: i.secrets.IdempotencyKey[:], InitSecret: i.secrets.Init[:], RootSecret: i.secrets.Root[:], Salt: i.secrets.Salt[:],
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
 		Components: list.Wire(),
 	})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = stream.Close() }()
-	for stream.Receive() {
-		switch m := stream.Msg().GetMessage().(type) {
+	for event, err := range events {
+		if err != nil {
+			return nil, err
+		}
+		switch m := event.GetMessage().(type) {
 		case *initv1.InitResponse_Progress:
 			i.Report.Say(phaseName(m.Progress.GetPhase()) + " " + m.Progress.GetText())
 		case *initv1.InitResponse_Result:
@@ -233,10 +245,36 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 			return m.Result, i.check(m.Result, p)
 		}
 	}
-	if err := stream.Err(); err != nil {
-		return nil, err
-	}
 	return nil, errors.New("the machine ended the stream without a result")
+}
+
+// events calls Init, or Adopt, and gives what the machine streams. An error is the last.
+func (i *initialiser) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
+	client := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	if i.dir().Adopted {
+		stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
+		return received(stream, err, (*initv1.AdoptResponse).GetEvent)
+	}
+	stream, err := client.Init(ctx, req)
+	return received(stream, err, func(m *initv1.InitResponse) *initv1.InitResponse { return m })
+}
+
+func received[T any](stream *connect.ServerStreamForClient[T], err error, event func(*T) *initv1.InitResponse) iter.Seq2[*initv1.InitResponse, error] {
+	return func(yield func(*initv1.InitResponse, error) bool) {
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		defer func() { _ = stream.Close() }()
+		for stream.Receive() {
+			if !yield(event(stream.Msg()), nil) {
+				return
+			}
+		}
+		if err := stream.Err(); err != nil {
+			yield(nil, err)
+		}
+	}
 }
 
 // check compares the result with the machine that was judged, and with what the owner knows.
@@ -269,7 +307,7 @@ func (i *initialiser) check(r *initv1.InitResult, p attest.Peer) error {
 	if err := checkKubeconfig(r.GetKubeconfig(), i.dir().ControlPlaneEndpoint); err != nil {
 		return bad("%w", err)
 	}
-	return nil
+	return checkClock(r.GetKubeconfig(), time.Now())
 }
 
 // keep writes the result down. The kubeconfig comes first: once the stage says that there is a
@@ -287,7 +325,8 @@ func (i *initialiser) keep(r *initv1.InitResult) error {
 
 // retry calls try until it succeeds or somebody decided otherwise.
 func (i *initialiser) retry(ctx context.Context, try func() error) error {
-	for tries := 0; ; tries++ {
+	pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 10 * time.Second}
+	for {
 		err := try()
 		if err == nil || final(err) {
 			return err
@@ -296,7 +335,7 @@ func (i *initialiser) retry(ctx context.Context, try func() error) error {
 			return errors.Join(context.Cause(ctx), err)
 		}
 		i.Report.Say(fmt.Sprintf("waiting for the machine: %v", err))
-		if perr := pause(ctx, tries, rpc.RetryAfterFrom(err)); perr != nil {
+		if perr := retry.Wait(ctx, pause.Next(rpc.RetryAfterFrom(err))); perr != nil {
 			return errors.Join(perr, err)
 		}
 	}

@@ -9,8 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"connectrpc.com/connect"
-
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
@@ -25,12 +23,12 @@ func hexOf(b []byte) []byte { return hex.AppendEncode(nil, b) }
 // succeed does what a machine does: it locks itself to the cluster and gives its result, which
 // change may make wrong.
 func succeed(m *attesttest.Machine, kubeconfig []byte, change func(*initv1.InitResult)) answer {
-	return func(req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	return func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
 		id := clusterIDOf(req)
 		if !locked(m) {
 			m.LockTo(id)
 		}
-		err := stream.Send(&initv1.InitResponse{Message: &initv1.InitResponse_Progress{Progress: &initv1.Progress{Phase: initv1.Phase_PHASE_KUBEADM, Text: "kubeadm init"}}})
+		err := send(&initv1.InitResponse{Message: &initv1.InitResponse_Progress{Progress: &initv1.Progress{Phase: initv1.Phase_PHASE_KUBEADM, Text: "kubeadm init"}}})
 		if err != nil {
 			return err
 		}
@@ -42,7 +40,7 @@ func succeed(m *attesttest.Machine, kubeconfig []byte, change func(*initv1.InitR
 		if change != nil {
 			change(r)
 		}
-		return stream.Send(&initv1.InitResponse{Message: &initv1.InitResponse_Result{Result: r}})
+		return send(&initv1.InitResponse{Message: &initv1.InitResponse_Result{Result: r}})
 	}
 }
 
@@ -145,15 +143,15 @@ func TestALostConnectionIsResumed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	f := serveFirst(t, m)
-	lose := func(req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	lose := func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
 		m.LockTo(clusterIDOf(req))
-		err := stream.Send(&initv1.InitResponse{Message: &initv1.InitResponse_Progress{Progress: &initv1.Progress{Phase: initv1.Phase_PHASE_LOCKED, Text: "locked"}}})
+		err := send(&initv1.InitResponse{Message: &initv1.InitResponse_Progress{Progress: &initv1.Progress{Phase: initv1.Phase_PHASE_LOCKED, Text: "locked"}}})
 		f.drop()
 		return err
 	}
-	again := func(_ *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	again := func(_ *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
 		f.drop()
-		return errors.Join(stream.Send(&initv1.InitResponse{}))
+		return errors.Join(send(&initv1.InitResponse{}))
 	}
 	f.answers = []answer{lose, again, succeed(m, kubeconfig(t), nil)}
 	o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
@@ -176,7 +174,7 @@ func TestALostConnectionIsResumed(t *testing.T) {
 
 // stop ends init after its first call, with the machine locked to the cluster.
 func stop(m *attesttest.Machine) answer {
-	return func(req *initv1.InitRequest, _ *connect.ServerStream[initv1.InitResponse]) error {
+	return func(req *initv1.InitRequest, _ func(*initv1.InitResponse) error) error {
 		m.LockTo(clusterIDOf(req))
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "the disk is full")
 	}
@@ -280,7 +278,7 @@ func TestAResultThatDoesNotFitIsRefused(t *testing.T) {
 func TestWhatIsTriedAgain(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	refuse := func(r attestv1.Reason, after time.Duration) answer {
-		return func(*initv1.InitRequest, *connect.ServerStream[initv1.InitResponse]) error {
+		return func(*initv1.InitRequest, func(*initv1.InitResponse) error) error {
 			return attest.RefuseFor(after, r, "so it is")
 		}
 	}
@@ -332,5 +330,13 @@ func TestAMachineThatIsNotUpYetIsWaitedFor(t *testing.T) {
 	}
 	if !strings.Contains(o.out.String(), "waiting for the machine") {
 		t.Errorf("nothing was said:\n%s", o.out)
+	}
+}
+
+func TestEveryPhaseHasAName(t *testing.T) {
+	for n, name := range initv1.Phase_name {
+		if p := initv1.Phase(n); p != initv1.Phase_PHASE_UNSPECIFIED && phases[p] == "" {
+			t.Errorf("%s has no name in the owner's report", name)
+		}
 	}
 }

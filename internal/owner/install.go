@@ -19,6 +19,7 @@ import (
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
@@ -81,6 +82,9 @@ func (i *initialiser) install(ctx context.Context) error {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
 			continue
 		}
+		if s.name == "approve its kubelet's certificates" && c.Adopted {
+			continue // it has those that its cluster gave it
+		}
 		if err := i.step(s.name, s.do); err != nil {
 			return err
 		}
@@ -99,15 +103,15 @@ func (i *initialiser) define(ctx context.Context, kube *cluster.Client) (string,
 	if err := kube.EnsureNamespace(ctx); err != nil {
 		return "", err
 	}
-	objects, err := definitions()
+	objects, err := Definitions()
 	if err != nil {
 		return "", err
 	}
 	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Say)
 }
 
-// definitions gives the CustomResourceDefinitions that this program carries.
-func definitions() ([]*unstructured.Unstructured, error) {
+// Definitions gives the CustomResourceDefinitions that this program carries.
+func Definitions() ([]*unstructured.Unstructured, error) {
 	var out []*unstructured.Unstructured
 	names, err := fs.Glob(crds.FS, "*.yaml")
 	if err != nil {
@@ -155,7 +159,19 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 	if err != nil {
 		return err
 	}
-	return kube.EnsureEnrolled(ctx, m.NodeName, m.ID)
+	may := map[string]string{m.NodeName: m.ID}
+	if i.dir().Adopted {
+		// All that are there when Muster comes may go on. Once it has come, a Node that is not enrolled is nobody's friend.
+		others, err := kube.Unattested(ctx, i.dir().Stage != ownerdir.StageInstalled)
+		if err != nil {
+			return err
+		}
+		for _, name := range others {
+			may[name] = enrolled.Unattested
+			i.Report.Say(name + " may go on as a node, though nobody judged its machine")
+		}
+	}
+	return kube.EnsureEnrolled(ctx, may)
 }
 
 func (i *initialiser) setPolicy(ctx context.Context, kube *cluster.Client) error {
@@ -171,9 +187,9 @@ func (i *initialiser) chart(ctx context.Context, kube *cluster.Client) (string, 
 	if err != nil {
 		return "", err
 	}
-	public, ok := key.Public().(ed25519.PublicKey)
-	if !ok {
-		return "", errors.New("the owner's key is no Ed25519 key")
+	public, err := PublicKey(key)
+	if err != nil {
+		return "", err
 	}
 	v := i.Values
 	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
@@ -221,4 +237,13 @@ func (i *initialiser) askJoinservice(ctx context.Context, addr string, id attest
 		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
 	}
 	return nil
+}
+
+// PublicKey gives what the services verify policies with.
+func PublicKey(key ed25519.PrivateKey) (ed25519.PublicKey, error) {
+	public, ok := key.Public().(ed25519.PublicKey)
+	if !ok {
+		return nil, errors.New("the owner's key is no Ed25519 key")
+	}
+	return public, nil
 }

@@ -205,6 +205,7 @@ items:
 	}
 	checkAdmission(t)
 	checkRest(t, o, m)
+	checkUpgrade(t, o, cfg.DialContext)
 }
 
 func checkCluster(t *testing.T, o *owned, m *attesttest.Machine, greedy *certificatesv1.CertificateSigningRequest) {

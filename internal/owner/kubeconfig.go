@@ -1,11 +1,17 @@
 package owner
 
 import (
+	"crypto/x509"
+	"encoding/pem"
 	"errors"
 	"fmt"
+	"time"
 
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // checkKubeconfig refuses one that would do more on the owner's computer than connect to the
@@ -36,6 +42,36 @@ func checkKubeconfig(text []byte, endpoint string) error {
 		if !plain(u) {
 			return errors.New("the kubeconfig runs a program, reads a file or impersonates")
 		}
+	}
+	return nil
+}
+
+// checkClock compares this computer's clock with that of the machine that has just made the kubeconfig's
+// certificates. Between clocks that differ no TLS works, and its errors don't say so.
+func checkClock(text []byte, now time.Time) error {
+	c, err := clientcmd.Load(text)
+	if err != nil {
+		return errors.New("the kubeconfig cannot be read") // the cause could quote the key
+	}
+	var made [][]byte
+	for _, k := range c.Clusters {
+		made = append(made, k.CertificateAuthorityData)
+	}
+	for _, u := range c.AuthInfos {
+		made = append(made, u.ClientCertificateData)
+	}
+	for _, m := range made {
+		block, _ := pem.Decode(m)
+		if block == nil {
+			continue
+		}
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil || !now.Before(cert.NotBefore) && !now.After(cert.NotAfter) {
+			continue
+		}
+		err = attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this computer's clock says %s, the machine's at least %s: the certificates that it has just made are valid from then to %s",
+			now.UTC().Format(time.RFC3339), cert.NotBefore.UTC().Format(time.RFC3339), cert.NotAfter.UTC().Format(time.RFC3339))
+		return withRemedy(err, "Compare both clocks with the right time. If this computer's is wrong, set it and call muster init again. If the machine's is wrong, set it, reset the machine, and begin a new cluster in another --directory: its certificates have wrong times.")
 	}
 	return nil
 }

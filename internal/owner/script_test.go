@@ -31,7 +31,7 @@ import (
 const patience = 60 * time.Second
 
 // answer is how a first machine answers one call of Init.
-type answer func(req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error
+type answer func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error
 
 // firstMachine serves init.v1 over the real attested TLS with genuine evidence, and answers as a
 // test tells it.
@@ -39,6 +39,8 @@ type firstMachine struct {
 	*attesttest.Machine
 	addr string
 	drop func()
+	// adopted says that the machine is a control plane already: it is adopted, and not initialised.
+	adopted bool
 
 	mu       sync.Mutex
 	answers  []answer
@@ -47,16 +49,25 @@ type firstMachine struct {
 
 // Init implements [initv1connect.InitServiceHandler].
 func (f *firstMachine) Init(_ context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	return f.next(req, false, stream.Send)
+}
+
+// Adopt implements [initv1connect.InitServiceHandler].
+func (f *firstMachine) Adopt(_ context.Context, req *initv1.AdoptRequest, stream *connect.ServerStream[initv1.AdoptResponse]) error {
+	return f.next(req.GetOrder(), true, func(m *initv1.InitResponse) error { return stream.Send(&initv1.AdoptResponse{Event: m}) })
+}
+
+func (f *firstMachine) next(req *initv1.InitRequest, adopt bool, send func(*initv1.InitResponse) error) error {
 	f.mu.Lock()
 	f.requests = append(f.requests, req)
-	if len(f.answers) == 0 {
+	if len(f.answers) == 0 || adopt != f.adopted {
 		f.mu.Unlock()
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "one call too many")
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "one call too many, or the other one")
 	}
 	next := f.answers[0]
 	f.answers = f.answers[1:]
 	f.mu.Unlock()
-	return next(req, stream)
+	return next(req, send)
 }
 
 func (f *firstMachine) calls() []*initv1.InitRequest {
@@ -158,7 +169,7 @@ func own(t *testing.T, f *firstMachine, endpoint string, policy []byte) *owned {
 	d, err := ownerdir.Create(filepath.Join(t.TempDir(), "muster-prod"), ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: f.addr, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint,
-			PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared,
+			PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared, Adopted: f.adopted,
 		},
 		Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: policy,
 	})

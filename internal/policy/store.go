@@ -54,12 +54,14 @@ type Report struct {
 	Err error
 }
 
-// Config lists what a Store needs. All fields are required.
+// Config lists what a Store needs. All fields are required unless they say otherwise.
 type Config struct {
 	// Owner is the public key that policies are signed with.
 	Owner   ed25519.PublicKey
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
+	// Tell may be left out: it gets every report in order, for the audit log.
+	Tell func(Report)
 }
 
 // Store holds the policy in force. It is safe for concurrent use.
@@ -68,6 +70,7 @@ type Store struct {
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
 	metrics  metrics
+	tellAll  func(Report)
 	mu       sync.Mutex // serialises changes; judgements do not take it
 	floor    uint64     // no lower serial is accepted
 	digest   string     // of the policy that has the serial floor: no other one is accepted
@@ -101,7 +104,10 @@ func New(cfg Config) (*Store, error) {
 			return nil, fmt.Errorf("policy: %w", err)
 		}
 	}
-	return &Store{owner: cfg.Owner, log: cfg.Log, metrics: m, reported: make(chan struct{})}, nil
+	if cfg.Tell == nil {
+		cfg.Tell = func(Report) {}
+	}
+	return &Store{owner: cfg.Owner, log: cfg.Log, metrics: m, tellAll: cfg.Tell, reported: make(chan struct{})}, nil
 }
 
 // Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the one
@@ -183,6 +189,7 @@ func (s *Store) tell(r Report) {
 			s.log.Warn("the policy weakens the cluster", "switch", name)
 		}
 	}
+	s.tellAll(r)
 	s.report = r
 	close(s.reported)
 	s.reported = make(chan struct{})

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
+	"os"
 	"runtime/debug"
 	"time"
 
@@ -20,7 +22,22 @@ type call struct {
 	procedure string
 	began     time.Time
 	log       *slog.Logger
-	recorded  bool // counted and logged; only the goroutine of the request looks
+	// Only the goroutine of the request looks at these.
+	recorded bool  // counted and logged
+	refused  error // why it did not reach its handler
+}
+
+// Refused is a call that was refused before it reached its handler, which therefore has no record
+// of it: the connection had not shown enough, or the request was too large or too slow.
+type Refused struct {
+	// Procedure is that of the call; it is in the table of levels.
+	Procedure string
+	// Remote is the caller's network address, which proves nothing.
+	Remote string
+	// Machine is the caller's machine ID; empty if it did not attest.
+	Machine string
+	// Err is the refusal.
+	Err error
 }
 
 type callKey struct{}
@@ -36,12 +53,14 @@ func Logger(ctx context.Context) *slog.Logger {
 
 // guard is connect's side of a Server: gate, limits of time, error table, metrics, log.
 type guard struct {
-	metrics *Metrics
-	timeout time.Duration
+	metrics    *Metrics
+	timeout    time.Duration
+	maxRequest int
+	refused    func(Refused)
 }
 
 // options are those of every handler of a Server.
-func (g *guard) options(maxRequest int) []connect.HandlerOption {
+func (g *guard) options() []connect.HandlerOption {
 	return []connect.HandlerOption{
 		// The gate runs before a message is read, let alone decoded; the interceptor asks
 		// again, so that no way around the one is a way in.
@@ -50,23 +69,33 @@ func (g *guard) options(maxRequest int) []connect.HandlerOption {
 		connect.WithRecover(func(_ context.Context, _ connect.Spec, _ http.Header, v any) error {
 			return fmt.Errorf("a handler panicked: %v\n%s", v, debug.Stack())
 		}),
-		connect.WithReadMaxBytes(maxRequest),
+		// Nobody needs compressed requests, and a few bytes of one can cost a second to unpack. What
+		// is not compressed is bounded as it comes in: see body.
+		connect.WithCompression("gzip", nil, nil),
 	}
 }
 
 func (g *guard) gate(ctx context.Context, spec connect.Spec, _ connect.Peer, _ http.Header) (context.Context, error) {
-	if err := authorize(ctx, spec.Procedure); err != nil {
-		return ctx, g.done(ctx, spec.Procedure, err)
+	return ctx, g.authorized(ctx, spec.Procedure)
+}
+
+func (g *guard) authorized(ctx context.Context, procedure string) error {
+	err := authorize(ctx, procedure)
+	if err == nil {
+		return nil
 	}
-	return ctx, nil
+	if c, ok := ctx.Value(callKey{}).(*call); ok {
+		c.refused = err
+	}
+	return g.done(ctx, procedure, err)
 }
 
 // WrapUnary implements [connect.Interceptor].
 func (g *guard) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
 		procedure := req.Spec().Procedure
-		if err := authorize(ctx, procedure); err != nil {
-			return nil, g.done(ctx, procedure, err)
+		if err := g.authorized(ctx, procedure); err != nil {
+			return nil, err
 		}
 		ctx, cancel := context.WithTimeout(ctx, g.timeout)
 		defer cancel()
@@ -79,8 +108,8 @@ func (g *guard) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 func (g *guard) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
 	return func(ctx context.Context, conn connect.StreamingHandlerConn) error {
 		procedure := conn.Spec().Procedure
-		if err := authorize(ctx, procedure); err != nil {
-			return g.done(ctx, procedure, err)
+		if err := g.authorized(ctx, procedure); err != nil {
+			return err
 		}
 		return g.done(ctx, procedure, next(ctx, conn))
 	}
@@ -126,7 +155,7 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 }
 
 // observe begins a call, bounds the time of its body and its answer, and counts what never
-// reached a handler: an unknown path, a message too large or not decodable.
+// reached a handler: an unknown path, a message too large, too slow or not decodable.
 func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c := &call{procedure: r.URL.Path, began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
@@ -142,12 +171,63 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			http.Error(w, "internal error", http.StatusInternalServerError)
 			return
 		}
-		next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), callKey{}, c)))
-		if !c.recorded {
+		ctx := context.WithValue(r.Context(), callKey{}, c)
+		bounded := r.WithContext(ctx)
+		bounded.Body = &body{ReadCloser: r.Body, limit: g.maxRequest + envelopeHead, call: c}
+		next.ServeHTTP(w, bounded)
+		switch {
+		case c.recorded:
+		case c.refused != nil:
+			_ = g.done(ctx, c.procedure, c.refused)
+		default:
 			g.metrics.call(c.procedure, "not_handled", "", time.Since(c.began))
 			c.log.Debug("request without an RPC", "method", r.Method)
 		}
+		if c.refused != nil && g.refused != nil {
+			refused := Refused{Procedure: c.procedure, Remote: r.RemoteAddr, Err: c.refused}
+			if p, ok := attest.PeerFrom(ctx); ok {
+				refused.Machine = p.Machine().String()
+			}
+			g.refused(refused)
+		}
 	})
+}
+
+// envelopeHead is what gRPC puts before each message, in bytes.
+const envelopeHead = 5
+
+// body bounds what a call sends, and gives the error of one that is too large or too slow its
+// reason (R1): connect makes such errors before any interceptor is asked, and passes through what
+// is a [connect.Error] already.
+type body struct {
+	io.ReadCloser
+
+	limit int // bytes of the whole body
+	read  int
+	call  *call
+}
+
+// Read implements [io.Reader].
+func (b *body) Read(p []byte) (int, error) {
+	if len(p) > b.limit-b.read+1 {
+		p = p[:b.limit-b.read+1]
+	}
+	n, err := b.ReadCloser.Read(p)
+	b.read += n
+	var refusal error
+	switch {
+	case b.read > b.limit:
+		b.read = b.limit
+		refusal = attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the request has more than %d bytes", b.limit-envelopeHead)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		refusal = attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the request did not come in time: %w", err)
+	default:
+		return n, err
+	}
+	if !b.call.recorded { // otherwise the handler has answered, and what follows is thrown away
+		b.call.refused = refusal
+	}
+	return 0, Error(refusal)
 }
 
 // streamLimit is how long a stream of a plain client may last: it has shown nothing.

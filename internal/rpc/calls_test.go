@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -110,33 +109,4 @@ func TestARefusedConnectionHasTheCodeOfItsReason(t *testing.T) {
 	wait(t, "the refusal is counted", func() bool {
 		return r.metric("muster_atls_setups_total", "outcome=refused", "reason=BINDING_MISMATCH", "side=server") == 1
 	})
-}
-
-func TestLargeAndBrokenRequestsAreRefused(t *testing.T) {
-	r := run(t, keyService{}, func(c *rpc.Config) { c.MaxRequest = 1000 })
-	c := kmsv1connect.NewKeyServiceClient(r.attested(attest.PurposeJoinservice), r.url, append(rpc.ClientOptions(), connect.WithSendGzip())...)
-	for size, want := range map[int]connect.Code{100: 0, 2000: connect.CodeResourceExhausted, 1 << 20: connect.CodeResourceExhausted} {
-		_, err := c.DeriveDiskKey(t.Context(), &kmsv1.DeriveDiskKeyRequest{DiskId: strings.Repeat("x", size)})
-		if want == 0 && err != nil || want != 0 && connect.CodeOf(err) != want {
-			t.Errorf("%d bytes: %v, want %v", size, err, want)
-		}
-	}
-	if got := r.metric("muster_rpc_requests_total", "code=not_handled", "procedure="+kmsv1connect.KeyServiceDeriveDiskKeyProcedure, "reason="); got != 2 {
-		t.Errorf("%v requests that reached no handler, want 2", got)
-	}
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, r.url+"/no/such/path", strings.NewReader("{}"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	resp, err := r.plain(true).Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = resp.Body.Close()
-	if resp.StatusCode != http.StatusNotFound {
-		t.Errorf("an unknown path: %s", resp.Status)
-	}
-	if got := r.metric("muster_rpc_requests_total", "code=not_handled", "procedure=unknown", "reason="); got != 1 {
-		t.Errorf("%v requests of unknown paths, want 1", got)
-	}
 }

@@ -58,16 +58,17 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
 	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL."},
 	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
-	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "Correct stateDisk in the image's configuration, or the disk."},
+	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "Correct stateDisk in the image's configuration, or the disk; make room if it is full."},
+	attestv1.Reason_REASON_CLOCK_SKEW:            {connect.CodeFailedPrecondition, true, "Set the clock of the machine that is wrong; the text has both."},
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
 	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enrol the machine first: `muster enroll NAME --role control-plane --machine-id ID`."},
-	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `kubectl delete attestednode NAME`."},
+	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
-	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with, or let it be forgotten with `kubectl delete attestednode NAME`."},
-	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `kubectl delete attestednode NAME`."},
+	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with. If the disk was exchanged: `muster replace NAME --disk UUID`."},
+	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that nobody else has."},
 	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the pods of muster-kms."},
@@ -77,6 +78,8 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
 	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now."},
+	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
+	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
@@ -113,7 +116,7 @@ func Error(err error) error {
 		return ce
 	}
 	if errors.Is(err, context.Canceled) && !isRefusal(err) {
-		return connect.NewError(connect.CodeCanceled, context.Canceled)
+		return withInfo(connect.NewError(connect.CodeCanceled, context.Canceled), &attestv1.ErrorInfo{Reason: attestv1.Reason_REASON_DEADLINE})
 	}
 	r := refusalOf(err)
 	if r.Remote {
@@ -133,10 +136,25 @@ func Error(err error) error {
 	if r.RetryAfter > 0 {
 		info.RetryAfter = durationpb.New(r.RetryAfter)
 	}
+	return withInfo(ce, info)
+}
+
+func withInfo(ce *connect.Error, info *attestv1.ErrorInfo) error {
 	if d, err := connect.NewErrorDetail(info); err == nil {
 		ce.AddDetail(d)
 	}
 	return ce
+}
+
+// ReasonOf gives the reason that [Error] tells the caller, for the metrics, logs and audit records
+// of the service that made err (R1): ACCEPTED for nil, DEADLINE for a caller that hung up, and
+// INTERNAL for what leaves without a reason.
+func ReasonOf(err error) attestv1.Reason {
+	r := ReasonFrom(Error(err))
+	if r == attestv1.Reason_REASON_UNSPECIFIED {
+		return attestv1.Reason_REASON_INTERNAL
+	}
+	return r
 }
 
 func isRefusal(err error) bool {
@@ -184,6 +202,10 @@ func RemedyFrom(err error) string {
 	}
 	return reasons[ReasonFrom(err)].remedy
 }
+
+// RemedyOf gives what somebody who gets the reason can do, one sentence; empty if only the owner of
+// the cluster knows.
+func RemedyOf(r attestv1.Reason) string { return reasons[r].remedy }
 
 // maxRetryAfter bounds what a server can make a client wait.
 const maxRetryAfter = 10 * time.Minute

@@ -79,7 +79,7 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 		},
 		"a caller that hung up": {
 			err:  fmt.Errorf("ask the API server: %w", context.Canceled),
-			code: connect.CodeCanceled, text: "context canceled",
+			code: connect.CodeCanceled, reason: attestv1.Reason_REASON_DEADLINE, text: "context canceled",
 		},
 		"an error made here for the wire": {
 			err:  connect.NewError(connect.CodeNotFound, errors.New("no such service")),
@@ -94,6 +94,13 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 			}
 			if got := ReasonFrom(out); got != tt.reason {
 				t.Errorf("reason %v, want %v", got, tt.reason)
+			}
+			own := tt.reason // what the service's own metric, log and audit record say (R1)
+			if own == attestv1.Reason_REASON_UNSPECIFIED {
+				own = attestv1.Reason_REASON_INTERNAL
+			}
+			if got := ReasonOf(tt.err); got != own {
+				t.Errorf("the service's own reason is %v, want %v", got, own)
 			}
 		})
 	}

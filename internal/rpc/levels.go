@@ -56,10 +56,13 @@ var levels = map[string]Level{
 
 	attestv1connect.EvidenceServiceGetEvidenceProcedure: Plain,
 
-	initv1connect.InitServiceInitProcedure: Session,
+	initv1connect.InitServiceInitProcedure:         Session,
+	initv1connect.InitServiceAdoptProcedure:        Session,
+	initv1connect.MachineServiceGetStatusProcedure: Plain,
 
 	joinv1connect.JoinServiceIssueJoinTicketProcedure:  Attested,
 	joinv1connect.JoinServiceReattestProcedure:         Attested,
+	joinv1connect.JoinServiceRenewJoinLeaseProcedure:   Attested,
 	joinv1connect.JoinServiceReturnJoinTicketProcedure: Attested,
 
 	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,
@@ -69,10 +72,11 @@ var levels = map[string]Level{
 // streams lists the RPCs whose answer is a stream, so that it may take its time. A test
 // compares it with the descriptors.
 var streams = map[string]bool{
-	healthv1connect.HealthWatchProcedure:   true,
-	reflectionV1:                           true,
-	reflectionV1Alpha:                      true,
-	initv1connect.InitServiceInitProcedure: true,
+	healthv1connect.HealthWatchProcedure:    true,
+	reflectionV1:                            true,
+	reflectionV1Alpha:                       true,
+	initv1connect.InitServiceInitProcedure:  true,
+	initv1connect.InitServiceAdoptProcedure: true,
 }
 
 // LevelOf gives the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket";

@@ -52,8 +52,11 @@ type Config struct {
 	Log *slog.Logger
 	// Timeout bounds a unary call; 0: 30 s.
 	Timeout time.Duration
-	// MaxRequest bounds a message of a caller's, in bytes after decompression; 0: 256 KiB.
+	// MaxRequest bounds what a caller sends in one call, in bytes; 0: 256 KiB.
 	MaxRequest int
+	// Refused, if not nil, is told of each call that was refused before it reached its handler, so
+	// that the service can put it on record. It must not block.
+	Refused func(Refused)
 	// Grace is how long calls that are under way may take once Run's context has ended; 0:
 	// 10 s.
 	Grace time.Duration
@@ -155,8 +158,8 @@ func protocols(set ...func(*http.Protocols, bool)) *http.Protocols {
 }
 
 func (s *Server) handler() http.Handler {
-	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout}
-	options := g.options(s.cfg.MaxRequest)
+	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
+	options := g.options()
 	mux := http.NewServeMux()
 	names := []string{healthv1connect.HealthName}
 	for _, svc := range s.cfg.Services {

@@ -15,11 +15,14 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -57,6 +60,7 @@ type running struct {
 	health   *rpc.Health
 	registry *prometheus.Registry
 	log      *syncBuffer
+	audit    *syncBuffer
 	ca       *attesttest.CA
 	server   *attesttest.Machine
 	client   *attesttest.Machine
@@ -85,7 +89,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 	t.Helper()
 	ca := attesttest.NewCA(t)
 	r := &running{
-		t: t, ca: ca, health: rpc.NewHealth(), registry: prometheus.NewRegistry(), log: &syncBuffer{},
+		t: t, ca: ca, health: rpc.NewHealth(), registry: prometheus.NewRegistry(), log: &syncBuffer{}, audit: &syncBuffer{},
 		server: attesttest.NewMachine(t, ca, attesttest.Options{}), client: attesttest.NewMachine(t, ca, attesttest.Options{}),
 	}
 	r.policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{r.server, r.client})
@@ -123,6 +127,11 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 		Metrics: metrics,
 		Log:     slog.New(slog.NewJSONHandler(r.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
+	strangers, err := audit.NewStrangers("test", audit.NewStream(r.audit), cfg.Log, r.registry)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.Refused = func(c rpc.Refused) { strangers.Call(c.Procedure, c.Remote, c.Machine, c.Err) }
 	if change != nil {
 		change(&cfg)
 	}
@@ -133,9 +142,10 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 	r.addr = s.Addr().String()
 	r.url = "https://" + r.addr
 	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 1)
+	done := make(chan error, 2)
 	go func() { done <- s.Run(ctx) }()
-	r.stop = sync.OnceValue(func() error { cancel(); return <-done })
+	go func() { done <- strangers.Serve(ctx) }()
+	r.stop = sync.OnceValue(func() error { cancel(); return errors.Join(<-done, <-done) })
 	t.Cleanup(func() {
 		if err := r.stop(); err != nil {
 			t.Errorf("run: %v", err)
@@ -162,6 +172,20 @@ func (r *running) attested(p attest.Purpose) *http.Client {
 	}
 	r.t.Cleanup(func() { _ = tr.Close() })
 	return rpc.HTTPClient(tr)
+}
+
+func (r *running) witnesses() refusaltest.Service {
+	return refusaltest.Service{
+		Families: func(t testing.TB) []*dto.MetricFamily {
+			families, err := r.registry.Gather()
+			if err != nil {
+				t.Fatal(err)
+			}
+			return families
+		},
+		Log:   func() []byte { return []byte(r.log.String()) },
+		Audit: func() []byte { return []byte(r.audit.String()) },
+	}
 }
 
 func (r *running) plain(http2 bool) *http.Client {

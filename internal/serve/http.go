@@ -24,8 +24,9 @@ type Probes struct {
 	// Metrics is what /metrics shows, in Prometheus's text format.
 	Metrics prometheus.Gatherer
 	// Ready says by name what must hold for the process to serve: /readyz asks each and
-	// answers 503 with the names of those that give an error. /healthz does not ask: a
-	// process that waits for something should not be restarted for it.
+	// answers 503 with the names of those that give an error; /metrics has the same as
+	// muster_ready{check}. /healthz does not ask: a process that waits for something should not
+	// be restarted for it.
 	Ready map[string]func(ctx context.Context) error
 	// Log takes the errors of the server.
 	Log *slog.Logger
@@ -47,8 +48,18 @@ func (p Probes) Run(ctx context.Context) error {
 		return errors.New("serve: Probes needs a Listener, Metrics, Ready and Log")
 	}
 	errorLog := slog.NewLogLogger(p.Log.Handler(), slog.LevelWarn)
+	ready := prometheus.NewRegistry()
+	if err := ready.Register(readiness(func(yield func(string, bool)) {
+		ctx, cancel := context.WithTimeout(ctx, probeTimeout) // a scrape has no context of its own
+		defer cancel()
+		for name, check := range p.Ready {
+			yield(name, check(ctx) == nil)
+		}
+	})); err != nil {
+		return fmt.Errorf("serve: %w", err)
+	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(p.Metrics, promhttp.HandlerOpts{
+	mux.Handle("GET /metrics", promhttp.HandlerFor(prometheus.Gatherers{ready, p.Metrics}, promhttp.HandlerOpts{
 		ErrorLog:            errorLog,
 		MaxRequestsInFlight: 4,
 		Timeout:             probeTimeout,
@@ -84,6 +95,25 @@ func (p Probes) Run(ctx context.Context) error {
 		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)
 	}
 	return nil
+}
+
+// readiness tells of each check by name whether it holds, whenever metrics are read.
+type readiness func(yield func(check string, holds bool))
+
+var readyDesc = prometheus.NewDesc("muster_ready", "1 if what must hold for the process to serve does, by check; 0 if not.", []string{"check"}, nil)
+
+// Describe implements [prometheus.Collector].
+func (r readiness) Describe(out chan<- *prometheus.Desc) { out <- readyDesc }
+
+// Collect implements [prometheus.Collector].
+func (r readiness) Collect(out chan<- prometheus.Metric) {
+	r(func(check string, holds bool) {
+		value := 0.0
+		if holds {
+			value = 1
+		}
+		out <- prometheus.MustNewConstMetric(readyDesc, prometheus.GaugeValue, value, check)
+	})
 }
 
 // failing lists what does not hold, each with its cause.

@@ -70,7 +70,7 @@ func TestProbesTellWhatIsNotReady(t *testing.T) {
 	}
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "muster_test_answer"}, func() float64 { return 42 }))
-	missing := make(chan error, 3)
+	missing := make(chan error, 4)
 	for range cap(missing) {
 		missing <- errors.New("no policy yet")
 	}
@@ -101,13 +101,19 @@ func TestProbesTellWhatIsNotReady(t *testing.T) {
 	if code, body := get(t, base+"/metrics"); code != http.StatusOK || !strings.Contains(body, "muster_test_answer 42") {
 		t.Errorf("metrics: %d %q", code, body)
 	}
-	for range 3 {
+	if _, body := get(t, base+"/metrics"); !strings.Contains(body, `muster_ready{check="evidence"} 1`) || !strings.Contains(body, `muster_ready{check="policy"} 0`) {
+		t.Errorf("metrics while it is not ready: %q", body)
+	}
+	for range 2 {
 		if code, body := get(t, base+"/readyz"); code != http.StatusServiceUnavailable || body != "policy: no policy yet\n" {
 			t.Errorf("readyz: %d %q", code, body)
 		}
 	}
 	if code, body := get(t, base+"/readyz"); code != http.StatusOK || body != "ok\n" {
 		t.Errorf("readyz once ready: %d %q", code, body)
+	}
+	if _, body := get(t, base+"/metrics"); !strings.Contains(body, `muster_ready{check="policy"} 1`) {
+		t.Errorf("metrics once it is ready: %q", body)
 	}
 	if code, _ := get(t, base+"/debug/pprof/"); code != http.StatusNotFound {
 		t.Errorf("pprof: %d, want 404", code)

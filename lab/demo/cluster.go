@@ -185,3 +185,26 @@ func (r *run) echo(ctx context.Context) error {
 	}
 	return nil
 }
+
+// Cluster makes a cluster of node1, its control plane, and node2, a worker, and leaves it up: what
+// tests of other things begin with. It is the first half of [Run].
+func Cluster(ctx context.Context, o Options) (err error) {
+	for _, path := range []*string{&o.Bin, &o.Images} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return err
+		}
+	}
+	r := &run{Options: o, started: time.Now()}
+	o.Lab.Log = &indent{to: o.Out}
+	for _, s := range []struct {
+		name string
+		do   func(context.Context) error
+	}{
+		{"Lab", r.up}, {"Policy", r.policy}, {"Boot node1 and node2", r.boot}, {"muster init", r.init}, {"node2 joins", r.join},
+	} {
+		if err := r.step(ctx, s.name, s.do); err != nil {
+			return err
+		}
+	}
+	return nil
+}

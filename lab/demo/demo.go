@@ -1,4 +1,4 @@
-// Package demo shows what Muster does on a lab: two machines become a real Kubernetes
+// Package demo shows what Muster does on a lab: three machines become a real Kubernetes
 // cluster, and three that should not get in stay out.
 //
 // [Run] is a script that reads from top to bottom. Every step checks what it shows, and the
@@ -47,6 +47,7 @@ type Refusal struct {
 // Report is what a run has found.
 type Report struct {
 	Nodes    []string
+	Members  []string // of etcd
 	Refusals []Refusal
 	Took     time.Duration
 }
@@ -89,6 +90,7 @@ func Run(ctx context.Context, o Options) (report Report, err error) {
 		{"node2 joins by itself, with a ticket for what it has booted", r.join},
 		{"Look at the cluster", r.look},
 		{"Pods talk from node to node", r.echo},
+		{"node5 joins as a second control plane, once its owner has enrolled it", r.secondControlPlane},
 		{"Refused: a machine with one changed byte in its bootstrapper", r.refuseTampered},
 		{"Refused: a machine whose TPM no root vouches for", r.refuseForeign},
 		{"Refused: no evidence, but all of node2's ticket except its private keys", r.refuseIntruder},

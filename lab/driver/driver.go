@@ -43,6 +43,10 @@ const DefaultDir = "/var/lib/muster-lab"
 // the lab's network with the address [OwnerAddress].
 const Owner = "owner"
 
+// AuditLog is where a control plane's API server writes its audit log (audit.k8s.io/v1, a JSON
+// line for each request, level Metadata) if the lab was brought up with Audit.
+const AuditLog = image.AuditLog
+
 // Addresses of every lab, for what is configured with them.
 const (
 	OwnerAddress         = lan.Owner
@@ -96,6 +100,11 @@ func (l *Lab) Measurements() (Measurements, error) {
 		return Measurements{}, err
 	}
 	return m.Measurements()
+}
+
+// InitLog is the log of a machine's PID 1: when units started and ended, and what they used.
+func (l *Lab) InitLog(machine string) string {
+	return filepath.Join(l.Dir, "machines", machine, "init.log")
 }
 
 // Status returns what runs.
@@ -177,6 +186,12 @@ func (l *Lab) RemoveNode(ctx context.Context, name string) error {
 // RebootNode cuts a machine's power and boots it again: the disk stays, the PCRs start over.
 func (l *Lab) RebootNode(ctx context.Context, name string) (Machine, error) {
 	return l.client().RebootNode(ctx, name)
+}
+
+// KillNode cuts a machine's power without notice. Its disk stays, and the load balancer goes on
+// asking for it; RebootNode gives it its power back.
+func (l *Lab) KillNode(ctx context.Context, name string) error {
+	return l.client().KillNode(ctx, name)
 }
 
 // Command returns a command that runs in a machine, or on the owner's seat. Standard input

@@ -36,6 +36,7 @@ type Up struct {
 	OwnerKey     string   // base64 Ed25519 public key for image.yaml; may be empty
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
+	Audit        bool     // API servers write down every request: see [AuditLog]
 }
 
 // Up installs what is missing on the host, builds what is missing in the cache, builds the
@@ -169,7 +170,7 @@ func (l *Lab) buildImage(u Up, build kube.Build) error {
 	}
 	if _, err := image.Build(filepath.Join(l.Dir, "image"), image.Spec{
 		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Preinstalled: u.Preinstalled,
-		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry,
+		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry, Audit: u.Audit,
 	}); err != nil {
 		return err
 	}

@@ -32,6 +32,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -76,7 +77,7 @@ var DefaultTiming = Timing{
 	Kubeadm: 15 * time.Minute, Reset: 5 * time.Minute, ClusterState: 3 * time.Minute,
 }
 
-// Config lists what a Bootstrapper needs. All fields are required.
+// Config lists what a Bootstrapper needs. All fields but Now are required.
 type Config struct {
 	// Image is the image's measured configuration.
 	Image *metadata.Image
@@ -96,6 +97,8 @@ type Config struct {
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
 	// WriteClusterState writes the cluster's own objects: [clusterstate.Write].
 	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
+	// CleanEtcd removes members that unfinished joins left in the cluster's etcd: [etcd.Clean].
+	CleanEtcd func(ctx context.Context, t etcd.Target) ([]etcd.Member, error)
 	// Components bounds what components may take.
 	Components component.Limits
 	// Timing are the waits.
@@ -104,6 +107,8 @@ type Config struct {
 	Metrics prometheus.Registerer
 	// Log is where everything is told that a caller does not learn.
 	Log *slog.Logger
+	// Now is the machine's clock, by which certificates are valid or not; nil means [time.Now].
+	Now func() time.Time
 }
 
 // Bootstrapper is the phase machine around init and join. [Bootstrapper.Init] serves
@@ -118,6 +123,7 @@ type Bootstrapper struct {
 	machineID attest.MachineID
 	ownerKey  ed25519.PublicKey // nil: unknown
 	metrics   *metrics
+	tries     tries
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx
@@ -136,8 +142,11 @@ type Bootstrapper struct {
 // of cfg is missing or wrong, or why this machine can't go on.
 func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Machine == nil || !filepath.IsAbs(cfg.Root) || cfg.TPM == nil ||
-		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.Metrics == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
+		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.CleanEtcd == nil || cfg.Metrics == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
 		return nil, errors.New("bootstrapper: New: every field of Config is required")
+	}
+	if cfg.Now == nil {
+		cfg.Now = time.Now
 	}
 	k := cfg.Image.Kubeadm
 	image, err := kubeadm.ParseImage(k.CRISocket, k.IgnorePreflightErrors, k.ClusterConfiguration, k.KubeletConfiguration, k.KubeProxyConfiguration)
@@ -164,7 +173,7 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if b.machineID, err = machineID(ctx, cfg.TPM); err != nil {
 		return nil, err
 	}
-	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, m.seen); err != nil {
+	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, func(r journal.Record) { m.seen(r); b.tries.seen(r) }); err != nil {
 		return nil, err
 	}
 	if b.ownerKey == nil {
@@ -221,7 +230,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		return b.linger(ctx)
 	}
 	joined := make(chan error, 1)
-	if rec.Kind != journal.KindInit {
+	if !rec.Kind.ByOwner() {
 		b.work.Go(func() { joined <- b.joinLoop(ctx) })
 	}
 	for {
@@ -234,7 +243,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 			if err == nil || !errors.Is(err, errLostRace) {
 				return err
 			}
-			b.log.InfoContext(ctx, "an init has taken the node lock; not joining any more")
+			b.log.InfoContext(ctx, "the owner has taken the node lock; not joining any more")
 		}
 	}
 }

@@ -58,7 +58,7 @@ func (k nodeKeys) requests(name string, addrs []netip.Addr) (client, serving []b
 // checkCertificate says whether a ticket's certificate is what was asked for: for this
 // key, this node and this use, from the cluster's authority, and valid now. The kubelet
 // would find out later, and with a worse message.
-func checkCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool, name string, addrs []netip.Addr, use x509.ExtKeyUsage) error {
+func checkCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool, name string, addrs []netip.Addr, use x509.ExtKeyUsage, now time.Time) error {
 	certs, err := parsePEM(chain)
 	if err != nil {
 		return err
@@ -70,7 +70,10 @@ func checkCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool,
 	if leaf.Subject.CommonName != nodeUserPrefix+name || !slices.Equal(leaf.Subject.Organization, []string{nodeGroup}) {
 		return fmt.Errorf("it is for %s", leaf.Subject)
 	}
-	opts := x509.VerifyOptions{Roots: roots, Intermediates: x509.NewCertPool(), KeyUsages: []x509.ExtKeyUsage{use}, CurrentTime: time.Now()}
+	if err := checkClock(leaf, now); err != nil {
+		return err
+	}
+	opts := x509.VerifyOptions{Roots: roots, Intermediates: x509.NewCertPool(), KeyUsages: []x509.ExtKeyUsage{use}, CurrentTime: now}
 	for _, c := range certs[1:] {
 		opts.Intermediates.AddCert(c)
 	}
@@ -85,6 +88,16 @@ func checkCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool,
 		}
 	}
 	return nil
+}
+
+// checkClock says of a certificate that was made a moment ago whether it is valid by this machine's clock.
+// If not, kubeadm and the kubelet would only say that the API server's certificate is bad.
+func checkClock(fresh *x509.Certificate, now time.Time) error {
+	if !now.Before(fresh.NotBefore) && !now.After(fresh.NotAfter) {
+		return nil
+	}
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this machine's clock says %s, the cluster's at least %s: the certificate that it has just made is valid from then to %s",
+		now.UTC().Format(time.RFC3339), fresh.NotBefore.UTC().Format(time.RFC3339), fresh.NotAfter.UTC().Format(time.RFC3339))
 }
 
 func hosts(addrs []netip.Addr) []string {
@@ -127,4 +140,12 @@ func bundle(chain []byte, key *ecdsa.PrivateKey) ([]byte, error) {
 
 func badTicket(format string, args ...any) error {
 	return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the ticket is unusable: "+format, args...)
+}
+
+// badCertificate leaves a wrong clock its own reason: the ticket is good, and this machine's clock may not be.
+func badCertificate(field string, err error) error {
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW {
+		return err
+	}
+	return badTicket("%s: %w", field, err)
 }

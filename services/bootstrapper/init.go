@@ -16,6 +16,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -36,17 +37,28 @@ var _ initv1connect.InitServiceHandler = (*Bootstrapper)(nil)
 // Init implements [initv1connect.InitServiceHandler]: translate, decide, and tell what
 // happens until it ended. The init goes on when the caller goes away.
 func (b *Bootstrapper) Init(ctx context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
+	return b.serveOwner(ctx, journal.KindInit, req, stream.Send)
+}
+
+// Adopt implements [initv1connect.InitServiceHandler]: as Init, on a machine that is a control plane already.
+func (b *Bootstrapper) Adopt(ctx context.Context, req *initv1.AdoptRequest, stream *connect.ServerStream[initv1.AdoptResponse]) error {
+	return b.serveOwner(ctx, journal.KindAdopt, req.GetOrder(), func(m *initv1.InitResponse) error {
+		return stream.Send(&initv1.AdoptResponse{Event: m})
+	})
+}
+
+func (b *Bootstrapper) serveOwner(ctx context.Context, kind journal.Kind, req *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
 	select {
 	case <-b.running:
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	run, err := b.admit(req)
+	run, err := b.admit(kind, req)
 	if err != nil {
-		b.metrics.inits.WithLabelValues(attest.ReasonName(attest.ReasonOf(err))).Inc()
+		b.metrics.inits.WithLabelValues(attest.ReasonName(rpc.ReasonOf(err))).Inc() // R1
 		return err
 	}
-	if err := run.follow(ctx, stream.Send); err != nil {
+	if err := run.follow(ctx, send); err != nil {
 		return err
 	}
 	b.sentOnce.Do(func() { close(b.sent) })
@@ -54,7 +66,7 @@ func (b *Bootstrapper) Init(ctx context.Context, req *initv1.InitRequest, stream
 }
 
 // admit decides who may init: the request first, then the secret, then the lock.
-func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
+func (b *Bootstrapper) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, error) {
 	meta, err := b.cfg.Metadata()
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
@@ -62,7 +74,7 @@ func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
 	if meta.InitSecretHash == nil || meta.Role != metadata.RoleControlPlane {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INIT_NOT_ALLOWED, "the metadata of %s have no initSecretHash, or not the role %s", meta.Name, metadata.RoleControlPlane)
 	}
-	order, err := parseInit(req)
+	order, err := parseInit(kind, req)
 	if err != nil {
 		return nil, err
 	}
@@ -76,8 +88,8 @@ func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the bootstrapper is stopping")
 	}
 	if r := b.run; r != nil && !r.failed() {
-		if r.order.keyDigest != order.keyDigest {
-			return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "another init of this machine is under way")
+		if r.order.keyDigest != order.keyDigest || r.order.kind != order.kind {
+			return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%s of this machine is under way, and it is another one", taker(r.order.kind))
 		}
 		if r.order.digest != order.digest {
 			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "an init with this idempotency key is under way, but with another request")
@@ -86,7 +98,7 @@ func (b *Bootstrapper) admit(req *initv1.InitRequest) (*initRun, error) {
 	}
 	if rec := b.lock.record(); rec.Locked() {
 		// The cluster ID is compared once it is derived.
-		if err := mayResume(rec, journal.Record{Kind: journal.KindInit, KeyDigest: order.keyDigest[:], ClusterID: rec.ClusterID}); err != nil {
+		if err := mayResume(rec, journal.Record{Kind: kind, KeyDigest: order.keyDigest[:], ClusterID: rec.ClusterID}); err != nil {
 			return nil, err
 		}
 	}
@@ -114,6 +126,7 @@ func (b *Bootstrapper) checkSecret(secret []byte, want *[32]byte) error {
 
 // initOrder is a checked request.
 type initOrder struct {
+	kind              journal.Kind // init or adopt
 	keyDigest, digest [32]byte
 	root              *keys.Root
 	rawRoot, rawSalt  []byte              // for the Secret that the key service reads
@@ -129,7 +142,7 @@ func invalid(format string, args ...any) error {
 }
 
 // parseInit checks every field.
-func parseInit(req *initv1.InitRequest) (*initOrder, error) {
+func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	if len(req.GetIdempotencyKey()) != keySize {
 		return nil, invalid("idempotency_key: want %d bytes, not %d", keySize, len(req.GetIdempotencyKey()))
 	}
@@ -152,11 +165,8 @@ func parseInit(req *initv1.InitRequest) (*initOrder, error) {
 	if err := checkHostPort(req.GetControlPlaneEndpoint()); err != nil {
 		return nil, invalid("control_plane_endpoint: %w", err)
 	}
-	if err := checkCIDRs(req.GetPodCidrs()); err != nil {
-		return nil, invalid("pod_cidrs: %w", err)
-	}
-	if err := checkCIDRs(req.GetServiceCidrs()); err != nil {
-		return nil, invalid("service_cidrs: %w", err)
+	if err := checkNetworks(kind, req); err != nil {
+		return nil, err
 	}
 	if len(req.GetApiServerSans()) > maxSANs {
 		return nil, invalid("api_server_sans: at most %d, not %d", maxSANs, len(req.GetApiServerSans()))
@@ -177,9 +187,26 @@ func parseInit(req *initv1.InitRequest) (*initOrder, error) {
 		return nil, invalid("%w", err)
 	}
 	return &initOrder{
-		keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
+		kind: kind, keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
 		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, components: list,
 	}, nil
+}
+
+// checkNetworks wants the networks that an init is to make, and none of a cluster that has its own.
+func checkNetworks(kind journal.Kind, req *initv1.InitRequest) error {
+	if kind == journal.KindAdopt {
+		if len(req.GetPodCidrs())+len(req.GetServiceCidrs()) > 0 {
+			return invalid("pod_cidrs, service_cidrs: a cluster that is adopted has its networks")
+		}
+		return nil
+	}
+	if err := checkCIDRs(req.GetPodCidrs()); err != nil {
+		return invalid("pod_cidrs: %w", err)
+	}
+	if err := checkCIDRs(req.GetServiceCidrs()); err != nil {
+		return invalid("service_cidrs: %w", err)
+	}
+	return nil
 }
 
 type fieldError string

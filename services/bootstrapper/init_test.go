@@ -10,8 +10,10 @@ import (
 	"strings"
 	"testing"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -112,33 +114,31 @@ func TestARequestIsRefusedBeforeAnythingHappens(t *testing.T) {
 	defer r.kill(t)
 	for name, tt := range map[string]struct {
 		change func(*initv1.InitRequest)
-		want   string
+		want   attestv1.Reason
 	}{
-		"no idempotency key":       {func(q *initv1.InitRequest) { q.IdempotencyKey = nil }, "REQUEST_INVALID"},
-		"a short init secret":      {func(q *initv1.InitRequest) { q.InitSecret = q.GetInitSecret()[1:] }, "REQUEST_INVALID"},
-		"a short root secret":      {func(q *initv1.InitRequest) { q.RootSecret = q.GetRootSecret()[1:] }, "REQUEST_INVALID"},
-		"a root secret of zeroes":  {func(q *initv1.InitRequest) { q.RootSecret = make([]byte, 32) }, "REQUEST_INVALID"},
-		"no salt":                  {func(q *initv1.InitRequest) { q.Salt = nil }, "REQUEST_INVALID"},
-		"no measurement salt":      {func(q *initv1.InitRequest) { q.MeasurementSalt = nil }, "REQUEST_INVALID"},
-		"a cluster name with dots": {func(q *initv1.InitRequest) { q.ClusterName = "a.b" }, "REQUEST_INVALID"},
-		"a minor version":          {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.36" }, "REQUEST_INVALID"},
-		"an old version":           {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.20.1" }, "REQUEST_INVALID"},
-		"an endpoint without port": {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a" }, "REQUEST_INVALID"},
-		"an endpoint with YAML":    {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a\nb:1" }, "REQUEST_INVALID"},
-		"no pod network":           {func(q *initv1.InitRequest) { q.PodCidrs = nil }, "REQUEST_INVALID"},
-		"two networks, one family": {func(q *initv1.InitRequest) { q.ServiceCidrs = []string{"10.0.0.0/16", "10.1.0.0/16"} }, "REQUEST_INVALID"},
-		"an address as network":    {func(q *initv1.InitRequest) { q.PodCidrs = []string{"10.244.0.1/16"} }, "REQUEST_INVALID"},
-		"a SAN that is no name":    {func(q *initv1.InitRequest) { q.ApiServerSans = []string{"a b"} }, "REQUEST_INVALID"},
-		"33 SANs":                  {func(q *initv1.InitRequest) { q.ApiServerSans = make([]string, 33) }, "REQUEST_INVALID"},
-		"a component elsewhere":    {func(q *initv1.InitRequest) { q.Components[0].Path = "/etc/passwd" }, "COMPONENT_PATH"},
-		"a component without hash": {func(q *initv1.InitRequest) { q.Components[0].Sha256 = nil }, "REQUEST_INVALID"},
-		"another init secret":      {func(q *initv1.InitRequest) { q.InitSecret = make([]byte, 32) }, "INIT_SECRET_INVALID"},
+		"no idempotency key":       {func(q *initv1.InitRequest) { q.IdempotencyKey = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a short init secret":      {func(q *initv1.InitRequest) { q.InitSecret = q.GetInitSecret()[1:] }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a short root secret":      {func(q *initv1.InitRequest) { q.RootSecret = q.GetRootSecret()[1:] }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a root secret of zeroes":  {func(q *initv1.InitRequest) { q.RootSecret = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no salt":                  {func(q *initv1.InitRequest) { q.Salt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no measurement salt":      {func(q *initv1.InitRequest) { q.MeasurementSalt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a cluster name with dots": {func(q *initv1.InitRequest) { q.ClusterName = "a.b" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a minor version":          {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.36" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an old version":           {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.20.1" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an endpoint without port": {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an endpoint with YAML":    {func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "a\nb:1" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no pod network":           {func(q *initv1.InitRequest) { q.PodCidrs = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"two networks, one family": {func(q *initv1.InitRequest) { q.ServiceCidrs = []string{"10.0.0.0/16", "10.1.0.0/16"} }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an address as network":    {func(q *initv1.InitRequest) { q.PodCidrs = []string{"10.244.0.1/16"} }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a SAN that is no name":    {func(q *initv1.InitRequest) { q.ApiServerSans = []string{"a b"} }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"33 SANs":                  {func(q *initv1.InitRequest) { q.ApiServerSans = make([]string, 33) }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a component elsewhere":    {func(q *initv1.InitRequest) { q.Components[0].Path = "/etc/passwd" }, attestv1.Reason_REASON_COMPONENT_PATH},
+		"a component without hash": {func(q *initv1.InitRequest) { q.Components[0].Sha256 = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"another init secret":      {func(q *initv1.InitRequest) { q.InitSecret = make([]byte, 32) }, attestv1.Reason_REASON_INIT_SECRET_INVALID},
 	} {
 		req := w.request()
 		tt.change(req)
-		if out := w.init(t.Context(), r, req); reason(out.err) != tt.want {
-			t.Errorf("%s: %v, want %s", name, out.err, tt.want)
-		}
+		t.Run(name, func(t *testing.T) { _ = w.refused(t, r, req, tt.want) })
 	}
 	if w.record().Locked() || len(w.machine.Calls()) != 0 || !bytes.Equal(w.tpm.PCRs()[15], make([]byte, 32)) {
 		t.Error("something happened")
@@ -158,9 +158,7 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 		good := w.meta
 		change(w)
 		r := w.boot()
-		if out := w.init(t.Context(), r, w.request()); reason(out.err) != "INIT_NOT_ALLOWED" {
-			t.Errorf("%s: %v", name, out.err)
-		}
+		_ = w.refused(t, r, w.request(), attestv1.Reason_REASON_INIT_NOT_ALLOWED)
 		r.kill(t)
 		w.meta = good // repaired
 		r = w.boot()
@@ -179,20 +177,17 @@ func TestWrongSecretsDoNotKeepTheRightOneOut(t *testing.T) {
 	wrong := w.request()
 	wrong.InitSecret = make([]byte, 32)
 	for i := range 20 {
-		want := "INIT_SECRET_INVALID"
-		if i >= 5 {
-			want = "TOO_MANY_ATTEMPTS"
+		if i < 5 {
+			_ = w.refused(t, r, wrong, attestv1.Reason_REASON_INIT_SECRET_INVALID)
+			continue
 		}
-		if out := w.init(t.Context(), r, wrong); reason(out.err) != want {
-			t.Fatalf("attempt %d: %v", i+1, out.err)
-		}
+		places := initRefused()
+		places.Log = nil
+		refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error { return w.init(t.Context(), r, wrong).err })
 	}
 	logged := w.logged.String()
 	if n := strings.Count(logged, `"wrong init secret"`); n != 5 {
 		t.Errorf("%d wrong secrets were logged one by one, want 5", n)
-	}
-	if n := strings.Count(logged, "TOO_MANY_ATTEMPTS"); n != 0 {
-		t.Errorf("%d further ones were logged one by one", n)
 	}
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
 		t.Fatal("the right one after 20 wrong ones:", out.err)
@@ -220,9 +215,9 @@ func TestAnInitGoesOnWithoutItsClientAndIsAttachedTo(t *testing.T) {
 	}
 	other := w.request()
 	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
-	if out := w.init(t.Context(), r, other); reason(out.err) != "NODE_LOCKED" {
-		t.Errorf("another key: %v", out.err)
-	}
+	places := initRefused()
+	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_DEADLINE} // of the one that hung up
+	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_NODE_LOCKED, places, func() error { return w.init(t.Context(), r, other).err })
 	changed := w.request()
 	changed.ClusterName = "other"
 	if out := w.init(t.Context(), r, changed); reason(out.err) != "REQUEST_INVALID" {
@@ -290,12 +285,22 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 		return nil
 	}
 	r := w.boot()
-	out := w.init(t.Context(), r, w.request())
-	if reason(out.err) != "KUBEADM_FAILED" || !strings.Contains(out.err.Error(), "wait-control-plane") || strings.Contains(out.err.Error(), "0123456789abcdef") {
+	var out outcome
+	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_KUBEADM_FAILED, initFailed(), func() error {
+		out = w.init(t.Context(), r, w.request())
+		return out.err
+	})
+	if !strings.Contains(out.err.Error(), "wait-control-plane") || strings.Contains(out.err.Error(), "0123456789abcdef") {
 		t.Fatal(out.err)
 	}
 	if w.exists("/etc/kubernetes/manifests") || w.exists("/var/lib/etcd/member") {
 		t.Error("left something behind")
+	}
+	// What kubeadm said is for those who have the init secret.
+	stranger := w.request()
+	stranger.InitSecret = make([]byte, 32)
+	if err := w.refused(t, r, stranger, attestv1.Reason_REASON_INIT_SECRET_INVALID); err == nil || strings.Contains(err.Error(), "wait-control-plane") {
+		t.Errorf("a stranger is told %v", err)
 	}
 	other := w.request()
 	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
@@ -315,20 +320,6 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	}
 	if err := r.end(t); err != nil {
 		t.Fatal(err)
-	}
-}
-
-func TestAComponentFromABadMirrorFailsTheInit(t *testing.T) {
-	w := first(t)
-	r := w.boot()
-	defer r.kill(t)
-	bad := w.request()
-	bad.Components[0].Sha256 = make([]byte, 32)
-	if out := w.init(t.Context(), r, bad); reason(out.err) != "COMPONENT_HASH" {
-		t.Fatal(out.err)
-	}
-	if out := w.init(t.Context(), r, w.request()); out.err != nil {
-		t.Fatal(out.err)
 	}
 }
 

@@ -14,10 +14,13 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -115,9 +118,12 @@ func (r *initRun) follow(ctx context.Context, send func(*initv1.InitResponse) er
 // initialize runs one init to its end.
 func (b *Bootstrapper) initialize(ctx context.Context, r *initRun) {
 	result, err := b.becomeFirst(ctx, r)
-	b.metrics.inits.WithLabelValues(attest.ReasonName(attest.ReasonOf(err))).Inc()
+	err = namedDisk(err)
+	reason := attest.ReasonName(rpc.ReasonOf(err)) // R1
+	b.metrics.inits.WithLabelValues(reason).Inc()
 	if err != nil {
-		b.log.ErrorContext(ctx, "init failed", "reason", attest.ReasonName(attest.ReasonOf(err)), "err", err)
+		b.tries.fail(rpc.ReasonOf(err), false)
+		b.log.ErrorContext(ctx, "init failed", "reason", reason, "err", err)
 	} else {
 		b.log.InfoContext(ctx, "this machine is the first node of its cluster", "seconds", time.Since(r.started).Seconds())
 	}
@@ -138,9 +144,15 @@ func (b *Bootstrapper) becomeFirst(ctx context.Context, r *initRun) (*initv1.Ini
 	if resumed && id != keys.ClusterID(rec.ClusterID) {
 		return nil, invalid("root_secret, salt, measurement_salt: this machine was locked by an init with others; use the directory of that cluster")
 	}
+	if o.kind == journal.KindAdopt {
+		// First of all: the wrong machine is not locked, and nothing on it is touched.
+		if err := b.isControlPlane(o); err != nil {
+			return nil, err
+		}
+	}
 	r.tell(initv1.Phase_PHASE_WAITING, "taking the node lock")
 	err := b.lock.acquire(ctx, journal.Record{
-		Kind: journal.KindInit, ClusterID: id[:], MeasurementSalt: salt[:], KeyDigest: o.keyDigest[:], RequestDigest: o.digest[:],
+		Kind: o.kind, ClusterID: id[:], MeasurementSalt: salt[:], KeyDigest: o.keyDigest[:], RequestDigest: o.digest[:],
 		NodeName: o.meta.Name, DiskID: b.diskID.String(),
 	})
 	if err != nil {
@@ -177,14 +189,8 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 	if err := b.openDisk(key, r.tell); err != nil {
 		return err
 	}
-	if err := b.install(ctx, o.components, r.tell); err != nil {
-		return err
-	}
-	if b.lock.record().Step < journal.StepKubeadmRan || changed {
-		if err := b.clean(ctx, r.tell); err != nil {
-			return err
-		}
-		if err := b.kubeadmInit(ctx, o, r.tell); err != nil {
+	if o.kind == journal.KindInit {
+		if err := b.makeCluster(ctx, r, changed); err != nil {
 			return err
 		}
 	}
@@ -210,6 +216,20 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 	return b.finish(ctx)
 }
 
+// makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before.
+func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool) error {
+	if err := b.install(ctx, r.order.components, r.tell); err != nil {
+		return err
+	}
+	if b.lock.record().Step >= journal.StepKubeadmRan && !changed {
+		return nil
+	}
+	if err := b.clean(ctx, r.tell, stayOut); err != nil {
+		return err
+	}
+	return b.kubeadmInit(ctx, r.order, r.tell)
+}
+
 func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
 	config, err := kubeadm.Init(b.image, kubeadm.Cluster{
 		Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
@@ -222,6 +242,10 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 	if err := b.writeAuthz(); err != nil {
 		return err
 	}
+	key := etcdencryption.Config(o.root.EtcdEncryption())
+	if err := machine.WriteFile(b.on(etcdencryption.File), key, 0o600, 0o755); err != nil {
+		return err
+	}
 	err = b.lock.update(func(r *journal.Record) {
 		r.Step, r.RequestDigest = max(r.Step, journal.StepConfigured), o.digest[:]
 	})
@@ -229,7 +253,7 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 		return err
 	}
 	tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
-	return b.runKubeadm(ctx, "init", config, tell)
+	return b.runKubeadm(ctx, "init", config, tell, stayOut)
 }
 
 // clusterComponents is how joining machines will be told what to install.

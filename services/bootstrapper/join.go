@@ -12,12 +12,11 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/retry"
-	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -36,7 +35,7 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 	b.work.Go(func() {
 		select {
 		case <-b.lock.taken:
-			if b.lock.record().Kind == journal.KindInit {
+			if b.lock.record().Kind.ByOwner() {
 				lost(errLostRace)
 			}
 		case <-over:
@@ -63,16 +62,21 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 			reason := attest.ReasonName(reasonOf(err))
 			hint = rpc.RetryAfterFrom(err)
 			b.metrics.joins.WithLabelValues(reason).Inc()
-			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err))
+			b.tries.fail(reasonOf(err), true)
+			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", hint.String())
 		}
 		var wait time.Duration
 		if errors.Is(err, errNobody) || errors.Is(err, errUnreachable) {
 			wait = knock.Next(0)
 			pause.Reset()
 		} else {
+			if reasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
+				pause.Reset() // others go first; its turn must not be slept through
+			}
 			wait = pause.Next(hint)
 			knock.Reset()
 		}
+		b.tries.wait(wait)
 		if err := retry.Wait(racing, wait); errors.Is(err, errLostRace) {
 			return errLostRace
 		} else if err != nil {
@@ -109,13 +113,17 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 		b.log.InfoContext(ctx, "progress", "phase", phase.String(), "text", text)
 	}
 	if rec := b.lock.record(); rec.Step >= journal.StepKubeadmRan {
-		return true, b.finish(ctx) // nothing but this was left when the machine went down
+		return true, namedDisk(b.finish(ctx)) // nothing but this was left when the machine went down
+	}
+	if err := b.revive(ctx); err != nil {
+		return true, err
 	}
 	meta, err := b.cfg.Metadata()
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
 	*order = merge(*order, meta.JoinEndpoints)
+	b.tries.begin(*order)
 	if len(*order) == 0 {
 		return false, errNobody
 	}
@@ -126,29 +134,18 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 	defer first.Close()
 	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {
 		*order = demote(*order, endpoint)
-		return true, fmt.Errorf("%s: %w", endpoint, err)
+		return true, fmt.Errorf("%s: %w", endpoint, namedDisk(err))
 	}
 	return true, nil
 }
 
 // joinBy asks one joinservice for a ticket and uses it.
 func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, tell say) error {
-	verifier, appraiser, err := b.judge(ctx)
+	client, err := b.open(ctx, endpoint, first)
 	if err != nil {
 		return err
 	}
-	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: b.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: handOver(first, b.cfg.Timing.Dial),
-		OnPeer: func(p attest.Peer) {
-			b.log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", b.ownerKey != nil)
-		},
-	})
-	if err != nil {
-		return err
-	}
-	defer transport.Close() //nolint:errcheck // nothing is left to be told
-	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+	defer client.close()
 
 	k, err := newNodeKeys()
 	if err != nil {
@@ -165,7 +162,7 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
-	t, err := parseTicket(resp, k, meta)
+	t, err := parseTicket(resp, k, meta, b.cfg.Now())
 	if err != nil {
 		b.giveBack(ctx, client, resp.GetTicketId())
 		return err
@@ -178,12 +175,13 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 		if b.lock.record().Kind != journal.KindJoin {
 			b.giveBack(ctx, client, t.id)
 		}
-		if b.lock.record().Kind == journal.KindInit {
+		if b.lock.record().Kind.ByOwner() {
 			return fmt.Errorf("%w: %w", errLostRace, err)
 		}
 		return err
 	}
 	tell(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
+	defer b.takeTurn(ctx, t, client, meta.JoinEndpoints)()
 	return b.useTicket(ctx, t, meta, tell)
 }
 
@@ -209,7 +207,12 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	if err := b.install(ctx, t.components, tell); err != nil {
 		return err
 	}
-	if err := b.clean(ctx, tell); err != nil {
+	before, after := stayOut, stayOut
+	if t.controlPlane {
+		before = func(ctx context.Context) error { return b.leaveEtcd(ctx, t, meta, tell, true) }
+		after = func(ctx context.Context) error { return b.leaveEtcd(ctx, t, meta, tell, false) }
+	}
+	if err := b.clean(ctx, tell, before); err != nil {
 		return err
 	}
 	// Noted first: what is placed now must be cleaned up if it is not used.
@@ -219,12 +222,12 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	if err := b.place(t); err != nil {
 		return err
 	}
-	config, err := kubeadm.Join(b.image, nodeOf(meta), t.controlPlane)
+	config, err := kubeadm.Join(b.image, nodeOf(meta), t.controlPlane, t.token)
 	if err != nil {
 		return err
 	}
 	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
-	if err := b.runKubeadm(ctx, "join", config, tell); err != nil {
+	if err := b.runKubeadm(ctx, "join", config, tell, after); err != nil {
 		return err
 	}
 	if err := b.finish(ctx); err != nil {

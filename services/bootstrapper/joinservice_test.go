@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
@@ -51,6 +52,9 @@ type joinservice struct {
 	attested []attest.Peer                                 // that came again
 	again    func(n int) (*joinv1.ReattestResponse, error) // the answer to the nth; nil: an empty one
 	at       []time.Time
+	lease    time.Duration // of a control plane's turn
+	renewals []*joinv1.RenewJoinLeaseRequest
+	renewal  func(n int) error // the answer to the nth; nil: it is renewed
 }
 
 // newJoinservice starts one that admits what the world's machine has booted. It runs on
@@ -58,7 +62,7 @@ type joinservice struct {
 func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey) *joinservice {
 	t.Helper()
 	policy := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm})
-	j := &joinservice{t: t, host: host, signed: attest.SignPolicy(owner, policy), world: w}
+	j := &joinservice{t: t, host: host, lease: time.Minute, signed: attest.SignPolicy(owner, policy), world: w}
 	var err error
 	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		t.Fatal(err)
@@ -132,7 +136,7 @@ func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
 	}, j.ca, r.PublicKey))
 }
 
-var pkiFiles = []string{"ca.crt", "ca.key", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub"}
+var pkiFiles = []string{"ca.crt", "ca.key", "encryption.yaml", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub"}
 
 func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 	j.mu.Lock()
@@ -161,6 +165,7 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 			}
 			resp.ControlPlaneFiles = append(resp.ControlPlaneFiles, &joinv1.ControlPlaneFile{Path: f, Content: content})
 		}
+		resp.LeaseLifetime, resp.ControlPlaneAddresses = durationpb.New(j.lease), []string{"192.168.77.21"}
 	}
 	if change != nil {
 		change(resp)
@@ -185,6 +190,35 @@ func (j *joinservice) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (
 		return j.again(len(j.attested))
 	}
 	return &joinv1.ReattestResponse{}, nil
+}
+
+func (j *joinservice) RenewJoinLease(_ context.Context, req *joinv1.RenewJoinLeaseRequest) (*joinv1.RenewJoinLeaseResponse, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.renewals = append(j.renewals, req)
+	if j.renewal != nil {
+		if err := j.renewal(len(j.renewals)); err != nil {
+			return nil, err
+		}
+	}
+	if req.GetDone() {
+		return &joinv1.RenewJoinLeaseResponse{}, nil
+	}
+	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(j.lease)}, nil
+}
+
+// turns gives how often a turn was renewed, and how often one was ended.
+func (j *joinservice) turns() (renewed, ended int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, r := range j.renewals {
+		if r.GetDone() {
+			ended++
+		} else {
+			renewed++
+		}
+	}
+	return renewed, ended
 }
 
 func (j *joinservice) asked() int {

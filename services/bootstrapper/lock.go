@@ -99,8 +99,8 @@ func mayResume(rec, claim journal.Record) error {
 	switch {
 	case rec.Kind != claim.Kind:
 		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", taker(rec.Kind), stateFolder)
-	case rec.Kind == journal.KindInit && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by an init with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", stateFolder)
+	case rec.Kind.ByOwner() && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", taker(rec.Kind), stateFolder)
 	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
 		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", stateFolder)
 	}
@@ -111,8 +111,12 @@ func mayResume(rec, claim journal.Record) error {
 const stateFolder = "/var/lib/muster"
 
 func taker(k journal.Kind) string {
-	if k == journal.KindInit {
+	switch k {
+	case journal.KindInit:
 		return "an init"
+	case journal.KindAdopt:
+		return "an adoption"
+	case journal.KindJoin, journal.KindNone:
 	}
 	return "a join"
 }

@@ -75,6 +75,7 @@ func Serve(ctx context.Context, o Options) error {
 		ATLS: atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody},
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
+			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),
 			rpc.Serve[attestv1connect.EvidenceServiceHandler](attestv1connect.EvidenceServiceName, public, attestv1connect.NewEvidenceServiceHandler),
 		},
 	})
@@ -145,6 +146,9 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	}
 	// It has no socket (A5): evidence of the machine is for the machine's own calls.
 	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = MeasureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
+	if err := registry.Register(certificates{"/"}); err != nil {
+		return fmt.Errorf("bootstrapper: %w", err)
+	}
 	again, err := NewReattester(o.Reattest)
 	if err != nil {
 		return err

@@ -5,8 +5,8 @@ import (
 	"errors"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"strings"
+	"syscall"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -57,17 +57,24 @@ func (b *Bootstrapper) install(ctx context.Context, list []component.Component, 
 	return nil
 }
 
+// stayOut is for machines that were never in anybody's etcd.
+func stayOut(context.Context) error { return nil }
+
 // clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
-// kubeadm itself, so components come first.
-func (b *Bootstrapper) clean(ctx context.Context, tell say) error {
+// kubeadm itself, so components come first. leave takes the machine out of the cluster's etcd.
+func (b *Bootstrapper) clean(ctx context.Context, tell say, leave func(context.Context) error) error {
 	if b.lock.record().Step < journal.StepConfigured {
-		return nil
+		// A machine whose disk was replaced has left what its journal does not know of.
+		return leave(ctx)
 	}
 	tell(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
-	return b.reset(ctx)
+	return b.reset(ctx, leave)
 }
 
-func (b *Bootstrapper) reset(ctx context.Context) error {
+func (b *Bootstrapper) reset(ctx context.Context, leave func(context.Context) error) error {
+	if err := leave(ctx); err != nil { // J8
+		return err
+	}
 	ctx, cancel := context.WithTimeout(ctx, b.cfg.Timing.Reset)
 	defer cancel()
 	var tail kubeadm.Tail
@@ -75,7 +82,7 @@ func (b *Bootstrapper) reset(ctx context.Context) error {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm reset: %w\n%s", err, tail.String())
 	}
 	// What kubeadm leaves, or does not find. The cluster never came to life on this
-	// machine, or knows nothing of it yet, so nothing of value is in there.
+	// machine, or knows nothing of it any more, so nothing of value is in there.
 	for _, dir := range []string{etcdFolder, kubeletPKI} {
 		if err := machine.EmptyDir(b.on(dir)); err != nil {
 			return err
@@ -91,7 +98,7 @@ func (b *Bootstrapper) reset(ctx context.Context) error {
 
 // runKubeadm writes the configuration and runs kubeadm with it. The journal says so
 // before, since a run that was cut off can't be continued, and after.
-func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byte, tell say) error {
+func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byte, tell say, leave func(context.Context) error) error {
 	if err := machine.WriteFile(b.on(configFile), config, 0o600, 0o755); err != nil {
 		return err
 	}
@@ -111,13 +118,17 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
 		}
 	}, verb, "--config", b.on(configFile))
+	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
+	if rerr := os.Remove(b.on(configFile)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+		return rerr
+	}
 	if err != nil {
 		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
 		if ctx.Err() != nil {
 			return err // stopping; the journal says what to clean up
 		}
 		tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
-		if rerr := b.reset(ctx); rerr != nil {
+		if rerr := b.reset(ctx, leave); rerr != nil {
 			b.log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
 		}
 		return err
@@ -144,12 +155,23 @@ func (b *Bootstrapper) writeAuthz() error {
 	return machine.WriteFile(b.on(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755)
 }
 
+// namedDisk gives the error of a disk that takes nothing its own reason, which also reaches an init's
+// caller: such an error is no fault of ours, and who frees the disk may go on.
+func namedDisk(err error) error {
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
+		return err
+	}
+	for _, e := range []error{syscall.ENOSPC, syscall.EDQUOT, syscall.EROFS} {
+		if errors.Is(err, e) {
+			return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "this machine's disk takes nothing: %w; make room on it", err)
+		}
+	}
+	return err
+}
+
 // finish starts what a node needs and notes that all is done.
 func (b *Bootstrapper) finish(ctx context.Context) error {
 	if err := b.startNode(ctx); err != nil {
-		return err
-	}
-	if err := os.Remove(filepath.Clean(b.on(configFile))); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return b.lock.advance(journal.StepDone)

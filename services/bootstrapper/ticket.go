@@ -3,17 +3,21 @@ package bootstrapper
 import (
 	"bytes"
 	"crypto/x509"
+	"io/fs"
 	"net/netip"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/types/known/durationpb"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -23,9 +27,23 @@ import (
 )
 
 // controlPlaneFiles are the only files that a ticket may carry (B4), below
-// /etc/kubernetes/pki. A control plane needs all of them, a worker none.
+// /etc/kubernetes/pki: eight of the PKI, and the API server's encryption of etcd. A control plane
+// needs all of them, a worker none.
 var controlPlaneFiles = []string{
-	"ca.crt", "ca.key", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub",
+	"ca.crt", "ca.key", etcdencryption.Name, "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub",
+}
+
+const (
+	// maxLeaseLife is the longest turn that a joinservice may give.
+	maxLeaseLife = 10 * time.Minute
+	// maxControlPlanes bounds how many a ticket may name.
+	maxControlPlanes = 64
+)
+
+// leaseLife reads how long a turn lasts.
+func leaseLife(d *durationpb.Duration) (time.Duration, bool) {
+	life := d.AsDuration()
+	return life, d.IsValid() && life > 0 && life <= maxLeaseLife
 }
 
 // maxPKIFile bounds each of them, in bytes.
@@ -44,13 +62,20 @@ type ticket struct {
 	components   []component.Component
 	controlPlane bool
 	files        []*joinv1.ControlPlaneFile
+	token        *kubeadm.TokenDiscovery // nil: the certificate does
+	// Of a control plane alone: for how long it has its turn, and who runs etcd.
+	leaseLife     time.Duration
+	controlPlanes []netip.Addr
 }
+
+// tokenForm is that of Kubernetes' bootstrap tokens.
+var tokenForm = regexp.MustCompile(`^[a-z0-9]{6}\.[a-z0-9]{16}$`)
 
 // String keeps keys out of logs (K3).
 func (ticket) String() string { return "a join ticket" }
 
 // parseTicket checks a ticket against what was asked for.
-func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Machine) (*ticket, error) {
+func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Machine, now time.Time) (*ticket, error) {
 	out := &ticket{
 		id: t.GetTicketId(), endpoint: t.GetControlPlaneEndpoint(), ca: t.GetCaCertificate(),
 		controlPlane: m.Role == metadata.RoleControlPlane, files: t.GetControlPlaneFiles(),
@@ -72,20 +97,38 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Mach
 	if err := checkFiles(out.files, out.controlPlane, out.ca); err != nil {
 		return nil, err
 	}
+	if out.controlPlane {
+		var ok bool
+		if out.leaseLife, ok = leaseLife(t.GetLeaseLifetime()); !ok {
+			return nil, badTicket("lease_lifetime: %s, want more than 0 and at most %s", t.GetLeaseLifetime().AsDuration(), maxLeaseLife)
+		}
+		if out.controlPlanes, err = parseAddresses(t.GetControlPlaneAddresses()); err != nil {
+			return nil, err
+		}
+		if n := len(out.controlPlanes); n == 0 || n > maxControlPlanes {
+			return nil, badTicket("control_plane_addresses: %d, want 1 to %d", n, maxControlPlanes)
+		}
+	}
 	cas, err := parsePEM(out.ca)
 	if err != nil {
 		return nil, badTicket("ca_certificate: %w", err)
+	}
+	if token := t.GetBootstrapToken(); token != "" {
+		if !tokenForm.MatchString(token) {
+			return nil, badTicket("bootstrap_token does not have the form of one")
+		}
+		out.token = &kubeadm.TokenDiscovery{Token: token, Endpoint: out.endpoint, CA: cas}
 	}
 	roots := x509.NewCertPool()
 	for _, c := range cas {
 		roots.AddCert(c)
 	}
 	client, serving := t.GetKubeletClientCertificate(), t.GetKubeletServingCertificate()
-	if err := checkCertificate(client, k.client, roots, m.Name, nil, x509.ExtKeyUsageClientAuth); err != nil {
-		return nil, badTicket("kubelet_client_certificate: %w", err)
+	if err := checkCertificate(client, k.client, roots, m.Name, nil, x509.ExtKeyUsageClientAuth, now); err != nil {
+		return nil, badCertificate("kubelet_client_certificate", err)
 	}
-	if err := checkCertificate(serving, k.serving, roots, m.Name, m.Addresses, x509.ExtKeyUsageServerAuth); err != nil {
-		return nil, badTicket("kubelet_serving_certificate: %w", err)
+	if err := checkCertificate(serving, k.serving, roots, m.Name, m.Addresses, x509.ExtKeyUsageServerAuth, now); err != nil {
+		return nil, badCertificate("kubelet_serving_certificate", err)
 	}
 	if out.client, err = bundle(client, k.client); err != nil {
 		return nil, err
@@ -94,8 +137,7 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Mach
 	return out, err
 }
 
-// checkFiles holds the allow-list (B4): exactly its eight for a control plane, nothing for
-// a worker.
+// checkFiles holds the allow-list (B4): all of it for a control plane, nothing for a worker.
 func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) error {
 	refuse := func(format string, args ...any) error {
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_FILE, format, args...)
@@ -109,7 +151,7 @@ func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) 
 	var names []string
 	for _, f := range files {
 		if !slices.Contains(controlPlaneFiles, f.GetPath()) {
-			return refuse("%q is not one of the eight PKI files", f.GetPath())
+			return refuse("%q is not one of the files %q", f.GetPath(), controlPlaneFiles)
 		}
 		if len(f.GetContent()) == 0 || len(f.GetContent()) > maxPKIFile {
 			return refuse("%s has %d bytes, want 1 to %d", f.GetPath(), len(f.GetContent()), maxPKIFile)
@@ -151,7 +193,11 @@ func (b *Bootstrapper) place(t *ticket) error {
 		return nil // kubeadm writes ca.crt itself, and refuses to find one
 	}
 	for _, f := range t.files {
-		if err := machine.WriteFile(filepath.Join(b.on(pkiFolder), f.GetPath()), f.GetContent(), 0o600, 0o755); err != nil {
+		mode := fs.FileMode(0o600)
+		if ext := path.Ext(f.GetPath()); ext == ".crt" || ext == ".pub" {
+			mode = 0o644 // public, and as kubeadm leaves them
+		}
+		if err := machine.WriteFile(filepath.Join(b.on(pkiFolder), f.GetPath()), f.GetContent(), mode, 0o755); err != nil {
 			return err
 		}
 	}

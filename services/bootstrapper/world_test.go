@@ -15,6 +15,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -27,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -49,8 +51,15 @@ type world struct {
 	journal *journal.File
 	image   *metadata.Image
 	meta    metadata.Machine
-	mirror  string
-	logged  *logBuffer
+	// unreadable is why the metadata can't be read.
+	unreadable error
+	mirror     string
+	logged     *logBuffer
+	now        func() time.Time // the machine's clock; nil: the right time
+	// etcdDown, if set, says why the cluster's etcd does not answer.
+	etcdDown func() error
+	// adopted says that the administrator\'s kubeconfig names the address of a real control plane; the API server is ours.
+	adopted bool
 
 	mu    sync.Mutex
 	left  int // effects until the machine dies; negative: it lives
@@ -154,10 +163,29 @@ func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstat
 	if err := w.step("before the cluster's objects"); err != nil {
 		return err
 	}
+	if w.adopted {
+		kubeconfig = w.machine.API.Kubeconfig()
+	}
 	if err := clusterstate.Write(ctx, kubeconfig, s); err != nil {
 		return err
 	}
 	return w.step("after the cluster's objects")
+}
+
+// cleanEtcd plays the cluster's etcd.
+func (w *world) cleanEtcd(ctx context.Context, t etcd.Target) ([]etcd.Member, error) {
+	if len(t.ControlPlanes) != 1 || len(t.CAKey) == 0 || len(t.CACert) == 0 || !slices.Equal(t.Own, w.meta.Addresses) {
+		return nil, fmt.Errorf("asked to clean %v for %v", t.ControlPlanes, t.Own)
+	}
+	if w.etcdDown != nil {
+		if err := w.etcdDown(); err != nil {
+			return nil, err
+		}
+	}
+	if !w.machine.Member() {
+		return nil, nil
+	}
+	return []etcd.Member{{ID: 7, PeerURLs: []string{"https://192.168.77.11:2380"}}}, w.machine.LeaveEtcd(ctx)
 }
 
 func timing() bootstrapper.Timing {
@@ -188,11 +216,11 @@ func (w *world) boot() *running {
 	w.mu.Unlock()
 	log := slog.New(slog.NewJSONHandler(w.logged, nil))
 	r := &running{metrics: prometheus.NewRegistry(), stop: cancel, done: make(chan error, 1)}
-	meta := w.meta
+	meta, unreadable := w.meta, w.unreadable
 	b, err := bootstrapper.New(ctx, bootstrapper.Config{
-		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, nil }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
-		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState,
-		Components: component.DefaultLimits, Timing: timing(), Metrics: r.metrics, Log: log,
+		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, unreadable }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
+		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd,
+		Components: component.DefaultLimits, Timing: timing(), Metrics: r.metrics, Log: log, Now: w.now,
 	})
 	if err != nil {
 		w.t.Fatal(err)
@@ -208,8 +236,11 @@ func (w *world) boot() *running {
 	}
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: log, Grace: time.Second,
-		ATLS:     atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
-		Services: []rpc.Service{rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler)},
+		ATLS: atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
+		Services: []rpc.Service{
+			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
+			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),
+		},
 	})
 	if err != nil {
 		w.t.Fatal(err)
@@ -287,6 +318,25 @@ func (w *world) init(ctx context.Context, r *running, req *initv1.InitRequest) (
 	if out.err == nil && out.result == nil {
 		out.err = errors.New("the stream ended without a result")
 	}
+	return out
+}
+
+// adopt is the other call of an owner.
+func (w *world) adopt(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+	w.t.Helper()
+	client, done := w.owner(r)
+	defer done()
+	stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
+	if err != nil {
+		return outcome{err: err}
+	}
+	defer func() { _ = stream.Close() }()
+	for stream.Receive() {
+		if m := stream.Msg().GetEvent(); m.GetResult() != nil {
+			out.result = m.GetResult()
+		}
+	}
+	out.err = stream.Err()
 	return out
 }
 

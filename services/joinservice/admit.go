@@ -101,6 +101,10 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err != nil {
 		return nil, err
 	}
+	turn, err := s.turn(ctx, a, claim)
+	if err != nil {
+		return nil, err
+	}
 	done()
 
 	done = s.stage("disk_key")
@@ -117,18 +121,40 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.write(a, "ticket decided"); err != nil {
 		return nil, err
 	}
-	done = s.stage("enrol")
-	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
-	if err != nil {
-		return nil, err
-	}
-	done()
 	t := &ticket{id: a.id, disk: disk, info: info, ca: s.cfg.CA, files: files}
-	if err := s.finish(ctx, a, t, w); err != nil {
-		enrolment.Undo(ctx)
+	if turn != nil {
+		done = s.stage("lease")
+		if err := turn.Take(ctx); err != nil { // J8: before anything else is written
+			return nil, err
+		}
+		done()
+		t.lease, t.controlPlanes = kube.LeaseLife, s.cfg.Kube.OtherControlPlanes(w.node)
+	}
+	if err := s.admit(ctx, a, t, w, claim, peer); err != nil {
+		if turn != nil {
+			turn.Release(ctx)
+		}
 		return nil, err
 	}
 	return t, nil
+}
+
+// admit enrols the machine and completes its ticket, or leaves nothing behind.
+func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, peer attest.Peer) error {
+	done := s.stage("enrol")
+	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
+	if err != nil {
+		return err
+	}
+	done()
+	if err := s.finish(ctx, a, t, w, enrolment); err != nil {
+		if t.token != nil {
+			s.cfg.Kube.DropToken(ctx, t.id)
+		}
+		enrolment.Undo(ctx)
+		return err
+	}
+	return nil
 }
 
 // confirmCluster asks the key service, once for each content of muster-cluster, whether the root
@@ -195,12 +221,23 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 }
 
 // finish gets the certificates signed and the ticket recorded.
-func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish) error {
+func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, e *kube.Enrolment) error {
 	done := s.stage("certificates")
+	e.File()
 	both, issueCtx := errgroup.WithContext(ctx)
 	both.Go(func() (err error) { t.client, err = s.cfg.Kube.Issue(issueCtx, w.client); return err }) // J5: for keys that never leave the machine
 	both.Go(func() (err error) { t.serving, err = s.cfg.Kube.Issue(issueCtx, w.serving); return err })
 	if err := both.Wait(); err != nil {
+		return err
+	}
+	if s.cfg.Credential == kube.CredentialToken {
+		token, err := s.cfg.Kube.IssueToken(ctx, t.id)
+		if err != nil {
+			return err
+		}
+		t.token = &token
+	}
+	if err := e.Vouch(ctx, t.client.Leaf); err != nil { // J4: its certificate, and no older one of that name
 		return err
 	}
 	done()

@@ -23,12 +23,12 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	if _, err := New(Config{}); err == nil {
 		t.Error("a service without anything was made")
 	}
-	if _, err := NewRefusals(nil, nil, nil, nil, nil); err == nil {
+	if _, err := NewRefusals(nil, nil, nil, nil); err == nil {
 		t.Error("refusals without a judge were made")
 	}
 }
 
-func TestAControlPlanesFilesAreTheEightAndNoOther(t *testing.T) {
+func TestAControlPlanesFilesAreThoseOfTheListAndNoOther(t *testing.T) {
 	dir, outside := t.TempDir(), filepath.Join(t.TempDir(), "secret")
 	write := func(path, content string) {
 		t.Helper()
@@ -36,13 +36,13 @@ func TestAControlPlanesFilesAreTheEightAndNoOther(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, name := range pkiFiles {
+	for _, name := range controlPlaneFiles {
 		write(filepath.Join(dir, name), name)
 	}
 	write(filepath.Join(dir, "apiserver.key"), "stays here")
 	write(outside, "stays there")
 	files, err := readPKI(dir)
-	if err != nil || len(files) != 8 {
+	if err != nil || len(files) != 9 || files[8].GetPath() != "encryption.yaml" {
 		t.Fatalf("%d files, %v", len(files), err)
 	}
 	for name, spoil := range map[string]func(path string) error{

@@ -7,15 +7,18 @@ import (
 	"os"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/etcdencryption"
 )
 
-// pkiFiles is the allow-list of what a control-plane ticket carries (J6): what kubeadm needs to
-// make the rest by itself.
-var pkiFiles = []string{
+// controlPlaneFiles is the allow-list of what a control-plane ticket carries (J6): what kubeadm
+// needs to make the rest by itself, and the key under which Secrets lie in etcd, as it stands here
+// now: an operator may have rotated it.
+var controlPlaneFiles = []string{
 	"ca.crt", "ca.key",
 	"sa.pub", "sa.key",
 	"front-proxy-ca.crt", "front-proxy-ca.key",
 	"etcd/ca.crt", "etcd/ca.key",
+	etcdencryption.Name,
 }
 
 // maxPKIFile is the limit of one file in bytes.
@@ -27,8 +30,8 @@ func readPKI(dir string) ([]*joinv1.ControlPlaneFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	out := make([]*joinv1.ControlPlaneFile, 0, len(pkiFiles))
-	for _, name := range pkiFiles {
+	out := make([]*joinv1.ControlPlaneFile, 0, len(controlPlaneFiles))
+	for _, name := range controlPlaneFiles {
 		content, err := readBounded(root, name)
 		if err != nil {
 			return nil, errors.Join(err, root.Close())

@@ -3,17 +3,15 @@ package joinservice
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -22,144 +20,74 @@ import (
 // queueSize bounds what strangers can make us remember.
 const queueSize = 256
 
-// Refusals records those who never reach an RPC: a machine that is refused in the exchange gets its
-// audit record, and if it is enrolled its AttestedNode says so, which keeps its kubelet from renewing
-// its certificates. Both are done in the background and may be dropped under a flood; nothing is
-// handed out for them.
+// Refusals tells the cluster of machines that are refused in the exchange, before any RPC: if such a
+// one is enrolled, its AttestedNode says so, which keeps its kubelet from renewing its certificates.
+// That is done in the background and may be dropped under a flood; nothing is handed out for it.
 type Refusals struct {
-	judge   attest.Appraiser
-	kube    *kube.Kube
-	audit   *audit.Log
-	log     *slog.Logger
-	dropped prometheus.Counter
-	records chan audit.Record
-	bad     chan badVerdict
-	now     func() time.Time
-
-	unrecorded atomic.Int64 // since the last record that tells their number
-	tokens     float64      // of Serve alone, as at
-	at         time.Time
+	judge     attest.Appraiser
+	kube      *kube.Kube
+	strangers *audit.Strangers
+	log       *slog.Logger
+	bad       chan badVerdict
 }
-
-// Each audit record costs an fsync under the mutex that tickets need too, and a stranger
-// costs us one whenever it likes. So they have a ration; what is above it is only counted.
-const (
-	recordRate  = 10 // records a second
-	recordBurst = 50
-	tellEvery   = 10 * time.Second // how often the number of the others is recorded
-)
 
 type badVerdict struct {
 	machine attest.MachineID
 	verdict v1alpha1.Verdict
 }
 
-// NewRefusals returns Refusals whose verdicts are those of judge.
-func NewRefusals(judge attest.Appraiser, k *kube.Kube, log *audit.Log, l *slog.Logger, r prometheus.Registerer) (*Refusals, error) {
-	if judge == nil || k == nil || log == nil || l == nil || r == nil {
+// NewRefusals returns Refusals whose verdicts are those of judge. What is dropped is counted by
+// strangers.
+func NewRefusals(judge attest.Appraiser, k *kube.Kube, strangers *audit.Strangers, l *slog.Logger) (*Refusals, error) {
+	if judge == nil || k == nil || strangers == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}
-	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refused connections that were counted and logged, but not put into the audit log, since there were too many."})
-	if err := r.Register(dropped); err != nil {
-		return nil, fmt.Errorf("joinservice: %w", err)
-	}
-	return &Refusals{
-		judge: judge, kube: k, audit: log, log: l, dropped: dropped,
-		records: make(chan audit.Record, queueSize), bad: make(chan badVerdict, queueSize), now: time.Now, tokens: recordBurst,
-	}, nil
+	return &Refusals{judge: judge, kube: k, strangers: strangers, log: l, bad: make(chan badVerdict, queueSize)}, nil
 }
 
 // Appraise implements [attest.Appraiser].
 func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
 	a, err := r.judge.Appraise(ctx, c)
 	switch reason := attest.ReasonOf(err); reason {
+	case attestv1.Reason_REASON_BANNED: // stands in its enrolment already
+		err = &refusedMachine{c.Machine(), err}
 	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it is that machine, and not somebody who wants it to look bad.
+		err = &refusedMachine{c.Machine(), err}
 		v := badVerdict{c.Machine(), v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(time.Now())}}
 		select {
 		case r.bad <- v:
 		default:
-			r.dropped.Inc()
+			r.strangers.Skip()
 		}
 	default:
 	}
 	return a, err
 }
 
-// Observe is for [atls.ServerConfig].
+// Observe is for [atls.ServerConfig]: it puts who was refused on record, and on the list for the owner
+// if it is a machine.
 func (r *Refusals) Observe(s atls.SetUp) {
-	refusal, ok := errors.AsType[*attest.Refusal](s.Err)
-	if !ok || refusal.Remote {
-		return
+	machine := ""
+	if m, ok := errors.AsType[*refusedMachine](s.Err); ok {
+		machine = m.machine.String()
+		if reason := attest.ReasonOf(s.Err); reason != attestv1.Reason_REASON_EK_UNTRUSTED { // nobody in the policy vouches for it
+			r.kube.Refused(waiting.Entry{Machine: machine, Reason: reasonOf(s.Err), Address: host(s.Remote), Last: time.Now()})
+		}
 	}
-	record := audit.Record{Time: time.Now(), Service: "joinservice", Event: "connection refused", Reason: reasonOf(s.Err), Detail: s.Remote + ": " + s.Err.Error()}
-	select {
-	case r.records <- record:
-	default:
-		r.skip()
-	}
+	r.strangers.Connection(s, machine)
 }
 
-// Serve writes until ctx ends, and what is left then.
+// Serve writes until ctx ends.
 func (r *Refusals) Serve(ctx context.Context) error {
-	tell := time.NewTicker(tellEvery)
-	defer tell.Stop()
-	defer r.tell()
 	for {
 		select {
-		case <-tell.C:
-			r.tell()
-		case record := <-r.records:
-			r.take(record)
 		case v := <-r.bad:
 			if err := r.kube.WriteVerdict(ctx, v.machine, v.verdict); err != nil && ctx.Err() == nil {
 				r.log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", v.machine, "reason", v.verdict.Reason, "err", err)
 			}
 		case <-ctx.Done():
-			for {
-				select {
-				case record := <-r.records:
-					r.take(record)
-				default:
-					return nil
-				}
-			}
+			return nil
 		}
-	}
-}
-
-// take records one refusal, if the ration allows it.
-func (r *Refusals) take(record audit.Record) {
-	now := r.now()
-	if d := now.Sub(r.at); d > 0 {
-		r.tokens, r.at = min(recordBurst, r.tokens+d.Seconds()*recordRate), now
-	}
-	if r.tokens < 1 {
-		r.skip()
-		return
-	}
-	r.tokens--
-	r.write(record)
-}
-
-func (r *Refusals) skip() {
-	r.unrecorded.Add(1)
-	r.dropped.Inc()
-}
-
-// tell records how many refusals were not recorded one by one.
-func (r *Refusals) tell() {
-	if n := r.unrecorded.Swap(0); n > 0 {
-		r.write(audit.Record{
-			Time: r.now(), Service: "joinservice", Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),
-			Detail: fmt.Sprintf("%d more refused connections were not recorded one by one", n),
-		})
-	}
-}
-
-func (r *Refusals) write(record audit.Record) {
-	if err := r.audit.Write(record); err != nil {
-		r.dropped.Inc()
-		r.log.Error("the audit record of a refused connection cannot be written", "reason", record.Reason, "err", err)
 	}
 }

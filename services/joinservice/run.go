@@ -39,6 +39,13 @@ type Options struct {
 	// VerdictMaxAge is how old the last verdict on a node's machine may be when its kubelet's
 	// certificates are renewed; at least 1 min.
 	VerdictMaxAge time.Duration
+	// Credential is what tickets carry for kubeadm to discover the cluster by.
+	Credential kube.JoinCredential
+	// CertificateLife is how long nodes' certificates live, at least [kube.MinCertificateLife] and what
+	// the cluster's signer gives when a kubelet renews.
+	CertificateLife time.Duration
+	// VanishedAfter and ReleaseAfter say when nodes have vanished, see [kube.SweepConfig].
+	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
 	PKI string
 	// Audit keeps the records; Run does not close it.
@@ -51,7 +58,7 @@ func Run(ctx context.Context, o Options) error {
 	if o.VerdictMaxAge < time.Minute {
 		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
 	}
-	m, err := member.New(member.Config{Attester: o.Attester, Owner: o.Owner, API: o.API, Log: o.Log})
+	m, err := member.New(member.Config{Service: "joinservice", Attester: o.Attester, Owner: o.Owner, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}
@@ -59,7 +66,7 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	k, err := kube.New(m.Cluster, o.Log)
+	k, err := kube.New(m.Cluster, o.Log, o.CertificateLife)
 	if err != nil {
 		return err
 	}
@@ -73,6 +80,18 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
+	sweeper, err := k.NewSweeper(kube.SweepConfig{VanishedAfter: o.VanishedAfter, ReleaseAfter: o.ReleaseAfter, Audit: o.Audit, Metrics: m.Registry})
+	if err != nil {
+		return err
+	}
+	parts := m.Parts()
+	if o.Credential == kube.CredentialToken {
+		tokens, err := k.NewTokenSweeper()
+		if err != nil {
+			return err
+		}
+		parts = append(parts, serve.Part{Name: "tokens", Run: tokens.Serve})
+	}
 	members, err := m.JudgeMembers()
 	if err != nil {
 		return err
@@ -81,12 +100,13 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	refusals, err := NewRefusals(joiners, k, o.Audit, o.Log, m.Registry)
+	refusals, err := NewRefusals(joiners, k, m.Strangers, o.Log)
 	if err != nil {
 		return err
 	}
 	toKMS, err := atls.NewTransport(atls.ClientConfig{
 		Attester: o.Attester, Verifier: m.Verifier, Appraiser: members, PeerPurpose: attest.PurposeKMS, Observe: m.RPC.SetUp,
+		DialContext: k.DialService(&net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}),
 	})
 	if err != nil {
 		return err
@@ -97,7 +117,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Members: members, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca,
+		Policy: m.Policy, Judge: joiners, Members: members, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
 		PKI:  o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
 	})
@@ -113,17 +133,19 @@ func Run(ctx context.Context, o Options) error {
 			Observe:    func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
 		},
 		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(svc), joinv1connect.NewJoinServiceHandler)},
-		Health:   m.Health, Metrics: m.RPC, Log: o.Log,
+		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log,
 	})
 	if err != nil {
 		return err
 	}
 	probes := serve.Probes{Listener: o.Metrics, Metrics: m.Registry, Ready: m.Ready(), Log: o.Log}
-	return serve.All(ctx, append(m.Parts(),
+	return serve.All(ctx, append(parts,
 		probes.Part(),
 		serve.Part{Name: "rpc", Run: server.Run},
 		serve.Part{Name: "refusals", Run: refusals.Serve},
+		serve.Part{Name: "records for the owner", Run: k.ServeRecords},
 		serve.Part{Name: "approver", Run: approver.Serve},
+		serve.Part{Name: "vanished nodes", Run: sweeper.Serve},
 		serve.Part{Name: "bans", Run: func(ctx context.Context) error {
 			return enforcer.Serve(ctx, func(id attest.MachineID) { server.CloseMachine(id) })
 		}},
@@ -133,6 +155,9 @@ func Run(ctx context.Context, o Options) error {
 		}},
 	)...)
 }
+
+// dialTimeout bounds a connection to the key service, which is in the cluster.
+const dialTimeout = 5 * time.Second
 
 // forgetWithPolicy makes the next call to the key service judge it by the policy in force.
 func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) error {

@@ -12,7 +12,8 @@
 //	J4  a node name, once enrolled, belongs to one machine;
 //	J5  a ticket's credentials are useless without the machine's own keys;
 //	J6  CA keys go to enrolled control planes only;
-//	J7  a node's certificate is renewed on a recent verdict on its machine only.
+//	J7  a node's certificate is renewed on a recent verdict on its machine only;
+//	J8  one machine at a time becomes a control plane.
 //
 // Side effects come last and are undone on failure: a refused machine leaves neither an
 // enrolment nor a certificate request behind.
@@ -29,6 +30,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -36,6 +38,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -60,6 +63,8 @@ type Config struct {
 	Kube *kube.Kube
 	// Cluster gives the cluster's description.
 	Cluster func() (*clusterinfo.Info, error)
+	// Credential is what tickets carry for kubeadm to discover the cluster by.
+	Credential kube.JoinCredential
 	// CA is the cluster's certificate authority, X.509 in PEM.
 	CA []byte
 	// Keys is the key service.
@@ -79,24 +84,28 @@ type Service struct {
 	confirmed atomic.Value
 	tickets   *prometheus.CounterVec
 	returns   *prometheus.CounterVec
+	renewals  *prometheus.CounterVec
 	stages    *prometheus.HistogramVec
 }
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
 		cfg:     cfg,
 		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
 		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
+		renewals: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_join_lease_renewals_total", Help: "Renewals and ends of a control plane's turn to join, by outcome.",
+		}, []string{"reason"}),
 		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, disk_key, enrol, certificates, audit; total is all of them, for tickets that were issued.",
+			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, disk_key, lease (control planes), enrol, certificates, audit; total is all of them, for tickets that were issued.",
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 14), // 1 ms to 8 s
 		}, []string{"stage"}),
 	}
-	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.stages} {
+	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.renewals, s.stages} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("joinservice: %w", err)
 		}
@@ -112,8 +121,10 @@ func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTick
 	s.tickets.WithLabelValues(role, reasonOf(err)).Inc()
 	if err != nil {
 		s.refuse(ctx, a, "ticket refused", err)
+		s.waits(ctx, a, err)
 		return nil, err
 	}
+	s.admitted(ctx, a, t)
 	s.stages.WithLabelValues("total").Observe(time.Since(a.began).Seconds())
 	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", time.Since(a.began).Seconds(), "warnings", a.record.Warnings)
 	return t.toWire(), nil
@@ -142,10 +153,17 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 		a.id = ""
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(id))
 	}
+	// A control plane's turn ends with its ticket; a worker has none.
+	if _, err := s.cfg.Kube.EndTurn(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
+		return err
+	}
 	node, err := s.cfg.Kube.Withdraw(ctx, peer.Machine(), a.id)
 	a.record.Node = node
 	if err != nil {
 		return err
+	}
+	if s.cfg.Credential == kube.CredentialToken {
+		s.cfg.Kube.DropToken(ctx, a.id)
 	}
 	if err := s.write(a, "ticket returned"); err != nil {
 		// It is gone already, which is what its machine wants: only the record is missing.
@@ -187,7 +205,8 @@ func (s *Service) refuse(ctx context.Context, a *attempt, event string, err erro
 	}
 }
 
-func reasonOf(err error) string { return attest.ReasonName(attest.ReasonOf(err)) }
+// reasonOf names the reason that a caller gets of err (R1).
+func reasonOf(err error) string { return attest.ReasonName(rpc.ReasonOf(err)) }
 
 func newTicketID() string {
 	b := make([]byte, ticketIDSize)
@@ -203,6 +222,9 @@ type ticket struct {
 	ca              []byte
 	client, serving kube.Certificate
 	files           []*joinv1.ControlPlaneFile
+	token           *kube.Token   // nil: the certificate does
+	lease           time.Duration // of a control plane's turn; 0 for a worker
+	controlPlanes   []string      // the others
 }
 
 func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
@@ -211,10 +233,18 @@ func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
 	if t.serving.Leaf.NotAfter.Before(expires) {
 		expires = t.serving.Leaf.NotAfter
 	}
-	return &joinv1.IssueJoinTicketResponse{
+	out := &joinv1.IssueJoinTicketResponse{
 		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
 		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
 		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
 		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
+		ControlPlaneAddresses: t.controlPlanes,
 	}
+	if t.token != nil {
+		out.BootstrapToken = t.token.Expose()
+	}
+	if t.lease > 0 {
+		out.LeaseLifetime = durationpb.New(t.lease)
+	}
+	return out
 }

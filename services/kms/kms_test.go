@@ -24,6 +24,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -129,6 +130,19 @@ func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceCli
 	return kmsv1connect.NewKeyServiceClient(rpc.HTTPClient(transport), "https://"+s.kms.Addr, rpc.ClientOptions()...)
 }
 
+// witnesses are the key service's own.
+func (s *stage) witnesses() refusaltest.Service { return s.kms.Witnesses(s.audit.Bytes) }
+
+// keyRefused are the places of a call that cp1 made and did not get a disk key for.
+func (s *stage) keyRefused() refusaltest.Places {
+	machine := s.cp1.ID().String()
+	return refusaltest.Places{
+		Metric: []string{"muster_kms_calls_total", "purpose", "disk"},
+		Log:    []string{"msg", "key refused", "machine", machine},
+		Audit:  []string{"event", "key refused", "machine", machine},
+	}
+}
+
 func with(ctx context.Context, token string) context.Context {
 	ctx, call := connect.NewClientContext(ctx)
 	if token != "" {
@@ -175,7 +189,7 @@ func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 			t.Errorf("metric for %s is %v, want 1", purpose, n)
 		}
 	}
-	if !membertest.HasLine(s.audit.Bytes(), "event", "key derived", "disk", disk, "machine", s.cp1.ID().String(), "node", "cp1", "reason", "ACCEPTED") {
+	if !refusaltest.HasLine(s.audit.Bytes(), "event", "key derived", "disk", disk, "machine", s.cp1.ID().String(), "node", "cp1", "reason", "ACCEPTED") {
 		t.Errorf("no audit record in %s", s.audit)
 	}
 	for name, text := range map[string][]byte{"log": s.kms.Log.Bytes(), "audit log": s.audit.Bytes()} {
@@ -246,21 +260,10 @@ func TestRefusals(t *testing.T) {
 				}
 				s.mount(t, root, salt)
 			}
-			reason := attest.ReasonName(tt.reason)
-			before := s.kms.Metric(t, "muster_kms_calls_total", "purpose", "disk", "reason", reason)
-			_, err := client.DeriveDiskKey(with(t.Context(), tt.token), &kmsv1.DeriveDiskKeyRequest{DiskId: id})
-			if got := rpc.ReasonFrom(err); got != tt.reason {
-				t.Fatalf("%v, want %s", err, reason)
-			}
-			if after := s.kms.Metric(t, "muster_kms_calls_total", "purpose", "disk", "reason", reason); after != before+1 {
-				t.Errorf("the metric went from %v to %v", before, after)
-			}
-			if !s.kms.Logged("msg", "key refused", "reason", reason) {
-				t.Error("not logged")
-			}
-			if !membertest.HasLine(s.audit.Bytes(), "event", "key refused", "reason", reason, "machine", s.cp1.ID().String()) {
-				t.Error("no audit record")
-			}
+			refusaltest.Refused(t, s.witnesses(), tt.reason, s.keyRefused(), func() error {
+				_, err := client.DeriveDiskKey(with(t.Context(), tt.token), &kmsv1.DeriveDiskKeyRequest{DiskId: id})
+				return err
+			})
 			// Repaired, and without a restart.
 			s.mount(t, s.Root[:], s.Salt[:])
 			resp, err := client.DeriveDiskKey(with(t.Context(), good), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
@@ -296,12 +299,16 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		"a machine no root vouches for":     {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := s.dial(t, tt.attester).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
-			if got := rpc.ReasonFrom(err); got != tt.reason {
-				t.Errorf("%v, want %s", err, attest.ReasonName(tt.reason))
-			}
+			client := s.dial(t, tt.attester)
+			refusaltest.Refused(t, s.witnesses(), tt.reason, refusaltest.Connection(), func() error {
+				_, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+				return err
+			})
 		})
 	}
+	t.Run("a plain client", func(t *testing.T) {
+		refusaltest.EveryProcedure(t, s.witnesses(), refusaltest.Plain(t), "https://"+s.kms.Addr, attestv1.Reason_REASON_SESSION_REQUIRED, kmsv1connect.KeyServiceName)
+	})
 	t.Run("only the offending input was wrong", func(t *testing.T) {
 		if _, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk}); err != nil {
 			t.Error(err)
@@ -328,6 +335,10 @@ func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
 	})
+	refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_BANNED, s.keyRefused(), func() error {
+		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return err
+	})
 	ban(false)
 	membertest.Eventually(t, func() error {
 		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
@@ -344,9 +355,13 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 		return membertest.Want(s.kms.Ready(t) != nil, "still ready")
 	})
 	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
-	_, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
-	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NOT_READY || rpc.RetryAfterFrom(err) == 0 {
-		t.Errorf("%v, want NOT_READY with a hint when to try again", err)
+	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+	err := refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
+		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return err
+	})
+	if rpc.RetryAfterFrom(err) == 0 {
+		t.Errorf("%v does not say when to try again", err)
 	}
 	if s.kms.Metric(t, "muster_policy_generation") != 0 {
 		t.Error("the metric says that a policy is in force")

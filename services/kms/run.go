@@ -41,7 +41,7 @@ func Run(ctx context.Context, o Options) error {
 	if o.Audit == nil {
 		o.Audit = audit.NewStream(os.Stdout)
 	}
-	m, err := member.New(member.Config{Attester: o.Attester, Owner: o.Owner, API: o.API, Log: o.Log})
+	m, err := member.New(member.Config{Service: "kms", Attester: o.Attester, Owner: o.Owner, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}
@@ -69,9 +69,10 @@ func Run(ctx context.Context, o Options) error {
 		ATLS: atls.ServerConfig{
 			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
 			Generation: m.Policy.Generation, RefuseUnattested: true,
+			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.Strangers.Connection(s, "") },
 		},
 		Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(svc), kmsv1connect.NewKeyServiceHandler)},
-		Health:   m.Health, Metrics: m.RPC, Log: o.Log,
+		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log,
 	})
 	if err != nil {
 		return err

@@ -22,6 +22,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -218,14 +219,14 @@ func (s *Service) conclude(ctx context.Context, c call, err error) error {
 	if err != nil {
 		record.Event, record.Detail = "key refused", err.Error()
 	}
-	record.Reason = attest.ReasonName(attest.ReasonOf(err))
+	record.Reason = attest.ReasonName(rpc.ReasonOf(err))
 	if werr := s.cfg.Audit.Write(record); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record cannot be written", "err", werr)
 		if err == nil {
 			err = attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", werr)
 		}
 	}
-	reason := attest.ReasonName(attest.ReasonOf(err))
+	reason := attest.ReasonName(rpc.ReasonOf(err))
 	s.calls.WithLabelValues(c.purpose, reason).Inc()
 	if err != nil {
 		s.cfg.Log.WarnContext(ctx, "key refused", "purpose", c.purpose, "machine", c.machine, "node", c.node, "reason", reason, "err", err)

@@ -2,6 +2,7 @@ package atls
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
 	"net"
@@ -36,21 +37,13 @@ type party struct {
 	large chan struct{}
 }
 
-// channel is what the exchange needs of a TLS connection.
-type channel interface {
-	io.ReadWriter
-	CloseWrite() error
-	SetReadDeadline(t time.Time) error
-	SetWriteDeadline(t time.Time) error
-}
-
 // exchange is one run of the protocol between the handshake and HTTP/2.
 //
 // One goroutine reads and decides, another writes: two sides that first write a megabyte
 // each would otherwise stop each other.
 type exchange struct {
 	party
-	conn     channel
+	conn     *tls.Conn
 	ekm      [32]byte
 	deadline time.Time
 
@@ -112,7 +105,7 @@ func kindOf(f *attestv1.Frame) kind {
 // run exchanges until both verdicts are there. It gives the peer, nil if that was not
 // judged. After a refusal of ours the peer was told the reason; the connection is then of
 // no more use, as after any error.
-func (p party) run(ctx context.Context, conn channel, ekm [32]byte) (*attest.Peer, Times, error) {
+func (p party) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.Peer, Times, error) {
 	start := time.Now()
 	x := &exchange{
 		party:    p,

@@ -5,6 +5,7 @@
 // on another purpose's key. Derivation is HKDF with SHA-256 (RFC 5869):
 //
 //	disk key            = HKDF(root, salt, "muster/v1/disk/" || disk ID)
+//	etcd encryption key = HKDF(root, salt, "muster/v1/etcd-encryption")
 //	measurement secret  = HKDF(root, salt, "muster/v1/measurement-secret")
 //	cluster ID          = HKDF(measurement secret, measurement salt, "muster/v1/cluster-id")
 //
@@ -22,11 +23,12 @@ import (
 	"fmt"
 )
 
-// Size is the length in bytes of a root secret, a salt, a disk key and a cluster ID.
+// Size is the length in bytes of a root secret, a salt, each key and a cluster ID.
 const Size = 32
 
 const (
 	infoDisk        = "muster/v1/disk/"
+	infoEtcd        = "muster/v1/etcd-encryption"
 	infoMeasurement = "muster/v1/measurement-secret"
 	infoClusterID   = "muster/v1/cluster-id"
 )
@@ -98,6 +100,12 @@ func (r *Root) Disk(id DiskID) (Disk, error) {
 	return Disk{key: derive(r.key, r.salt.reveal(), infoDisk+id.s)}, nil
 }
 
+// EtcdEncryption derives the key with which the API servers encrypt what they keep in etcd. Every
+// control plane has it, and whoever has the root secret can derive it again.
+func (r *Root) EtcdEncryption() EtcdEncryption {
+	return EtcdEncryption{key: derive(r.key, r.salt.reveal(), infoEtcd)}
+}
+
 // ClusterID derives the cluster's ID. The measurement secret on the way stays inside.
 func (r *Root) ClusterID(measurementSalt [Size]byte) ClusterID {
 	m := derive(r.key, r.salt.reveal(), infoMeasurement)
@@ -122,6 +130,16 @@ func ParseDisk(key []byte) (Disk, error) {
 // Expose gives a copy of the key, for the one place that sends or uses it. It is nil for
 // the zero Disk.
 func (d Disk) Expose() []byte { return d.key.reveal() }
+
+// EtcdEncryption is the first key of encryption at rest, 32 bytes: an operator may add others.
+type EtcdEncryption struct {
+	_   [0]func() // not comparable: == is not constant time
+	key secret
+}
+
+// Expose gives a copy of the key, for the one place that writes it down. It is nil for the zero
+// EtcdEncryption.
+func (e EtcdEncryption) Expose() []byte { return e.key.reveal() }
 
 // derive cannot fail: RFC 5869 limits the length to 255 hashes, and the key is 32 bytes long.
 func derive(key secret, salt []byte, info string) secret {

@@ -26,7 +26,7 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var vectors []struct{ Root, Salt, DiskID, DiskKey, MeasurementSalt, ClusterID string }
+	var vectors []struct{ Root, Salt, DiskID, DiskKey, EtcdEncryptionKey, MeasurementSalt, ClusterID string }
 	if err := json.Unmarshal(raw, &vectors); err != nil {
 		t.Fatal(err)
 	}
@@ -48,6 +48,9 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 		}
 		if got := hex.EncodeToString(disk.Expose()); got != v.DiskKey {
 			t.Errorf("disk %s: %s, want %s", id, got, v.DiskKey)
+		}
+		if got := hex.EncodeToString(root.EtcdEncryption().Expose()); got != v.EtcdEncryptionKey {
+			t.Errorf("etcd encryption key %s, want %s", got, v.EtcdEncryptionKey)
 		}
 		if got := root.ClusterID([32]byte(unhex(t, v.MeasurementSalt))).String(); got != v.ClusterID {
 			t.Errorf("cluster ID %s, want %s", got, v.ClusterID)
@@ -121,8 +124,8 @@ func TestWrongLengthsAreRefused(t *testing.T) {
 	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}); !errors.Is(err, keys.ErrDiskID) {
 		t.Errorf("a key for no disk: %v", err)
 	}
-	if (keys.Disk{}).Expose() != nil {
-		t.Error("the zero Disk has a key")
+	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil {
+		t.Error("a zero value has a key")
 	}
 }
 
@@ -146,6 +149,9 @@ func TestSecretsNeverPrint(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	// No method makes one of chosen bytes: what is derived is looked for below.
+	etcd := root.EtcdEncryption()
+	derived := etcd.Expose()
 	type exported struct {
 		Root *keys.Root
 		Disk keys.Disk
@@ -157,6 +163,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 	}
 	values := map[string]any{
 		"root": root, "root value": reflect.ValueOf(root).Elem().Interface(), "disk": disk, "pointer to a disk": &disk,
+		"etcd key": etcd, "etcd key inside": struct{ key keys.EtcdEncryption }{etcd},
 		"struct": exported{root, disk}, "pointer to a struct": &exported{root, disk},
 		"unexported fields": unexported{root, disk, map[string][]any{"x": {disk, root}}},
 		"slice":             []keys.Disk{disk}, "error": fmt.Errorf("wrapped: %v", disk),
@@ -178,6 +185,8 @@ func TestSecretsNeverPrint(t *testing.T) {
 		_ = gob.NewEncoder(&out).Encode(v)
 		for kind, leak := range map[string]string{
 			"raw": "\xde\xad\xbe\xef", "hexadecimal": "deadbeef", "decimal": "222 173 190", "with commas": "0xde, 0xad", "base64": "3q2+7",
+			"derived, raw": string(derived[:4]), "derived, hexadecimal": hex.EncodeToString(derived[:4]),
+			"derived, decimal": fmt.Sprintf("%d %d %d", derived[0], derived[1], derived[2]),
 		} {
 			if strings.Contains(strings.ToLower(out.String()), strings.ToLower(leak)) {
 				t.Errorf("%s leaks as %s: %q", name, kind, out.String())
@@ -188,6 +197,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 		"root JSON": func() ([]byte, error) { return json.Marshal(root) }, "disk JSON": func() ([]byte, error) { return json.Marshal(disk) },
 		"root text": root.MarshalText, "disk text": disk.MarshalText,
 		"root binary": root.MarshalBinary, "disk binary": disk.MarshalBinary,
+		"etcd key JSON": func() ([]byte, error) { return json.Marshal(etcd) }, "etcd key text": etcd.MarshalText, "etcd key binary": etcd.MarshalBinary,
 	} {
 		if b, err := marshal(); err == nil {
 			t.Errorf("%s was marshalled: %q", name, b)
@@ -196,7 +206,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 }
 
 func TestSecretsAreNotComparable(t *testing.T) {
-	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk]()} {
+	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk](), reflect.TypeFor[keys.EtcdEncryption]()} {
 		if typ.Comparable() {
 			t.Errorf("%s is comparable with ==", typ)
 		}

@@ -65,3 +65,25 @@ func (d Disk) MarshalBinary() ([]byte, error) { return nil, errHidden }
 
 // GobEncode refuses.
 func (d Disk) GobEncode() ([]byte, error) { return nil, errHidden }
+
+// Format implements [fmt.Formatter]: all verbs print the type's name only.
+func (e EtcdEncryption) Format(w fmt.State, _ rune) {
+	_, _ = io.WriteString(w, "keys.EtcdEncryption"+hidden)
+}
+
+// LogValue implements [slog.LogValuer].
+func (e EtcdEncryption) LogValue() slog.Value {
+	return slog.StringValue("keys.EtcdEncryption" + hidden)
+}
+
+// MarshalJSON refuses.
+func (e EtcdEncryption) MarshalJSON() ([]byte, error) { return nil, errHidden }
+
+// MarshalText refuses.
+func (e EtcdEncryption) MarshalText() ([]byte, error) { return nil, errHidden }
+
+// MarshalBinary refuses.
+func (e EtcdEncryption) MarshalBinary() ([]byte, error) { return nil, errHidden }
+
+// GobEncode refuses.
+func (e EtcdEncryption) GobEncode() ([]byte, error) { return nil, errHidden }

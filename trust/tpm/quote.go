@@ -217,12 +217,14 @@ func (t *TPM) ActivateCredential(ctx context.Context, blob, encryptedSecret []by
 			gotpm.Salted(ek.handle, ek.public),
 			gotpm.AESEncryption(128, gotpm.EncryptOut),
 		}
-		var auth gotpm.Session
+		// By policy in the high range too, although its auth value is empty: whoever uses that is under
+		// the dictionary attack protection, and a TPM whose power is cut a few times after it refuses
+		// for minutes or hours (TPM_RC_LOCKOUT).
+		satisfy := endorsementSecret
 		if known.high {
-			auth = gotpm.HMAC(gotpm.TPMAlgSHA256, 16, append(private, gotpm.Auth(nil))...)
-		} else {
-			auth = gotpm.Policy(ek.public.NameAlg, 16, endorsementSecret, private...)
+			satisfy = endorsementBranch(ek.public.NameAlg)
 		}
+		auth := gotpm.Policy(ek.public.NameAlg, 16, satisfy, private...)
 		rsp, err := withRoom(c, func(dev transport.TPM, s ...gotpm.Session) (*gotpm.ActivateCredentialResponse, error) {
 			return gotpm.ActivateCredential{
 				ActivateHandle: gotpm.AuthHandle{Handle: ak.handle, Name: ak.name, Auth: gotpm.PasswordAuth(nil)},
@@ -248,4 +250,22 @@ func endorsementSecret(dev transport.TPM, session gotpm.TPMISHPolicy, nonce gotp
 		NonceTPM:      nonce,
 	}.Execute(dev)
 	return err
+}
+
+// endorsementBranch satisfies PolicyB of the EK templates of the high range by its first branch, PolicyA.
+func endorsementBranch(alg gotpm.TPMIAlgHash) gotpm.PolicyCallback {
+	a, c := policyA, policyCSHA256
+	if alg == gotpm.TPMAlgSHA384 {
+		a, c = policyASHA384, policyCSHA384
+	}
+	return func(dev transport.TPM, session gotpm.TPMISHPolicy, nonce gotpm.TPM2BNonce) error {
+		if err := endorsementSecret(dev, session, nonce); err != nil {
+			return err
+		}
+		_, err := gotpm.PolicyOr{
+			PolicySession: session,
+			PHashList:     gotpm.TPMLDigest{Digests: []gotpm.TPM2BDigest{{Buffer: unhex(a)}, {Buffer: unhex(c)}}},
+		}.Execute(dev)
+		return err
+	}
 }

@@ -127,7 +127,7 @@ func (k ekKind) symmetric() gotpm.TPMTSymDefObject {
 }
 
 // template returns the kind's template of the high range (its use authorised by an empty
-// auth value) or the low range (by PolicySecret of the endorsement hierarchy).
+// auth value or PolicyB) or the low range (by PolicyA).
 func (k ekKind) template(high bool, unique gotpm.TPMUPublicID) gotpm.TPMTPublic {
 	public := gotpm.TPMTPublic{
 		Type:    gotpm.TPMAlgECC,
@@ -206,8 +206,12 @@ func uniqueOf(key crypto.PublicKey) (gotpm.TPMUPublicID, error) {
 // authPolicy values of the profile's templates (B.6), in hexadecimal digits.
 const (
 	// policyA is PolicySecret(TPM_RH_ENDORSEMENT), SHA-256.
-	policyA = "837197674484b3f81a90cc8d46a5d724fd52d76e06520b64f2a1da1b331469aa"
-	// policyB is PolicyOR(PolicyA, PolicyAuthorizeNV(the owner's Policy Index)).
+	policyA       = "837197674484b3f81a90cc8d46a5d724fd52d76e06520b64f2a1da1b331469aa"
+	policyASHA384 = "8bbf2266537c171cb56e403c4dc1d4b64f432611dc386e6f532050c3278c930e143e8bb1133824ccb431053871c6db53"
+	// policyC is PolicyAuthorizeNV(the owner's Policy Index).
+	policyCSHA256 = "3767e2edd43ff45a3a7e1eaefcef78643dca964632e7aad82c673a30d8633fde"
+	policyCSHA384 = "d6032ce61f2fb3c240eb3cf6a33237ef2b6a16f4293c22b455e261cffd217ad5b4947c2d73e63005eed2dc2b3593d165"
+	// policyB is PolicyOR(PolicyA, PolicyC).
 	policyBSHA256 = "ca3d0a99a2b93906f7a3342414efcfb3a385d44cd1fd459089d19b5071c0b7a0"
 	policyBSHA384 = "b26e7d28d11a50bc53d882bcf5fd3a1a074148bb35d3b4e4cb1c0ad9bde419cacb47ba09699646150f9fc000f3f80e12"
 )

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"crypto"
+	"crypto/rand"
 	"crypto/sha256"
+	"crypto/x509"
 	"errors"
 	"net"
 	"os"
@@ -98,6 +100,28 @@ func TestAResetTPMIsTheSameMachine(t *testing.T) {
 	}
 	if !bytes.Equal(before.AKPublic, after.AKPublic) || !bytes.Equal(ek.Public, again.Public) {
 		t.Error("after a reset the keys are others")
+	}
+}
+
+// A power cut after a use of the endorsement key's auth value counts as guessing (Part 1, dictionary
+// attack protection), so that value is not used.
+func TestATPMWhosePowerIsCutOftenStillProvesItsKeys(t *testing.T) {
+	e := tpmtest.SWTPM(t)
+	for i := range 8 {
+		dev := e.Open()
+		ek := must(dev.EndorsementKey(t.Context()))(t)
+		certified := must(x509.ParseCertificate(ek.Certificates[0]))(t)
+		key := must(tpm.EncapsulationKey(certified.PublicKey))(t)
+		public := must(gotpm.Unmarshal[gotpm.TPMTPublic](must(dev.AttestationKey(t.Context()))(t)))(t)
+		name := must(gotpm.ObjectName(public))(t)
+		blob, secret, err := gotpm.CreateCredential(rand.Reader, key, name.Buffer, []byte("secret"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := dev.ActivateCredential(t.Context(), blob, secret); err != nil || string(got) != "secret" {
+			t.Fatalf("after %d power cuts: %q, %v", i, got, err)
+		}
+		e.Restart()
 	}
 }
 
@@ -340,5 +364,16 @@ func BenchmarkQuote(b *testing.B) {
 		if _, err := dev.Quote(b.Context(), [32]byte{1}, tpm.SHA256); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// must unwraps a result in a test: must(f())(t).
+func must[V any](v V, err error) func(testing.TB) V {
+	return func(t testing.TB) V {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
 	}
 }

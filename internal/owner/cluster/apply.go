@@ -123,12 +123,16 @@ func (c *Client) EnsureNamespace(ctx context.Context) error {
 	}))
 }
 
-// EnsureEnrolled lists a node as one that may write (see the admission policy
-// muster-enrolled-nodes). Nodes that others listed stay.
-func (c *Client) EnsureEnrolled(ctx context.Context, node, machineID string) error {
+// EnsureEnrolled lists nodes as ones that may write, by name with their machine's ID (see the admission policy
+// muster-enrolled-nodes). Nodes that others listed stay; those that an earlier call listed, and this one doesn't, go.
+func (c *Client) EnsureEnrolled(ctx context.Context, machines map[string]string) error {
+	data := map[string]any{}
+	for node, machine := range machines {
+		data[node] = machine
+	}
 	return c.apply(ctx, object("v1", "ConfigMap", Namespace, enrolledConfigMap, map[string]any{
 		"metadata": map[string]any{"labels": map[string]any{"app.kubernetes.io/part-of": "muster"}},
-		"data":     map[string]any{node: machineID},
+		"data":     data,
 	}))
 }
 

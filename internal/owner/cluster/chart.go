@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"sync"
 	"time"
 
 	"helm.sh/helm/v4/pkg/action"
@@ -29,6 +31,9 @@ import (
 // chartTimeout bounds helm's requests for one install; readiness is waited for by [Client.ServicesReady].
 const chartTimeout = 5 * time.Minute
 
+// maxHistory is how many revisions helm keeps.
+const maxHistory = 10
+
 // Values are what the chart is installed with. None is secret (K3).
 type Values struct {
 	// OwnerPublicKey is the Ed25519 public key in base64.
@@ -37,6 +42,23 @@ type Values struct {
 	JoinserviceImage, KMSImage string
 	// More is merged under the above; may be nil.
 	More map[string]any
+}
+
+// With gives v with one more of the chart's values, section.name.
+func (v Values) With(section, name string, value any) Values {
+	more := maps.Clone(v.More)
+	if more == nil {
+		more = map[string]any{}
+	}
+	have, _ := more[section].(map[string]any)
+	set := maps.Clone(have)
+	if set == nil {
+		set = map[string]any{}
+	}
+	set[name] = value
+	more[section] = set
+	v.More = more
+	return v
 }
 
 func (v Values) tree() map[string]any {
@@ -69,9 +91,9 @@ func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (
 	if err != nil {
 		return nil, err
 	}
-	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))
-	if err := cfg.Init(&getter{c}, Namespace, "secret"); err != nil {
-		return nil, fmt.Errorf("helm: %w", err)
+	cfg, err := c.helm(log)
+	if err != nil {
+		return nil, err
 	}
 	last, err := lastRelease(cfg)
 	if err != nil {
@@ -92,7 +114,7 @@ func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (
 		upgrade.Namespace = Namespace
 		upgrade.ServerSideApply, upgrade.ForceConflicts = "true", true
 		upgrade.WaitStrategy, upgrade.Timeout = kube.HookOnlyStrategy, chartTimeout
-		upgrade.MaxHistory = 10
+		upgrade.MaxHistory = maxHistory
 		out, err = upgrade.RunWithContext(ctx, release, chart, v.tree())
 	}
 	if err != nil {
@@ -136,24 +158,49 @@ func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
 
 // Release gives the newest revision of the release; nil if there is none.
 func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
-	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))
-	if err := cfg.Init(&getter{c}, Namespace, "secret"); err != nil {
-		return nil, fmt.Errorf("helm: %w", err)
+	cfg, err := c.helm(log)
+	if err != nil {
+		return nil, err
 	}
 	return lastRelease(cfg)
 }
 
-// getter gives helm its clients from a kubeconfig in memory.
-type getter struct{ c *Client }
+// asHelm gives what we apply through helm to helm's own field manager. By default it is the program's
+// name, and plain helm would then find every field in somebody else's hands.
+var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })
+
+// helm gives helm's configuration as plain helm has it: the history is in Secrets of the namespace.
+func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
+	asHelm()
+	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))
+	if err := cfg.Init(&getter{c: c}, Namespace, "secret"); err != nil {
+		return nil, fmt.Errorf("helm: %w", err)
+	}
+	return cfg, nil
+}
+
+// getter gives helm its clients from a kubeconfig in memory. What the API server serves is asked for
+// once: helm wants it anew for every object.
+type getter struct {
+	c *Client
+
+	mu   sync.Mutex
+	seen discovery.CachedDiscoveryInterface
+}
 
 func (g *getter) ToRESTConfig() (*rest.Config, error) { return rest.CopyConfig(g.c.rest), nil }
 
 func (g *getter) ToDiscoveryClient() (discovery.CachedDiscoveryInterface, error) {
-	d, err := discovery.NewDiscoveryClientForConfig(g.c.rest)
-	if err != nil {
-		return nil, err
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.seen == nil {
+		d, err := discovery.NewDiscoveryClientForConfig(g.c.rest)
+		if err != nil {
+			return nil, err
+		}
+		g.seen = memory.NewMemCacheClient(d)
 	}
-	return memory.NewMemCacheClient(d), nil
+	return g.seen, nil
 }
 
 func (g *getter) ToRESTMapper() (meta.RESTMapper, error) {

@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
+	"strings"
 	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -82,7 +84,7 @@ func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
 func (c *Client) Server() string { return c.rest.Host }
 
 // pollEvery is the pause between looks at something that will change soon.
-const pollEvery = 500 * time.Millisecond
+const pollEvery = 100 * time.Millisecond
 
 // until calls try until it is done, fails for good, or ctx ends. Errors that pass are tried
 // again; the last one is in the error when time is up.
@@ -95,6 +97,7 @@ func until(ctx context.Context, try func(context.Context) (done bool, err error)
 		switch {
 		case err == nil && done:
 			return nil
+		case err != nil && ctx.Err() != nil: // says no more than that time is up
 		case err != nil && !passes(err):
 			return err
 		case err != nil:
@@ -147,7 +150,40 @@ func (c *Client) Reachable(ctx context.Context) error {
 	})
 }
 
-// absent says that an object, or its kind, is not in the cluster.
-func absent(err error) bool {
+// Absent says that an object, or its kind, is not in the cluster.
+func Absent(err error) bool {
 	return err != nil && (apierrors.IsNotFound(err) || meta.IsNoMatchError(err))
+}
+
+// Reader reads any object, past all caches.
+func (c *Client) Reader() client.Reader { return c.client }
+
+// Ready asks the API server once whether it is, and gives what its clock shows, to the second.
+func (c *Client) Ready(ctx context.Context) (time.Time, error) {
+	hc, err := rest.HTTPClientFor(c.rest)
+	if err != nil {
+		return time.Time{}, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(c.rest.Host, "/")+"/readyz", http.NoBody)
+	if err != nil {
+		return time.Time{}, err
+	}
+	resp, err := hc.Do(req)
+	if err != nil {
+		return time.Time{}, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode != http.StatusOK {
+		return time.Time{}, fmt.Errorf("/readyz answers %s", resp.Status)
+	}
+	return http.ParseTime(resp.Header.Get("Date"))
+}
+
+// PodMetrics reads a pod's metrics through the API server, as text (Prometheus exposition format).
+func (c *Client) PodMetrics(ctx context.Context, pod string) ([]byte, error) {
+	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
+	if err != nil {
+		return nil, err
+	}
+	return d.RESTClient().Get().AbsPath("/api/v1/namespaces/" + Namespace + "/pods/" + pod + ":9464/proxy/metrics").Do(ctx).Raw()
 }

@@ -8,12 +8,14 @@ import (
 	"slices"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -70,6 +72,48 @@ func (c *Client) Free(ctx context.Context, name, machineID string) error {
 		}
 		return nil
 	})
+}
+
+// Unattested gives the nodes that may go on writing although nobody judged their machines: those that are listed as such
+// and, with present, all Nodes there are now that are not enrolled.
+func (c *Client) Unattested(ctx context.Context, present bool) ([]string, error) {
+	var out []string
+	err := once(ctx, func(ctx context.Context) error {
+		out = nil
+		var list corev1.ConfigMap
+		err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: enrolledConfigMap}, &list)
+		if err != nil && !apierrors.IsNotFound(err) {
+			return err
+		}
+		for name, machine := range list.Data {
+			if machine == enrolled.Unattested {
+				out = append(out, name)
+			}
+		}
+		if !present {
+			return nil
+		}
+		var attested v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &attested); err != nil {
+			return err
+		}
+		known := slices.Clone(out)
+		for _, n := range attested.Items {
+			known = append(known, n.Name)
+		}
+		var nodes corev1.NodeList
+		if err := c.client.List(ctx, &nodes); err != nil {
+			return err
+		}
+		for _, n := range nodes.Items {
+			if !slices.Contains(known, n.Name) {
+				out = append(out, n.Name)
+			}
+		}
+		return nil
+	})
+	slices.Sort(out)
+	return out, err
 }
 
 // Verdict is what the owner saw of a machine.

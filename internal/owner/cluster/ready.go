@@ -17,6 +17,7 @@ var Services = []string{"muster-joinservice", "muster-kms"}
 // ServicesReady waits until Muster's pods are ready on every control plane, and says
 // meanwhile what keeps them.
 func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
+	var last string
 	err := until(ctx, func(ctx context.Context) (bool, error) {
 		waiting := make([]string, 0, len(Services))
 		for _, name := range Services {
@@ -29,14 +30,31 @@ func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
 			}
 		}
 		if len(waiting) > 0 {
-			say(strings.Join(waiting, "; "))
+			last = strings.Join(waiting, "; ")
+			say(last)
 		}
 		return len(waiting) == 0, nil
 	})
+	if err != nil && last != "" {
+		return fmt.Errorf("services of Muster: %s: %w", last, err)
+	}
 	if err != nil {
 		return fmt.Errorf("services of Muster: %w", err)
 	}
 	return nil
+}
+
+// Service gives what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
+func (c *Client) Service(ctx context.Context, name string) (waits string, images []string, err error) {
+	var ds appsv1.DaemonSet
+	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
+		return "", nil, err
+	}
+	for _, container := range ds.Spec.Template.Spec.Containers {
+		images = append(images, container.Image)
+	}
+	waits, err = c.serviceWaits(ctx, name)
+	return waits, images, err
 }
 
 // serviceWaits says what a DaemonSet waits for; empty if it is ready.
@@ -56,6 +74,9 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 		return "", nil
 	}
 	text := fmt.Sprintf("%s %d/%d ready", name, s.NumberReady, s.DesiredNumberScheduled)
+	if s.UpdatedNumberScheduled < s.DesiredNumberScheduled {
+		text += fmt.Sprintf(", %d/%d of them new", s.UpdatedNumberScheduled, s.DesiredNumberScheduled)
+	}
 	var pods corev1.PodList
 	if err := c.client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels(ds.Spec.Selector.MatchLabels)); err != nil {
 		return "", err

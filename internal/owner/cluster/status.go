@@ -25,6 +25,52 @@ type Status struct {
 	Services map[string]string `json:"services"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
+	// Pods are those of Services, one of each on each control plane.
+	Pods []PodStatus `json:"pods,omitempty"`
+	// Waiting are machines that knocked in the last hour and were refused, oldest first.
+	Waiting []Waiting `json:"waiting,omitempty"`
+	// Requests are certificate requests that nobody has decided on.
+	Requests []Request `json:"pendingRequests,omitempty"`
+	// Certificates are those that no machine renews by itself.
+	Certificates []Certificate `json:"certificates"`
+	// Attention lists what somebody should look at, worst first; see [Status.attention].
+	Attention []Attention `json:"attention"`
+}
+
+// PodStatus is one pod of Muster's.
+type PodStatus struct {
+	Name  string `json:"name"`
+	Node  string `json:"node"`
+	Ready bool   `json:"ready"`
+	// Problem is what it waits for.
+	Problem  string `json:"problem,omitempty"`
+	Restarts int32  `json:"restarts"`
+}
+
+// Waiting is a machine that was refused, and why.
+type Waiting struct {
+	Machine string    `json:"machine"`
+	Node    string    `json:"node,omitempty"`
+	Role    string    `json:"role,omitempty"`
+	Reason  string    `json:"reason"`
+	Remedy  string    `json:"remedy,omitempty"`
+	Address string    `json:"address,omitempty"`
+	Since   time.Time `json:"since"`
+	Last    time.Time `json:"last"`
+}
+
+// Request is an undecided CertificateSigningRequest of one of the two node signers.
+type Request struct {
+	Name   string    `json:"name"`
+	Signer string    `json:"signer"`
+	By     string    `json:"by"`
+	Since  time.Time `json:"since"`
+}
+
+// Certificate is one that has an end.
+type Certificate struct {
+	Name    string    `json:"name"`
+	Expires time.Time `json:"expires"`
 }
 
 // NodeStatus is a Node with its enrolment.
@@ -45,6 +91,10 @@ type NodeStatus struct {
 	Serial     int64      `json:"policySerial,omitempty"`
 	Generation int64      `json:"policyGeneration,omitempty"`
 	Kubelet    string     `json:"kubelet,omitempty"`
+	// ClientExpires and ServingExpires are when the kubelet's certificates end, as far as the cluster
+	// has seen them made.
+	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
+	ServingExpires *time.Time `json:"servingExpires,omitempty"`
 }
 
 // PolicyStatus is the policy as the services see it.
@@ -78,12 +128,12 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 			Accepted: p.Status.Accepted && p.Status.ObservedGeneration == p.Generation, Serial: p.Status.Serial, Generation: p.Status.Generation,
 			Newest: p.Generation, Reason: p.Status.Reason, Message: p.Status.Message, Insecure: p.Status.Insecure,
 		}
-	} else if !absent(err) {
+	} else if !Absent(err) {
 		return nil, err
 	}
 	for _, name := range Services {
 		text, err := c.serviceWaits(ctx, name)
-		if absent(err) {
+		if Absent(err) {
 			text = "not installed"
 		} else if err != nil {
 			return nil, err
@@ -97,6 +147,13 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 	if r != nil {
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
+	now := time.Now()
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates} {
+		if err := part(ctx, s, now); err != nil {
+			return nil, err
+		}
+	}
+	s.Attention = s.attention(now)
 	return s, nil
 }
 
@@ -120,7 +177,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		}
 	}
 	var enrolled v1alpha1.AttestedNodeList
-	if err := c.client.List(ctx, &enrolled); err != nil && !absent(err) {
+	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {
 		return nil, err
 	}
 	for _, n := range enrolled.Items {
@@ -128,6 +185,9 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
 		s.DiskMode, s.Banned = string(n.Spec.DiskMode), n.Spec.Banned
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
+		if c := n.Status.Certificates; c != nil {
+			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)
+		}
 		if v := n.Status.LastVerdict; v != nil {
 			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time
 		}

@@ -39,13 +39,16 @@ type Cluster struct {
 	// ControlPlaneEndpoint is HOST:PORT of the API server.
 	ControlPlaneEndpoint string `json:"controlPlaneEndpoint"`
 	// PodCIDRs, ServiceCIDRs and APIServerSANs are as in InitRequest.
-	PodCIDRs      []string `json:"podCIDRs"`
-	ServiceCIDRs  []string `json:"serviceCIDRs"`
+	PodCIDRs      []string `json:"podCIDRs,omitempty"`
+	ServiceCIDRs  []string `json:"serviceCIDRs,omitempty"`
 	APIServerSANs []string `json:"apiServerSANs,omitempty"`
 	// Components are what nodes install.
 	Components []versions.Component `json:"components,omitempty"`
 	// OwnerID is SHA-256 of the owner's public key.
 	OwnerID string `json:"ownerID"`
+
+	// Adopted says that the cluster was there before Muster, which muster install put into it.
+	Adopted bool `json:"adopted,omitempty"`
 
 	// Stage and what follows are set as init goes on.
 	Stage Stage `json:"stage"`
@@ -108,6 +111,7 @@ func (c Cluster) differences(other Cluster) []string {
 		flag string
 		a, b any
 	}{
+		{"the command", c.Adopted, other.Adopted},
 		{"--name", c.Name, other.Name},
 		{"--endpoint", c.Endpoint, other.Endpoint},
 		{"--kubernetes", c.KubernetesVersion, other.KubernetesVersion},

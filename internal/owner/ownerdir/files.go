@@ -113,7 +113,7 @@ func NewKeyFile(path string) (ed25519.PublicKey, error) {
 	if err != nil {
 		return nil, err
 	}
-	return public, newFile(path, text)
+	return public, NewFile(path, text)
 }
 
 // NewInitSecretFile makes an init secret in a new file and gives it, for its hash to be put
@@ -121,11 +121,12 @@ func NewKeyFile(path string) (ed25519.PublicKey, error) {
 func NewInitSecretFile(path string) ([32]byte, error) {
 	var s [32]byte
 	_, _ = rand.Read(s[:])
-	return s, newFile(path, hexLine(s[:]))
+	return s, NewFile(path, hexLine(s[:]))
 }
 
-// newFile never replaces a file: what is there may be the only copy of a key.
-func newFile(path string, content []byte) error {
+// NewFile writes a file that its owner alone can read. It never replaces one: what is there may be the
+// only copy of a key.
+func NewFile(path string, content []byte) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err

@@ -1,4 +1,4 @@
-// Package ownerdir keeps what the owner of a cluster must not lose, in one folder:
+// Package ownerdir keeps in one folder what the owner of a cluster must not lose. These are its files:
 //
 //	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
 //	root-secret       root of all keys of the cluster
@@ -9,6 +9,7 @@
 //	policy.yaml       the policy, for the owner to edit
 //	cluster.json      what was asked for, and how far init got
 //	admin.conf        administrator's kubeconfig, once there is a cluster
+//	backups/          what upgrades saved of the cluster before they changed it
 //
 // The folder is 0700 and its files are 0600. Everything is on the disk before anything is
 // sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.

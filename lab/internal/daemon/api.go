@@ -136,6 +136,11 @@ func (c *Client) RebootNode(ctx context.Context, name string) (m Machine, err er
 	return m, c.call(ctx, http.MethodPost, "/machines/"+name+"/reboot", nil, &m)
 }
 
+// KillNode cuts a machine's power. Its disk stays, and the load balancer goes on asking for it.
+func (c *Client) KillNode(ctx context.Context, name string) error {
+	return c.call(ctx, http.MethodPost, "/machines/"+name+"/kill", nil, nil)
+}
+
 // Push puts the images of an OCI layout into the registry.
 func (c *Client) Push(ctx context.Context, layout string) error {
 	return c.call(ctx, http.MethodPost, "/push", layout, nil)

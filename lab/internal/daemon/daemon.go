@@ -104,7 +104,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	if err != nil {
 		return err
 	}
-	f := lan.Forwarder{Backends: d.controlPlanes, Log: log}
+	f := lan.Forwarder{Backends: d.controlPlanes, Healthy: lan.APIServerReady, Log: log}
 	part("forwarder", func() error { return f.Serve(ctx, l) })
 	log.Info("lab is up", "dir", dir)
 	<-ctx.Done()
@@ -213,6 +213,9 @@ func (d *Daemon) handler(life context.Context) http.Handler {
 	})
 	handle("POST /machines/{name}/reboot", func(ctx context.Context, r *http.Request) (any, error) {
 		return d.reboot(ctx, r.PathValue("name"))
+	})
+	handle("POST /machines/{name}/kill", func(ctx context.Context, r *http.Request) (any, error) {
+		return nil, d.kill(ctx, r.PathValue("name"))
 	})
 	handle("POST /push", func(ctx context.Context, r *http.Request) (any, error) {
 		var layout string

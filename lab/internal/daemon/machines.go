@@ -26,6 +26,7 @@ type running struct {
 	tpm     *child // nil for a bare machine
 	cgroup  string
 	cgroups host.Cgroups
+	off     bool // its power was cut: there is nothing to end
 }
 
 // add makes a machine and boots it.
@@ -212,6 +213,22 @@ func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
 	return again.Machine, nil
 }
 
+// kill takes the power away: without notice, and until a reboot for good. The machine stays known.
+func (d *Daemon) kill(ctx context.Context, name string) error {
+	m, err := d.take(name)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTimeout)
+	defer cancel()
+	err = m.end(ctx)
+	m.off = err == nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.machines[name] = m
+	return err
+}
+
 func (d *Daemon) take(name string) (*running, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -225,6 +242,9 @@ func (d *Daemon) take(name string) (*running, error) {
 
 // end kills a machine with everything in it and removes its cgroups.
 func (m *running) end(ctx context.Context) error {
+	if m.off {
+		return nil
+	}
 	var errs []error
 	if m.enter != nil {
 		// The kernel ends PID 1 with its parent, and the PID namespace with PID 1.

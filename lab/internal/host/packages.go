@@ -11,8 +11,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 )
 
@@ -23,22 +25,28 @@ var Packages = []string{
 	"conntrack", "ethtool", "socat", "swtpm", "swtpm-tools",
 	"curl", "openssl", // an intruder's tools, and the manual's
 	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
+	"prometheus", // tests of alerts and dashboards
 }
 
 // ErrNotRoot says that the caller may not make namespaces.
 var ErrNotRoot = errors.New("the lab makes namespaces, mounts and cgroups: run it as root")
 
-// EnsurePackages installs what is missing of [Packages] with apt-get; progress goes to log.
+// EnsurePackages installs what is missing of [Packages], and of more, with apt-get; progress goes to log.
 // It does nothing, in a few milliseconds, when all are there.
-func EnsurePackages(ctx context.Context, log io.Writer) error {
+func EnsurePackages(ctx context.Context, log io.Writer, more ...string) error {
 	if os.Geteuid() != 0 {
 		return ErrNotRoot
 	}
-	missing, err := missingPackages(ctx)
+	missing, err := missingPackages(ctx, slices.Concat(Packages, more))
 	if err != nil || len(missing) == 0 {
 		return err
 	}
 	fmt.Fprintf(log, "installing Debian packages: %s\n", strings.Join(missing, " "))
+	allow, err := startNothing()
+	if err != nil {
+		return err
+	}
+	defer allow()
 	install := append([]string{"install", "-y", "--no-install-recommends"}, missing...)
 	for _, args := range [][]string{{"update"}, install} {
 		cmd := exec.CommandContext(ctx, "apt-get", args...)
@@ -51,15 +59,37 @@ func EnsurePackages(ctx context.Context, log io.Writer) error {
 	return nil
 }
 
-func missingPackages(ctx context.Context) ([]string, error) {
-	args := append([]string{"-W", "-f=${Package} ${db:Status-Status}\n"}, Packages...)
+// policyFile is what Debian's maintainer scripts ask before they start a daemon (Debian policy, invoke-rc.d(8)).
+const policyFile = "/usr/sbin/policy-rc.d"
+
+// startNothing keeps packages that bring a daemon from starting it here, where tests start their own. A
+// policy that the machine has stays as it is. What is returned takes ours away again.
+func startNothing() (undo func(), err error) {
+	f, err := os.OpenFile(policyFile, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
+	if errors.Is(err, fs.ErrExist) {
+		return func() {}, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("keep packages from starting daemons: %w", err)
+	}
+	undo = func() { _ = os.Remove(policyFile) }
+	_, err = f.WriteString("#!/bin/sh\nexit 101\n")
+	if err = errors.Join(err, f.Close()); err != nil {
+		undo()
+		return nil, err
+	}
+	return undo, nil
+}
+
+func missingPackages(ctx context.Context, wanted []string) ([]string, error) {
+	args := append([]string{"-W", "-f=${Package} ${db:Status-Status}\n"}, wanted...)
 	out, err := exec.CommandContext(ctx, "dpkg-query", args...).Output()
 	var exit *exec.ExitError
 	if err != nil && !errors.As(err, &exit) { // it exits with 1 when a package is unknown, and still lists the others
 		return nil, fmt.Errorf("dpkg-query (the lab needs Debian or a system with its packages): %w", err)
 	}
 	var missing []string
-	for _, p := range Packages {
+	for _, p := range wanted {
 		if !strings.Contains("\n"+string(out), "\n"+p+" installed\n") {
 			missing = append(missing, p)
 		}

@@ -20,6 +20,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/lab/internal/firmware"
@@ -36,6 +37,8 @@ const (
 	Config       = "/etc/muster/image.yaml"
 	Units        = "/etc/systemd/system"
 	EventLog     = "/run/muster/binary_bios_measurements"
+	AuditLog     = "/var/log/kube-apiserver/audit.log"
+	auditPolicy  = "/etc/muster/audit-policy.yaml"
 	TPMSocket    = "/run/muster/tpm.sock"
 )
 
@@ -51,6 +54,7 @@ type Spec struct {
 	EKRoots      []byte     // PEM: the CAs that vouch for TPMs, for image.yaml
 	OwnerKey     string     // base64 Ed25519 public key for image.yaml; may be empty
 	Mirror       string     // host:port of the registry mirror
+	Audit        bool       // API servers write down every request, at [AuditLog]
 }
 
 // A Manifest lists an image's measured files.
@@ -138,6 +142,9 @@ func (b *builder) all(s Spec) {
 	for _, u := range units {
 		b.write("files/units/"+u.Name(), Units+"/"+u.Name(), vars)
 	}
+	if s.Audit {
+		b.put("base", strings.NewReader("apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n"), auditPolicy, 0o644, firmware.PCRConfig)
+	}
 	b.imageYAML(s, vars)
 }
 
@@ -157,6 +164,18 @@ func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 	conf["ekRoots"] = string(s.EKRoots)
 	if s.OwnerKey != "" {
 		conf["ownerKey"] = s.OwnerKey
+	}
+	if s.Audit {
+		b.fail(unstructured.SetNestedField(conf, map[string]any{
+			"extraArgs": []any{
+				map[string]any{"name": "audit-policy-file", "value": auditPolicy},
+				map[string]any{"name": "audit-log-path", "value": AuditLog},
+			},
+			"extraVolumes": []any{
+				map[string]any{"name": "audit-policy", "hostPath": auditPolicy, "mountPath": auditPolicy, "readOnly": true, "pathType": "File"},
+				map[string]any{"name": "audit-log", "hostPath": filepath.Dir(AuditLog), "mountPath": filepath.Dir(AuditLog), "pathType": "DirectoryOrCreate"},
+			},
+		}, "kubeadm", "clusterConfiguration", "apiServer"))
 	}
 	out, err := yaml.Marshal(conf)
 	b.fail(err)

@@ -14,13 +14,17 @@ import (
 const connectTimeout = 500 * time.Millisecond
 
 // A Forwarder is a TCP load balancer: each connection goes to the first back end that
-// accepts, beginning with a different one each time. Connecting is the health check.
+// accepts, beginning with a different one each time.
 type Forwarder struct {
 	Backends func() []string // host:port; asked for each connection
-	Log      *slog.Logger
+	// Healthy, if set, is asked every second for each back end. One that is not healthy is tried
+	// after all others, and loses the connections that it has.
+	Healthy func(ctx context.Context, backend string) error
+	Log     *slog.Logger
 
-	turn int
-	mu   sync.Mutex
+	turn   int
+	mu     sync.Mutex
+	health health
 }
 
 // Serve forwards connections until ctx ends; then it closes the listener and all
@@ -31,6 +35,9 @@ func (f *Forwarder) Serve(ctx context.Context, l net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	context.AfterFunc(ctx, func() { _ = l.Close() })
+	if f.Healthy != nil {
+		wg.Go(func() { f.check(ctx) })
+	}
 	for {
 		c, err := l.Accept()
 		if err != nil {
@@ -45,13 +52,15 @@ func (f *Forwarder) Serve(ctx context.Context, l net.Listener) error {
 
 func (f *Forwarder) forward(ctx context.Context, client net.Conn) {
 	defer client.Close()
-	server, err := f.dial(ctx)
+	server, backend, err := f.dial(ctx)
 	if err != nil {
 		f.Log.Debug("no control plane accepts", "err", err)
 		return
 	}
 	defer server.Close()
-	defer context.AfterFunc(ctx, func() { _, _ = client.Close(), server.Close() })()
+	hangUp := func() { _, _ = client.Close(), server.Close() }
+	defer f.health.enter(backend, hangUp)()
+	defer context.AfterFunc(ctx, hangUp)()
 	var wg sync.WaitGroup
 	wg.Go(func() { pump(server, client) })
 	pump(client, server)
@@ -66,20 +75,19 @@ func pump(to, from net.Conn) {
 	}
 }
 
-func (f *Forwarder) dial(ctx context.Context) (net.Conn, error) {
-	backends := f.Backends()
+func (f *Forwarder) dial(ctx context.Context) (net.Conn, string, error) {
 	f.mu.Lock()
 	f.turn++
-	first := f.turn
+	turn := f.turn
 	f.mu.Unlock()
 	errs := []error{errors.New("no back end accepted the connection")}
-	for i := range backends {
+	for _, b := range f.health.order(f.Backends(), turn) {
 		d := net.Dialer{Timeout: connectTimeout}
-		c, err := d.DialContext(ctx, "tcp", backends[(first+i)%len(backends)])
+		c, err := d.DialContext(ctx, "tcp", b)
 		if err == nil {
-			return c, nil
+			return c, b, nil
 		}
 		errs = append(errs, err)
 	}
-	return nil, errors.Join(errs...)
+	return nil, "", errors.Join(errs...)
 }

@@ -8,7 +8,9 @@ package lan
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
+	"net"
 	"os/exec"
 	"strconv"
 	"strings"
@@ -39,16 +41,31 @@ func Setup(ctx context.Context) error {
 }
 
 // Plug connects the network namespace of process pid to the bridge: it gets an eth0. The
-// cable disappears with the namespace.
+// cable disappears with the namespace, which the kernel may keep for a while after its last
+// process: what an earlier machine of that name has left there is unplugged.
 func Plug(ctx context.Context, name string, pid int) error {
 	port := "v" + name
 	if len(port) > 15 { // IFNAMSIZ
 		return fmt.Errorf("machine name %q: at most 14 characters", name)
 	}
+	if _, err := net.InterfaceByName(port); err == nil {
+		if err := ip(ctx, "link delete "+port); err != nil {
+			if _, gone := net.InterfaceByName(port); gone == nil { // it went by itself meanwhile
+				return err
+			}
+		}
+	}
 	return ip(ctx,
-		fmt.Sprintf("link add %s type veth peer name eth0 netns %d", port, pid),
+		fmt.Sprintf("link add %s type veth peer name eth0 address %s netns %d", port, hardwareAddress(name), pid),
 		fmt.Sprintf("link set %s master %s up", port, bridge),
 	)
+}
+
+// hardwareAddress is a machine's for good, as a network card's is: others remember it, and would not find
+// a machine that comes back with another one.
+func hardwareAddress(name string) net.HardwareAddr {
+	sum := sha256.Sum256([]byte(name))
+	return append(net.HardwareAddr{0x02}, sum[:5]...) // locally administered (IEEE 802)
 }
 
 // Configure gives eth0 of the caller's network namespace its address and route.

@@ -305,7 +305,8 @@ func (s *supervisor) reap(sigchld <-chan os.Signal) {
 		s.mu.Lock()
 		for {
 			var status syscall.WaitStatus
-			pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, nil)
+			var used syscall.Rusage
+			pid, err := syscall.Wait4(-1, &status, syscall.WNOHANG, &used)
 			if errors.Is(err, syscall.EINTR) {
 				continue
 			}
@@ -314,7 +315,7 @@ func (s *supervisor) reap(sigchld <-chan os.Signal) {
 			}
 			if name, ok := s.pids[pid]; ok {
 				delete(s.pids, pid)
-				s.ended(name, status)
+				s.ended(name, status, &used)
 			}
 		}
 		s.mu.Unlock()
@@ -322,14 +323,15 @@ func (s *supervisor) reap(sigchld <-chan os.Signal) {
 }
 
 // ended books the end of a unit's process; the caller holds mu.
-func (s *supervisor) ended(name string, status syscall.WaitStatus) {
+func (s *supervisor) ended(name string, status syscall.WaitStatus, used *syscall.Rusage) {
 	u, svc := s.units[name], s.services[name]
 	svc.pid = 0
 	svc.result = fmt.Sprintf("exit code %d", status.ExitStatus())
 	if status.Signaled() {
 		svc.result = "signal " + status.Signal().String()
 	}
-	s.log.Info("ended", "unit", name, "result", svc.result)
+	cpu := time.Duration(used.Utime.Nano() + used.Stime.Nano())
+	s.log.Info("ended", "unit", name, "result", svc.result, "cpu_seconds", cpu.Seconds(), "max_rss_kib", used.Maxrss) // with its children's
 	good := status.Exited() && status.ExitStatus() == 0
 	if svc.wanted && (u.Restart == "always" || u.Restart == "on-failure" && !good) {
 		s.set(svc, "activating")

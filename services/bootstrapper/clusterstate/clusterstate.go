@@ -24,7 +24,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+	"github.com/muster-k8s/muster/internal/retry"
 )
 
 // Names of what is written; the ConfigMap's are those of package clusterinfo.

@@ -16,7 +16,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/services/bootstrapper/retry"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -45,7 +45,12 @@ const (
 	KindNone Kind = ""
 	KindInit Kind = "init"
 	KindJoin Kind = "join"
+	// KindAdopt is an owner's who found the machine to be a control plane already.
+	KindAdopt Kind = "adopt"
 )
+
+// ByOwner says whether the owner took the lock, with an idempotency key, and not a joinservice's ticket.
+func (k Kind) ByOwner() bool { return k == KindInit || k == KindAdopt }
 
 // Step is how far the machine got. Steps only go forward, with one exception:
 // after an unfinished kubeadm run was cleaned up, the step goes back to Locked.
@@ -152,11 +157,11 @@ func (r Record) Locked() bool { return r.Step > StepWaiting }
 // validate finds records that no version of this program writes.
 func (r Record) validate() error {
 	switch {
-	case r.Locked() != (r.Kind == KindInit || r.Kind == KindJoin), !r.Locked() && r.Kind != KindNone:
+	case r.Locked() != (r.Kind.ByOwner() || r.Kind == KindJoin), !r.Locked() && r.Kind != KindNone:
 		return fmt.Errorf("step %s with kind %q", r.Step, r.Kind)
 	case r.Locked() && len(r.ClusterID) != 32:
 		return fmt.Errorf("cluster ID of %d bytes", len(r.ClusterID))
-	case r.Kind == KindInit && (len(r.MeasurementSalt) != 32 || len(r.KeyDigest) != 32 || len(r.RequestDigest) != 32):
+	case r.Kind.ByOwner() && (len(r.MeasurementSalt) != 32 || len(r.KeyDigest) != 32 || len(r.RequestDigest) != 32):
 		return errors.New("an init without its salt, key or request")
 	case len(r.OwnerKey) != 0 && len(r.OwnerKey) != 32:
 		return fmt.Errorf("owner's key of %d bytes", len(r.OwnerKey))
@@ -219,7 +224,8 @@ func (f *File) Save(r Record) error {
 
 // replace writes b to path so that a crash leaves the old content or the new (B3).
 func replace(path string, b []byte) (err error) {
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".journal-*")
+	// Always the same name: what a crash leaves of it, the next write replaces.
+	tmp, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}

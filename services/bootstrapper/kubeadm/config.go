@@ -10,6 +10,9 @@ package kubeadm
 
 import (
 	"bytes"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,6 +26,8 @@ import (
 	kubeletv1 "k8s.io/kubelet/config/v1beta1"
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
 	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/etcdencryption"
 )
 
 const (
@@ -123,13 +128,29 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 	return marshal(docs...)
 }
 
-// Join gives the configuration of `kubeadm join` with the kubelet's own certificate as the
-// credential. controlPlane asks for a control-plane node.
-func Join(img *Image, n Node, controlPlane bool) ([]byte, error) {
+// TokenDiscovery is how kubeadm finds its cluster with a ticket's bootstrap token.
+type TokenDiscovery struct {
+	Token    string // ID.SECRET
+	Endpoint string // HOST:PORT of the API server
+	CA       []*x509.Certificate
+}
+
+// Join gives the configuration of `kubeadm join`, in which the kubelet's own certificate is the credential. controlPlane
+// asks for a control-plane node. The cluster is discovered with that certificate too, or with a token if one is given;
+// then the configuration is a secret (K3).
+func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte, error) {
 	join := v1beta4.JoinConfiguration{
 		TypeMeta:         typeMeta("JoinConfiguration"),
 		Discovery:        v1beta4.Discovery{File: &v1beta4.FileDiscovery{KubeConfigPath: KubeletConf}},
 		NodeRegistration: registration(img, n),
+	}
+	if token != nil {
+		pins := make([]string, 0, len(token.CA))
+		for _, c := range token.CA {
+			sum := sha256.Sum256(c.RawSubjectPublicKeyInfo)
+			pins = append(pins, "sha256:"+hex.EncodeToString(sum[:]))
+		}
+		join.Discovery = v1beta4.Discovery{BootstrapToken: &v1beta4.BootstrapTokenDiscovery{Token: token.Token, APIServerEndpoint: token.Endpoint, CACertHashes: pins}}
 	}
 	// The ticket's kubeconfig is there on purpose.
 	join.NodeRegistration.IgnorePreflightErrors = union(join.NodeRegistration.IgnorePreflightErrors, "FileAvailable--etc-kubernetes-kubelet.conf")
@@ -192,6 +213,10 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
 		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
 		"authorization-config": AuthzFile,
+		// Secrets, the root of all keys among them, don't lie in etcd in the clear. The file is read
+		// again when it changes: a rotation needs no restart.
+		"encryption-provider-config":                  etcdencryption.File,
+		"encryption-provider-config-automatic-reload": "true",
 		// J5: not even a bootstrap token that somebody creates by hand is accepted.
 		"enable-bootstrap-token-auth": "false",
 		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.

@@ -2,6 +2,7 @@ package kubeadm
 
 import (
 	"bytes"
+	"crypto/x509"
 	"flag"
 	"net/netip"
 	"os"
@@ -60,7 +61,7 @@ const hostile = `{
  "kubernetesVersion":"v1.0.0","clusterName":"other","controlPlaneEndpoint":"evil:1","networking":{"podSubnet":"1.0.0.0/8"},
  "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"}]}},
  "apiServer":{"certSANs":["from.image","api.example"],
-  "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
+  "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"encryption-provider-config","value":"/x"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
   "extraVolumes":[{"name":"muster-authz","hostPath":"/x","mountPath":"/x"},{"name":"other","hostPath":"/x","mountPath":"/etc/kubernetes/authz"},{"name":"audit","hostPath":"/var/log/audit","mountPath":"/var/log/audit"}]},
  "controllerManager":{"extraArgs":[{"name":"controllers","value":"*"},{"name":"cluster-signing-duration","value":"87600h"},{"name":"flex-volume-plugin-dir","value":"/v"}]}}`
 
@@ -93,6 +94,7 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 		for what, got := range map[string]bool{
 			"no bootstrap token":   strings.Join(cfg.SkipPhases, " ") == "bootstrap-token show-join-command",
 			"authorization":        strings.Join(arg(api, "authorization-config"), " ") == AuthzFile && len(arg(api, "authorization-mode")) == 0,
+			"encryption":           strings.Join(arg(api, "encryption-provider-config"), " ") == "/etc/kubernetes/pki/encryption.yaml",
 			"token authentication": strings.Join(arg(api, "enable-bootstrap-token-auth"), " ") == "false",
 			"kubelet's CA":         strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
 			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
@@ -138,7 +140,7 @@ func TestTheSecondAddressFamilyIsTold(t *testing.T) {
 func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 	n := Node{Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}}
 	for name, controlPlane := range map[string]bool{"join-worker.yaml": false, "join-control-plane.yaml": true} {
-		b, err := Join(image(t, ""), n, controlPlane)
+		b, err := Join(image(t, ""), n, controlPlane, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -150,6 +152,26 @@ func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 		}
 		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(KubeletConf), []byte(conf), 1), false, false); err != nil {
 			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
+		}
+	}
+}
+
+// A ticket's token is what kubeadm discovers the cluster by, with the CA pinned. That the kubelet has its certificate
+// already stays as it is.
+func TestJoinWithATokenIsReadByKubeadmItself(t *testing.T) {
+	n := Node{Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}}
+	b, err := Join(image(t, ""), n, false, &TokenDiscovery{
+		Token: "abcdef.0123456789abcdef", Endpoint: "192.168.77.1:6443", CA: []*x509.Certificate{{RawSubjectPublicKeyInfo: []byte("key")}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := kubeadmconfig.ValidateConfig(b, false, false); err != nil {
+		t.Fatalf("kubeadm refuses it: %v\n%s", err, b)
+	}
+	for _, want := range []string{"token: abcdef.0123456789abcdef", "apiServerEndpoint: 192.168.77.1:6443", "- sha256:2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683", "FileAvailable--etc-kubernetes-kubelet.conf"} {
+		if !strings.Contains(string(b), want) {
+			t.Errorf("no %q in\n%s", want, b)
 		}
 	}
 }

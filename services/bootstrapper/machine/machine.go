@@ -14,8 +14,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -84,6 +86,11 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	}
 	cmd := exec.CommandContext(ctx, path, args...)
 	cmd.Env, cmd.Dir = environment, "/"
+	// B3: a kubeadm that outlived its bootstrapper would work against the one that the next
+	// bootstrapper runs. The kernel sends the signal when the thread ends that started the child.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	cmd.WaitDelay = 10 * time.Second // a grandchild may hold the pipe
 	r, w := io.Pipe()
 	cmd.Stdout, cmd.Stderr = w, w

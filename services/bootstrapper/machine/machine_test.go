@@ -3,8 +3,10 @@ package machine
 import (
 	"context"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -94,5 +96,41 @@ func TestWriteFileReplacesALinkAndLeavesNothing(t *testing.T) {
 	}
 	if err := EmptyDir(filepath.Join(dir, "none")); err != nil {
 		t.Error(err)
+	}
+}
+
+// B3: the machine's own clean-up can't see a kubeadm that goes on without its bootstrapper.
+func TestAChildDiesWithItsBootstrapper(t *testing.T) {
+	if os.Getenv("MUSTER_TEST_PARENT") != "" { // the bootstrapper, which is killed in the middle
+		_ = run(t.Context(), func(l string) {
+			_ = os.WriteFile(os.Getenv("MUSTER_TEST_PARENT"), []byte(l), 0o600)
+			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		}, "sh", "-c", "echo $$; exec sleep 600")
+		t.Fatal("it lives")
+	}
+	file := filepath.Join(t.TempDir(), "pid")
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
+	cmd.Env = append(os.Environ(), "MUSTER_TEST_PARENT="+file)
+	if out, err := cmd.CombinedOutput(); err == nil || !strings.Contains(err.Error(), "killed") {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	deadline := time.After(30 * time.Second)
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		// Gone, or a zombie that nobody has reaped yet: it has no memory map any more.
+		maps, err := os.ReadFile("/proc/" + string(b) + "/maps")
+		if err != nil || len(maps) == 0 {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("process %s still runs", b)
+		}
 	}
 }

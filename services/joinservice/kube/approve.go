@@ -86,11 +86,11 @@ func (a *Approver) Serve(ctx context.Context) error {
 // pass looks at every open request once. It is false if one could not be decided because something
 // failed.
 func (a *Approver) pass(ctx context.Context) bool {
+	ok := a.vouchRenewed(ctx)
 	r := a.kube.requests
 	r.mu.Lock()
 	open := slices.Collect(maps.Values(r.open))
 	r.mu.Unlock()
-	ok := true
 	still := make(map[string]string, len(open))
 	for _, o := range open {
 		if ctx.Err() != nil {
@@ -102,6 +102,7 @@ func (a *Approver) pass(ctx context.Context) bool {
 			if a.waiting[o.Name] != later.Error() {
 				a.decisions.WithLabelValues(o.Spec.SignerName, attest.ReasonName(attest.ReasonOf(later.err))).Inc()
 				a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "reason", attest.ReasonName(attest.ReasonOf(later.err)), "why", later.err)
+				a.tell(ctx, o, "RenewalWaits", later.err)
 			}
 			continue
 		}
@@ -112,6 +113,13 @@ func (a *Approver) pass(ctx context.Context) bool {
 	}
 	a.waiting = still
 	return ok
+}
+
+// tell says beside the enrolment what a kubelet can't: why its certificate is not renewed.
+func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
+	if n := a.kube.cluster.Nodes.ByName(strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)); n != nil {
+		a.kube.tell(ctx, n, eventWarning, what, fmt.Sprintf("%s: %v", o.Name, why))
+	}
 }
 
 // notYet is for requests that may be all right later.
@@ -128,6 +136,12 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest) error {
 	}
 	if node.Spec.Banned {
 		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", name)
+	}
+	if node.Status.ReleasedAt != nil { // J4: nothing that outlives what is held for its machine
+		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrolment of node %q is released", name)}
+	}
+	if err := a.checkCredential(name, o); err != nil { // J4
+		return err
 	}
 	if err := a.checkVerdict(node); err != nil {
 		return err
@@ -235,6 +249,9 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	// The informer will say so too; until then it would be decided again with each kick.
 	a.kube.requests.remove(o)
 	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
+	if refusal != nil {
+		a.tell(ctx, o, "RenewalDenied", refusal)
+	}
 	a.kube.log.InfoContext(ctx, "a kubelet's certificate request is decided", "event", record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
 	return nil
 }

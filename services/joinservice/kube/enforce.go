@@ -17,69 +17,84 @@ import (
 type Enforcer struct {
 	kube *Kube
 
-	mu     sync.Mutex
-	tasks  map[string]task // by node name; a newer one replaces an older
-	banned map[string]bool
-	kick   chan struct{}
+	mu      sync.Mutex
+	struck  map[string]bool // by node name: what was last seen
+	banned  map[string]bool
+	tasks   map[string]bool // by node name: its place in the list is to be settled; true: put it back
+	cuts    []string        // machines whose connections are to be closed
+	kick    chan struct{}
+	kickCut chan struct{}
 }
-
-type task struct {
-	machine string
-	kind    taskKind
-}
-
-type taskKind int
-
-const (
-	taskForget taskKind = iota + 1 // strike
-	taskBan                        // strike, and close connections
-	taskLift                       // put back
-)
 
 // NewEnforcer returns an Enforcer. Call it before the informers run.
 func (k *Kube) NewEnforcer() (*Enforcer, error) {
-	e := &Enforcer{kube: k, tasks: map[string]task{}, banned: map[string]bool{}, kick: make(chan struct{}, 1)}
-	return e, cluster.Watch(k.cluster, e.set, e.remove)
+	e := &Enforcer{
+		kube: k, struck: map[string]bool{}, banned: map[string]bool{}, tasks: map[string]bool{},
+		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1),
+	}
+	if err := cluster.Watch(k.cluster, e.set, e.remove); err != nil {
+		return nil, err
+	}
+	k.enrolled.follow = e.listed
+	return e, nil
 }
 
 func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	switch was := e.banned[n.Name]; {
-	case n.Spec.Banned && !was:
-		e.banned[n.Name] = true
-		e.add(n, taskBan)
-	case !n.Spec.Banned && was:
-		delete(e.banned, n.Name)
-		e.add(n, taskLift)
-	case !n.Spec.Banned && e.tasks[n.Name].kind == taskForget:
-		delete(e.tasks, n.Name) // it was forgotten and enrolled anew
+	was := e.banned[n.Name]
+	if n.Spec.Banned && !was {
+		e.cuts = append(e.cuts, n.Spec.MachineID)
+		wake(e.kickCut)
 	}
+	if struck(n) != e.struck[n.Name] {
+		e.add(n.Name, was && !n.Spec.Banned)
+	}
+	e.banned[n.Name], e.struck[n.Name] = n.Spec.Banned, struck(n)
 }
 
-// remove strikes a forgotten node. That a node has no AttestedNode would not be reason enough: the
-// enrolment of a joining machine may not have reached us yet. Its connections stay: one may be
-// waiting for the very answer that its ticket was taken back, and no request on it is believed.
+// remove strikes a forgotten node. Its connections stay: one may be waiting for the very answer that
+// its ticket was taken back, and no request on it is believed.
 func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.banned, n.Name)
-	e.add(n, taskForget)
+	delete(e.struck, n.Name)
+	e.add(n.Name, false)
 }
 
-func (e *Enforcer) add(n *v1alpha1.AttestedNode, kind taskKind) {
-	e.tasks[n.Name] = task{n.Spec.MachineID, kind}
+// listed finds nodes that were banned or released while their ticket was being made: their names come
+// to the list after we looked.
+func (e *Enforcer) listed(nodes map[string]string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for node := range nodes {
+		if e.struck[node] {
+			e.add(node, false)
+		}
+	}
+}
+
+func (e *Enforcer) add(node string, put bool) {
+	e.tasks[node] = put
+	wake(e.kick)
+}
+
+func wake(c chan struct{}) {
 	select {
-	case e.kick <- struct{}{}:
+	case c <- struct{}{}:
 	default: // it is awake
 	}
 }
 
-// Serve works until ctx ends. cut closes the connections of a machine.
+// Serve works until ctx ends. cut closes the connections of a machine; it waits for no API server.
 func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error {
+	var cutting sync.WaitGroup
+	defer cutting.Wait()
+	cutting.Go(func() { e.cut(ctx, cut) })
 	for {
 		var retry <-chan time.Time
-		if !e.pass(ctx, cut) {
+		if !e.pass(ctx) {
 			retry = time.After(retryApproval/2 + rand.N(retryApproval)) //nolint:gosec // spreading load is no secret
 		}
 		select {
@@ -91,45 +106,48 @@ func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error 
 	}
 }
 
-func (e *Enforcer) pass(ctx context.Context, cut func(attest.MachineID)) bool {
-	e.mu.Lock()
-	tasks := maps.Clone(e.tasks)
-	e.mu.Unlock()
-	for _, t := range tasks { // before any request that could hold a ban up
-		if id, err := attest.ParseMachineID(t.machine); err == nil && t.kind == taskBan {
-			cut(id)
+func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-e.kickCut:
+		}
+		e.mu.Lock()
+		machines := e.cuts
+		e.cuts = nil
+		e.mu.Unlock()
+		for _, m := range machines {
+			if id, err := attest.ParseMachineID(m); err == nil {
+				cut(id)
+			}
 		}
 	}
-	ok := true
-	for node, t := range tasks {
-		if err := e.do(ctx, node, t); err != nil {
+}
+
+// pass settles every node that is to be settled once. It is false if one of them could not be.
+func (e *Enforcer) pass(ctx context.Context) bool {
+	e.mu.Lock()
+	tasks := e.tasks
+	e.tasks = map[string]bool{}
+	e.mu.Unlock()
+	left := maps.Clone(tasks)
+	for node, put := range tasks {
+		if err := e.kube.settle(ctx, node, put); err != nil {
 			if ctx.Err() != nil {
 				return true
 			}
-			ok = false
 			e.kube.log.ErrorContext(ctx, "who may write to the API could not be changed; trying again", "node", node, "err", err)
 			continue
 		}
-		e.mu.Lock()
-		if e.tasks[node] == t {
-			delete(e.tasks, node)
+		delete(left, node)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for node, put := range left {
+		if _, newer := e.tasks[node]; !newer {
+			e.tasks[node] = put
 		}
-		e.mu.Unlock()
 	}
-	return ok
-}
-
-func (e *Enforcer) do(ctx context.Context, node string, t task) error {
-	if t.kind == taskLift {
-		_, err := e.kube.list(ctx, node, t.machine)
-		return err
-	}
-	if e.kube.enrolled.get(node) != t.machine {
-		return nil // struck already, or another machine's name by now
-	}
-	if err := e.kube.unlist(ctx, node, t.machine); err != nil {
-		return err
-	}
-	e.kube.log.InfoContext(ctx, "node struck from those that may write", "node", node, "machine", t.machine)
-	return nil
+	return len(left) == 0
 }

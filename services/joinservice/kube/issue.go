@@ -9,6 +9,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -24,12 +25,12 @@ import (
 )
 
 const (
-	// certificateLife is what is asked for; the cluster's signer may give less.
-	certificateLife = 24 * time.Hour
 	// signTimeout bounds the wait for Kubernetes' signer, which takes about 0.1 s.
 	signTimeout = 15 * time.Second
 	// retrySigner is what a machine is told to wait for a signer that was too slow.
 	retrySigner = 2 * time.Second
+	// requestPrefix begins the name of each request that is filed for a ticket.
+	requestPrefix = "muster-"
 	// approvedReason stands in the condition of each request that we approve.
 	approvedReason = "AttestedMachine"
 )
@@ -64,7 +65,7 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 		Spec: certificatesv1.CertificateSigningRequestSpec{
 			Request:           pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: r.DER}),
 			SignerName:        signerOf[r.Kind],
-			ExpirationSeconds: new(int32(certificateLife / time.Second)),
+			ExpirationSeconds: new(int32(k.life / time.Second)),
 			Usages:            usagesOf[r.Kind],
 		},
 	}
@@ -92,7 +93,7 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 func requestName(r *nodecert.Request) string {
 	b := make([]byte, 8)
 	_, _ = rand.Read(b) // never fails
-	return fmt.Sprintf("muster-%s-%s-%s", r.Node, r.Kind, hex.EncodeToString(b))
+	return fmt.Sprintf(requestPrefix+"%s-%s-%s", r.Node, r.Kind, hex.EncodeToString(b))
 }
 
 // discard deletes a request that is done, used or not.
@@ -157,6 +158,16 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 		default: // it was told already
 		}
 	}
+	if isKubelets(o) && concluded(o) {
+		if len(o.Status.Certificate) > 0 {
+			r.signed(o)
+		}
+		r.keepRenewed(o)
+		r.wake()
+	}
+	if isOurs(o.Name, o.Spec.Username) {
+		r.filed[o.Name] = o.CreationTimestamp.Time
+	}
 	if !isKubelets(o) || decided(o) {
 		delete(r.open, o.Name)
 		return
@@ -169,6 +180,14 @@ func (r *requests) remove(o *certificatesv1.CertificateSigningRequest) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.open, o.Name)
+	delete(r.filed, o.Name)
+}
+
+// ours are the requests that were filed for tickets, and when.
+func (r *requests) ours() map[string]time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return maps.Clone(r.filed)
 }
 
 func (r *requests) wake() {

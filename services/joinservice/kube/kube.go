@@ -11,6 +11,7 @@ package kube
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -24,6 +25,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -43,21 +45,45 @@ type Kube struct {
 	nodes     *names
 	enrolled  *enrolledView
 	requests  *requests
+	records   *records
+	turns     leaseView
+	services  serviceAddresses
 	cleanups  sync.WaitGroup
+	// life is how long a node's certificate lives.
+	life time.Duration
+	// now is the clock of all that waits for hours.
+	now func() time.Time
 }
 
-// New registers the informers that joinservice needs beside those of c.
-func New(c *cluster.Cluster, log *slog.Logger) (*Kube, error) {
+// DefaultCertificateLife is how long a node's certificate lives unless the owner wants it otherwise,
+// MinCertificateLife the least that Kubernetes' signer gives.
+const (
+	DefaultCertificateLife = enrolled.CertificateLife
+	MinCertificateLife     = 10 * time.Minute
+)
+
+// New registers the informers that joinservice needs beside those of c. life is how long a node's
+// certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
+// a kubelet renews (--cluster-signing-duration of kube-controller-manager).
+func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error) {
 	if c == nil || log == nil {
 		return nil, errors.New("kube: cluster and log are required")
 	}
-	k := &Kube{
-		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), enrolled: &enrolledView{}, requests: newRequests(),
+	if life > enrolled.CertificateLife {
+		return nil, fmt.Errorf("kube: certificates of %s: names that the owner takes from machines are retired for certificates of %s at most", life, enrolled.CertificateLife)
 	}
+	if life < MinCertificateLife {
+		return nil, fmt.Errorf("kube: certificates of %s: Kubernetes signs none for less than %s", life, MinCertificateLife)
+	}
+	k := &Kube{
+		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
+		life: life, now: time.Now,
+	}
+	k.requests.signed = k.renewed
 	return k, errors.Join(
 		cluster.Watch(c, k.setNode, k.removeNode),
 		cluster.Watch(c, k.setService, k.removeService),
-		cluster.WatchConfigMap(c, EnrolledConfigMap, k.enrolled.set, k.enrolled.remove),
+		cluster.WatchConfigMap(c, enrolled.ConfigMap, k.setEnrolled, k.enrolled.remove),
 		cluster.Watch(c, k.requests.set, k.requests.remove),
 	)
 }
@@ -171,6 +197,12 @@ func (k *Kube) setNode(n *corev1.Node) {
 	k.addresses.put(owner{ownerNode, n.Name}, ips...)
 }
 
+// setEnrolled also has the waiting requests looked at again: one may wait for its certificate to be listed.
+func (k *Kube) setEnrolled(m *corev1.ConfigMap) {
+	k.enrolled.set(m)
+	k.requests.wake()
+}
+
 func (k *Kube) removeNode(n *corev1.Node) {
 	k.nodes.put(n.Name, false)
 	k.addresses.put(owner{ownerNode, n.Name})
@@ -181,10 +213,12 @@ func (k *Kube) setService(s *corev1.Service) {
 	for _, i := range s.Status.LoadBalancer.Ingress {
 		ips = append(ips, i.IP)
 	}
+	k.services.set(s)
 	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name}, ips...)
 }
 
 func (k *Kube) removeService(s *corev1.Service) {
+	k.services.remove(s)
 	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name})
 }
 
@@ -223,13 +257,17 @@ func (k *Kube) apiServers() []string {
 type requests struct {
 	mu      sync.Mutex
 	open    map[string]*certificatesv1.CertificateSigningRequest // by kubelets, undecided
+	renewed map[string]*certificatesv1.CertificateSigningRequest // kubelets' client certificates that were just signed
+	filed   map[string]time.Time                                 // by joinservices for tickets
 	waiting map[string]chan *certificatesv1.CertificateSigningRequest
 	kick    chan struct{}
+	signed  func(*certificatesv1.CertificateSigningRequest) // told of each that a kubelet got a certificate for
 }
 
 func newRequests() *requests {
 	return &requests{
 		open:    map[string]*certificatesv1.CertificateSigningRequest{},
+		filed:   map[string]time.Time{},
 		waiting: map[string]chan *certificatesv1.CertificateSigningRequest{},
 		kick:    make(chan struct{}, 1),
 	}

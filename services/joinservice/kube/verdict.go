@@ -3,6 +3,7 @@ package kube
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -17,7 +18,8 @@ import (
 // (J1), and gives its node's name. What of status is not about evidence is ignored. Its errors are
 // refusals: NOT_ENROLLED, BANNED, CLOCK_WENT_BACK, API_UNAVAILABLE.
 func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1.AttestedNodeStatus) (node string, err error) {
-	own := k.cluster.Nodes.ByMachine(m)
+	// Nothing has come of those that a ticket only began; its replica may have ended.
+	own := slices.DeleteFunc(k.cluster.Nodes.ByMachine(m), k.begun)
 	switch {
 	case len(own) == 0:
 		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
@@ -37,7 +39,7 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1
 }
 
 func clockWentBack(node string, now, before int64) error {
-	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; `kubectl delete attestednode %s` lets the machine join anew", now, before, node)
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster forget %s` lets the machine join anew", now, before, node)
 }
 
 // WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"go.uber.org/goleak"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -18,10 +17,6 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
-
-func TestMain(m *testing.M) {
-	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
-}
 
 // inForce gives a store whose policy has serial 4 and generation 2.
 func inForce(t *testing.T) *policy.Store {

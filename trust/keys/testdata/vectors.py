@@ -31,6 +31,7 @@ for i, disk in enumerate((
         "salt": salt.hex(),
         "diskID": disk,
         "diskKey": hkdf(root, salt, b"muster/v1/disk/" + disk.encode(), 32).hex(),
+        "etcdEncryptionKey": hkdf(root, salt, b"muster/v1/etcd-encryption", 32).hex(),
         "measurementSalt": measurement_salt.hex(),
         "clusterID": hkdf(measurement, measurement_salt, b"muster/v1/cluster-id", 32).hex(),
     })

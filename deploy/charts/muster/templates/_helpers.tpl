@@ -47,3 +47,9 @@ tolerations:
   - {key: CriticalAddonsOnly, operator: Exists}
 priorityClassName: system-cluster-critical
 {{- end }}
+
+{{/* How soon client-go notices that the API server behind a connection has died with its node: 8 s instead of 45. */}}
+{{- define "muster.apiHealth" -}}
+- {name: HTTP2_READ_IDLE_TIMEOUT_SECONDS, value: "5"}
+- {name: HTTP2_PING_TIMEOUT_SECONDS, value: "3"}
+{{- end }}

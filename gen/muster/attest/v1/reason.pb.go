@@ -129,12 +129,20 @@ const (
 	// The last verdict on the machine is not recent enough for this, or was made under
 	// another policy than the one in force: the machine must attest again.
 	Reason_REASON_VERDICT_OLD Reason = 95
+	// Another machine is about to become a control plane: one at a time may.
+	Reason_REASON_CONTROL_PLANE_BUSY Reason = 96
+	// The certificate was issued to whoever had the node's name before: the owner has
+	// given the name, or the machine, a new beginning since.
+	Reason_REASON_CERTIFICATE_RETIRED Reason = 98
 	// The caller's service-account token is missing, expired or of somebody else.
 	Reason_REASON_WORKLOAD_IDENTITY Reason = 110
 	// The caller's token belongs to a pod on another machine than the attested one.
 	Reason_REASON_WORKLOAD_NODE Reason = 111
 	// The root secret is not there or does not have the right form.
 	Reason_REASON_ROOT_SEALED Reason = 112
+	// By this machine's clock, a certificate that was made just now is not valid: its clock and
+	// the cluster's differ.
+	Reason_REASON_CLOCK_SKEW Reason = 120
 )
 
 // Enum value maps for Reason.
@@ -191,9 +199,12 @@ var (
 		93:  "REASON_TICKET_FILE",
 		94:  "REASON_CERTIFICATE_PENDING",
 		95:  "REASON_VERDICT_OLD",
+		96:  "REASON_CONTROL_PLANE_BUSY",
+		98:  "REASON_CERTIFICATE_RETIRED",
 		110: "REASON_WORKLOAD_IDENTITY",
 		111: "REASON_WORKLOAD_NODE",
 		112: "REASON_ROOT_SEALED",
+		120: "REASON_CLOCK_SKEW",
 	}
 	Reason_value = map[string]int32{
 		"REASON_UNSPECIFIED":           0,
@@ -247,9 +258,12 @@ var (
 		"REASON_TICKET_FILE":           93,
 		"REASON_CERTIFICATE_PENDING":   94,
 		"REASON_VERDICT_OLD":           95,
+		"REASON_CONTROL_PLANE_BUSY":    96,
+		"REASON_CERTIFICATE_RETIRED":   98,
 		"REASON_WORKLOAD_IDENTITY":     110,
 		"REASON_WORKLOAD_NODE":         111,
 		"REASON_ROOT_SEALED":           112,
+		"REASON_CLOCK_SKEW":            120,
 	}
 )
 
@@ -284,7 +298,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xa2\v\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xf8\v\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -337,10 +351,13 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x15REASON_TICKET_UNKNOWN\x10\\\x12\x16\n" +
 	"\x12REASON_TICKET_FILE\x10]\x12\x1e\n" +
 	"\x1aREASON_CERTIFICATE_PENDING\x10^\x12\x16\n" +
-	"\x12REASON_VERDICT_OLD\x10_\x12\x1c\n" +
+	"\x12REASON_VERDICT_OLD\x10_\x12\x1d\n" +
+	"\x19REASON_CONTROL_PLANE_BUSY\x10`\x12\x1e\n" +
+	"\x1aREASON_CERTIFICATE_RETIRED\x10b\x12\x1c\n" +
 	"\x18REASON_WORKLOAD_IDENTITY\x10n\x12\x18\n" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
-	"\x12REASON_ROOT_SEALED\x10pB\xc1\x01\n" +
+	"\x12REASON_ROOT_SEALED\x10p\x12\x15\n" +
+	"\x11REASON_CLOCK_SKEW\x10xB\xc1\x01\n" +
 	"\x14com.muster.attest.v1B\vReasonProtoP\x01Z:github.com/muster-k8s/muster/gen/muster/attest/v1;attestv1\xa2\x02\x03MAX\xaa\x02\x10Muster.Attest.V1\xca\x02\x10Muster\\Attest\\V1\xe2\x02\x1cMuster\\Attest\\V1\\GPBMetadata\xea\x02\x12Muster::Attest::V1b\x06proto3"
 
 var (

@@ -102,6 +102,99 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
 }
 
+// AdoptRequest says what the cluster is to be.
+type AdoptRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As for Init, with what the cluster has. pod_cidrs and service_cidrs are left empty: the
+	// cluster has them. The components are for machines that join.
+	Order         *InitRequest `protobuf:"bytes,1,opt,name=order,proto3" json:"order,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptRequest) Reset() {
+	*x = AdoptRequest{}
+	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptRequest) ProtoMessage() {}
+
+func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptRequest.ProtoReflect.Descriptor instead.
+func (*AdoptRequest) Descriptor() ([]byte, []int) {
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *AdoptRequest) GetOrder() *InitRequest {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+// AdoptResponse is one message of the stream.
+type AdoptResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As from Init.
+	Event         *InitResponse `protobuf:"bytes,1,opt,name=event,proto3" json:"event,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptResponse) Reset() {
+	*x = AdoptResponse{}
+	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptResponse) ProtoMessage() {}
+
+func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
+func (*AdoptResponse) Descriptor() ([]byte, []int) {
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *AdoptResponse) GetEvent() *InitResponse {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
 // InitRequest is everything that the first machine needs to know. The owner's program
 // sets all of it. A field that is missing, too long or of another form is refused with
 // REQUEST_INVALID before anything happens, where its comment names no other reason.
@@ -147,7 +240,7 @@ type InitRequest struct {
 
 func (x *InitRequest) Reset() {
 	*x = InitRequest{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	mi := &file_muster_init_v1_init_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -159,7 +252,7 @@ func (x *InitRequest) String() string {
 func (*InitRequest) ProtoMessage() {}
 
 func (x *InitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	mi := &file_muster_init_v1_init_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -172,7 +265,7 @@ func (x *InitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitRequest.ProtoReflect.Descriptor instead.
 func (*InitRequest) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *InitRequest) GetIdempotencyKey() []byte {
@@ -282,7 +375,7 @@ type Component struct {
 
 func (x *Component) Reset() {
 	*x = Component{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	mi := &file_muster_init_v1_init_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -294,7 +387,7 @@ func (x *Component) String() string {
 func (*Component) ProtoMessage() {}
 
 func (x *Component) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	mi := &file_muster_init_v1_init_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -307,7 +400,7 @@ func (x *Component) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Component.ProtoReflect.Descriptor instead.
 func (*Component) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{1}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Component) GetUrl() string {
@@ -361,7 +454,7 @@ type InitResponse struct {
 
 func (x *InitResponse) Reset() {
 	*x = InitResponse{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	mi := &file_muster_init_v1_init_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -373,7 +466,7 @@ func (x *InitResponse) String() string {
 func (*InitResponse) ProtoMessage() {}
 
 func (x *InitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	mi := &file_muster_init_v1_init_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -386,7 +479,7 @@ func (x *InitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitResponse.ProtoReflect.Descriptor instead.
 func (*InitResponse) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{2}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *InitResponse) GetMessage() isInitResponse_Message {
@@ -447,7 +540,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[3]
+	mi := &file_muster_init_v1_init_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -459,7 +552,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[3]
+	mi := &file_muster_init_v1_init_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -472,7 +565,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{3}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Progress) GetPhase() Phase {
@@ -522,7 +615,7 @@ type InitResult struct {
 
 func (x *InitResult) Reset() {
 	*x = InitResult{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[4]
+	mi := &file_muster_init_v1_init_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -534,7 +627,7 @@ func (x *InitResult) String() string {
 func (*InitResult) ProtoMessage() {}
 
 func (x *InitResult) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[4]
+	mi := &file_muster_init_v1_init_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -547,7 +640,7 @@ func (x *InitResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitResult.ProtoReflect.Descriptor instead.
 func (*InitResult) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{4}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *InitResult) GetKubeconfig() []byte {
@@ -596,7 +689,11 @@ var File_muster_init_v1_init_proto protoreflect.FileDescriptor
 
 const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\n" +
-	"\x19muster/init/v1/init.proto\x12\x0emuster.init.v1\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x03\n" +
+	"\x19muster/init/v1/init.proto\x12\x0emuster.init.v1\x1a\x1egoogle/protobuf/duration.proto\"A\n" +
+	"\fAdoptRequest\x121\n" +
+	"\x05order\x18\x01 \x01(\v2\x1b.muster.init.v1.InitRequestR\x05order\"C\n" +
+	"\rAdoptResponse\x122\n" +
+	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"\xe4\x03\n" +
 	"\vInitRequest\x12'\n" +
 	"\x0fidempotency_key\x18\x01 \x01(\fR\x0eidempotencyKey\x12\x1f\n" +
 	"\vinit_secret\x18\x02 \x01(\fR\n" +
@@ -652,9 +749,10 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\rPHASE_KUBEADM\x10\x06\x12\x17\n" +
 	"\x13PHASE_CLUSTER_STATE\x10\a\x12\x0e\n" +
 	"\n" +
-	"PHASE_DONE\x10\b2R\n" +
+	"PHASE_DONE\x10\b2\x9a\x01\n" +
 	"\vInitService\x12C\n" +
-	"\x04Init\x12\x1b.muster.init.v1.InitRequest\x1a\x1c.muster.init.v1.InitResponse0\x01B\xb1\x01\n" +
+	"\x04Init\x12\x1b.muster.init.v1.InitRequest\x1a\x1c.muster.init.v1.InitResponse0\x01\x12F\n" +
+	"\x05Adopt\x12\x1c.muster.init.v1.AdoptRequest\x1a\x1d.muster.init.v1.AdoptResponse0\x01B\xb1\x01\n" +
 	"\x12com.muster.init.v1B\tInitProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/init/v1;initv1\xa2\x02\x03MIX\xaa\x02\x0eMuster.Init.V1\xca\x02\x0eMuster\\Init\\V1\xe2\x02\x1aMuster\\Init\\V1\\GPBMetadata\xea\x02\x10Muster::Init::V1b\x06proto3"
 
 var (
@@ -670,29 +768,35 @@ func file_muster_init_v1_init_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_init_v1_init_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_init_v1_init_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_muster_init_v1_init_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_muster_init_v1_init_proto_goTypes = []any{
 	(Phase)(0),                  // 0: muster.init.v1.Phase
-	(*InitRequest)(nil),         // 1: muster.init.v1.InitRequest
-	(*Component)(nil),           // 2: muster.init.v1.Component
-	(*InitResponse)(nil),        // 3: muster.init.v1.InitResponse
-	(*Progress)(nil),            // 4: muster.init.v1.Progress
-	(*InitResult)(nil),          // 5: muster.init.v1.InitResult
-	(*durationpb.Duration)(nil), // 6: google.protobuf.Duration
+	(*AdoptRequest)(nil),        // 1: muster.init.v1.AdoptRequest
+	(*AdoptResponse)(nil),       // 2: muster.init.v1.AdoptResponse
+	(*InitRequest)(nil),         // 3: muster.init.v1.InitRequest
+	(*Component)(nil),           // 4: muster.init.v1.Component
+	(*InitResponse)(nil),        // 5: muster.init.v1.InitResponse
+	(*Progress)(nil),            // 6: muster.init.v1.Progress
+	(*InitResult)(nil),          // 7: muster.init.v1.InitResult
+	(*durationpb.Duration)(nil), // 8: google.protobuf.Duration
 }
 var file_muster_init_v1_init_proto_depIdxs = []int32{
-	2, // 0: muster.init.v1.InitRequest.components:type_name -> muster.init.v1.Component
-	4, // 1: muster.init.v1.InitResponse.progress:type_name -> muster.init.v1.Progress
-	5, // 2: muster.init.v1.InitResponse.result:type_name -> muster.init.v1.InitResult
-	0, // 3: muster.init.v1.Progress.phase:type_name -> muster.init.v1.Phase
-	6, // 4: muster.init.v1.Progress.elapsed:type_name -> google.protobuf.Duration
-	1, // 5: muster.init.v1.InitService.Init:input_type -> muster.init.v1.InitRequest
-	3, // 6: muster.init.v1.InitService.Init:output_type -> muster.init.v1.InitResponse
-	6, // [6:7] is the sub-list for method output_type
-	5, // [5:6] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	3, // 0: muster.init.v1.AdoptRequest.order:type_name -> muster.init.v1.InitRequest
+	5, // 1: muster.init.v1.AdoptResponse.event:type_name -> muster.init.v1.InitResponse
+	4, // 2: muster.init.v1.InitRequest.components:type_name -> muster.init.v1.Component
+	6, // 3: muster.init.v1.InitResponse.progress:type_name -> muster.init.v1.Progress
+	7, // 4: muster.init.v1.InitResponse.result:type_name -> muster.init.v1.InitResult
+	0, // 5: muster.init.v1.Progress.phase:type_name -> muster.init.v1.Phase
+	8, // 6: muster.init.v1.Progress.elapsed:type_name -> google.protobuf.Duration
+	3, // 7: muster.init.v1.InitService.Init:input_type -> muster.init.v1.InitRequest
+	1, // 8: muster.init.v1.InitService.Adopt:input_type -> muster.init.v1.AdoptRequest
+	5, // 9: muster.init.v1.InitService.Init:output_type -> muster.init.v1.InitResponse
+	2, // 10: muster.init.v1.InitService.Adopt:output_type -> muster.init.v1.AdoptResponse
+	9, // [9:11] is the sub-list for method output_type
+	7, // [7:9] is the sub-list for method input_type
+	7, // [7:7] is the sub-list for extension type_name
+	7, // [7:7] is the sub-list for extension extendee
+	0, // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_muster_init_v1_init_proto_init() }
@@ -700,7 +804,7 @@ func file_muster_init_v1_init_proto_init() {
 	if File_muster_init_v1_init_proto != nil {
 		return
 	}
-	file_muster_init_v1_init_proto_msgTypes[2].OneofWrappers = []any{
+	file_muster_init_v1_init_proto_msgTypes[4].OneofWrappers = []any{
 		(*InitResponse_Progress)(nil),
 		(*InitResponse_Result)(nil),
 	}
@@ -710,7 +814,7 @@ func file_muster_init_v1_init_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_init_v1_init_proto_rawDesc), len(file_muster_init_v1_init_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   5,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -257,13 +257,27 @@ type IssueJoinTicketResponse struct {
 	KubeletServingCertificate []byte `protobuf:"bytes,8,opt,name=kubelet_serving_certificate,json=kubeletServingCertificate,proto3" json:"kubelet_serving_certificate,omitempty"`
 	// What to install before kubeadm runs, as the owner listed it at init.
 	Components []*v1.Component `protobuf:"bytes,9,rep,name=components,proto3" json:"components,omitempty"`
-	// Files for a control plane: exactly the eight PKI files of the allow-list, by
-	// path below /etc/kubernetes/pki (J6, B4). Empty for a worker.
+	// Files for a control plane: exactly those of the allow-list, by path below
+	// /etc/kubernetes/pki (J6, B4): ca.crt, ca.key, etcd/ca.crt, etcd/ca.key,
+	// front-proxy-ca.crt, front-proxy-ca.key, sa.key, sa.pub, and encryption.yaml, the
+	// key under which Secrets lie in etcd. Empty for a worker.
 	ControlPlaneFiles []*ControlPlaneFile `protobuf:"bytes,10,rep,name=control_plane_files,json=controlPlaneFiles,proto3" json:"control_plane_files,omitempty"`
 	// After this time the ticket's certificates are no longer valid.
-	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ExpiresAt *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	// A bootstrap token of Kubernetes, ID.SECRET in 23 characters, that kubeadm discovers
+	// the cluster with. Only in clusters whose join credential is `token`; else empty. It
+	// may read what a join needs and no more, and ends when the node is Ready, at the
+	// latest after 5 min. A secret: never logged (K3).
+	BootstrapToken string `protobuf:"bytes,12,opt,name=bootstrap_token,json=bootstrapToken,proto3" json:"bootstrap_token,omitempty"`
+	// How long after this answer the machine has its turn to become a control plane,
+	// unless RenewJoinLease prolongs it; above zero and at most 10 min. Unset for a worker.
+	LeaseLifetime *durationpb.Duration `protobuf:"bytes,13,opt,name=lease_lifetime,json=leaseLifetime,proto3" json:"lease_lifetime,omitempty"`
+	// IP addresses of the control planes that are enrolled, the caller's own not among
+	// them; 1 to 64. The joiner asks etcd there for members that an unfinished join has
+	// left. Empty for a worker.
+	ControlPlaneAddresses []string `protobuf:"bytes,14,rep,name=control_plane_addresses,json=controlPlaneAddresses,proto3" json:"control_plane_addresses,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketResponse) Reset() {
@@ -373,11 +387,32 @@ func (x *IssueJoinTicketResponse) GetExpiresAt() *timestamppb.Timestamp {
 	return nil
 }
 
-// ControlPlaneFile is one PKI file.
+func (x *IssueJoinTicketResponse) GetBootstrapToken() string {
+	if x != nil {
+		return x.BootstrapToken
+	}
+	return ""
+}
+
+func (x *IssueJoinTicketResponse) GetLeaseLifetime() *durationpb.Duration {
+	if x != nil {
+		return x.LeaseLifetime
+	}
+	return nil
+}
+
+func (x *IssueJoinTicketResponse) GetControlPlaneAddresses() []string {
+	if x != nil {
+		return x.ControlPlaneAddresses
+	}
+	return nil
+}
+
+// ControlPlaneFile is one file of a control plane.
 type ControlPlaneFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Set by the joinservice: path relative to /etc/kubernetes/pki, one of the eight on
-	// the allow-list. Any other is refused with TICKET_FILE.
+	// Set by the joinservice: path relative to /etc/kubernetes/pki, one of those on the
+	// allow-list. Any other is refused with TICKET_FILE.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// Content, at most 64 KiB; more is refused with TICKET_FILE.
 	Content       []byte `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
@@ -608,6 +643,110 @@ func (x *ReattestResponse) GetInterval() *durationpb.Duration {
 	return nil
 }
 
+// RenewJoinLeaseRequest says whose turn is meant. Which machine asks is not in it: that
+// is the attested peer.
+type RenewJoinLeaseRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Set by the machine: 16 bytes, as in the ticket. Otherwise TICKET_UNKNOWN.
+	TicketId []byte `protobuf:"bytes,1,opt,name=ticket_id,json=ticketId,proto3" json:"ticket_id,omitempty"`
+	// Set by the machine once kubeadm has finished, or has failed and was cleaned up: the
+	// turn ends, and the next machine may have it.
+	Done          bool `protobuf:"varint,2,opt,name=done,proto3" json:"done,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewJoinLeaseRequest) Reset() {
+	*x = RenewJoinLeaseRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewJoinLeaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewJoinLeaseRequest) ProtoMessage() {}
+
+func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
+func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
+	if x != nil {
+		return x.TicketId
+	}
+	return nil
+}
+
+func (x *RenewJoinLeaseRequest) GetDone() bool {
+	if x != nil {
+		return x.Done
+	}
+	return false
+}
+
+// RenewJoinLeaseResponse says how much longer the turn lasts.
+type RenewJoinLeaseResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long after this answer the turn lasts unless it is renewed again; set by the
+	// joinservice, above zero and at most 10 min. Unset if the turn has ended.
+	Lifetime      *durationpb.Duration `protobuf:"bytes,1,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewJoinLeaseResponse) Reset() {
+	*x = RenewJoinLeaseResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewJoinLeaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewJoinLeaseResponse) ProtoMessage() {}
+
+func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
+func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
+	if x != nil {
+		return x.Lifetime
+	}
+	return nil
+}
+
 var File_muster_join_v1_join_proto protoreflect.FileDescriptor
 
 const file_muster_join_v1_join_proto_rawDesc = "" +
@@ -619,7 +758,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x125\n" +
 	"\tdisk_mode\x18\x04 \x01(\x0e2\x18.muster.join.v1.DiskModeR\bdiskMode\x12,\n" +
 	"\x12kubelet_client_csr\x18\x05 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\xc2\x04\n" +
+	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\xea\x05\n" +
 	"\x17IssueJoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x19\n" +
 	"\bdisk_key\x18\x02 \x01(\fR\adiskKey\x12\x1d\n" +
@@ -636,7 +775,10 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x13control_plane_files\x18\n" +
 	" \x03(\v2 .muster.join.v1.ControlPlaneFileR\x11controlPlaneFiles\x129\n" +
 	"\n" +
-	"expires_at\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"@\n" +
+	"expires_at\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12,\n" +
+	"\x0fbootstrap_token\x18\f \x01(\tB\x03\x80\x01\x01R\x0ebootstrapToken\x12@\n" +
+	"\x0elease_lifetime\x18\r \x01(\v2\x19.google.protobuf.DurationR\rleaseLifetime\x126\n" +
+	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\"@\n" +
 	"\x10ControlPlaneFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
@@ -646,7 +788,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x0fReattestRequest\"n\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
-	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval*E\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"H\n" +
+	"\x15RenewJoinLeaseRequest\x12\x1b\n" +
+	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x12\n" +
+	"\x04done\x18\x02 \x01(\bR\x04done\"O\n" +
+	"\x16RenewJoinLeaseResponse\x125\n" +
+	"\blifetime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\blifetime*E\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vROLE_WORKER\x10\x01\x12\x16\n" +
@@ -654,11 +801,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\xa7\x02\n" +
+	"\x0eDISK_MODE_LUKS\x10\x022\x88\x03\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
-	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponseB\xb1\x01\n" +
+	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12_\n" +
+	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
 
 var (
@@ -674,7 +822,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                        // 0: muster.join.v1.Role
 	(DiskMode)(0),                    // 1: muster.join.v1.DiskMode
@@ -685,28 +833,34 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*ReturnJoinTicketResponse)(nil), // 6: muster.join.v1.ReturnJoinTicketResponse
 	(*ReattestRequest)(nil),          // 7: muster.join.v1.ReattestRequest
 	(*ReattestResponse)(nil),         // 8: muster.join.v1.ReattestResponse
-	(*v1.Component)(nil),             // 9: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),    // 10: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 11: google.protobuf.Duration
+	(*RenewJoinLeaseRequest)(nil),    // 9: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),   // 10: muster.join.v1.RenewJoinLeaseResponse
+	(*v1.Component)(nil),             // 11: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),    // 12: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 13: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	9,  // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	11, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	10, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	11, // 5: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
-	2,  // 6: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 7: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 8: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	3,  // 9: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 10: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 11: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	9,  // [9:12] is the sub-list for method output_type
-	6,  // [6:9] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	12, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	13, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	13, // 6: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	13, // 7: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	2,  // 8: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 9: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 10: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 11: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	3,  // 12: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 13: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 14: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 15: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	12, // [12:16] is the sub-list for method output_type
+	8,  // [8:12] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -720,7 +874,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

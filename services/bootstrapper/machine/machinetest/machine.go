@@ -20,8 +20,10 @@ import (
 type Machine struct {
 	// Root stands for the root of the file system.
 	Root string
-	// API is what the administrator's kubeconfig leads to.
-	API *APIServer
+	// API is what the administrator's kubeconfig leads to; one in another process has
+	// AdminConf, its kubeconfig, in its place.
+	API       *APIServer
+	AdminConf []byte
 	// Step, if set, is called before each effect with its name; an error ends the program
 	// that was to have it, in the middle of its work.
 	Step func(name string) error
@@ -52,6 +54,28 @@ func (m *Machine) Reboot() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.units = nil
+}
+
+// Member says whether the machine is in the cluster's etcd.
+func (m *Machine) Member() bool {
+	_, err := os.Stat(m.on(memberFile))
+	return err == nil
+}
+
+// memberFile stands for the cluster's etcd, which is elsewhere: neither a reset nor the end of this
+// process takes the machine out of it.
+const memberFile = "/cluster/etcd-member"
+
+// LeaveEtcd takes the machine out of the cluster's etcd, as [etcd.Clean] does on a real one.
+func (m *Machine) LeaveEtcd(ctx context.Context) error {
+	m.note("leave etcd")
+	if err := m.step(ctx, "before the member is removed"); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(m.on(memberFile)); err != nil {
+		return err
+	}
+	return m.step(ctx, "after the member is removed")
 }
 
 func (m *Machine) note(call string) {
@@ -123,8 +147,17 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 	}
 	line("[control-plane] Creating static Pod manifest for \"kube-apiserver\"")
 	files := map[string]string{"/etc/kubernetes/manifests/kube-apiserver.yaml": "half", "/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/etcd/member": "data"}
-	if verb == "join" {
+	if verb == "join" && !controlPlane(string(config)) {
 		files = map[string]string{"/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/kubelet/kubeadm-flags.env": "flags"}
+	}
+	if verb == "join" && controlPlane(string(config)) {
+		if err := machine.WriteFile(m.on(memberFile), nil, 0o600, 0o700); err != nil { // before its manifest is there
+			return err
+		}
+		if err := m.step(ctx, "kubeadm join has added a member"); err != nil {
+			return err
+		}
+		files["/etc/kubernetes/manifests/etcd.yaml"] = "etcd"
 	}
 	for name, content := range files {
 		if err := machine.WriteFile(m.on(name), []byte(content), 0o600, 0o755); err != nil {
@@ -137,7 +170,11 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		return err
 	}
 	if verb == "init" {
-		if err := machine.WriteFile(m.on("/etc/kubernetes/admin.conf"), m.API.Kubeconfig(), 0o600, 0o755); err != nil {
+		conf := m.AdminConf
+		if m.API != nil {
+			conf = m.API.Kubeconfig()
+		}
+		if err := machine.WriteFile(m.on("/etc/kubernetes/admin.conf"), conf, 0o600, 0o755); err != nil {
 			return err
 		}
 		if err := machine.WriteFile(m.on("/etc/kubernetes/kubelet.conf"), []byte("kubelet"), 0o600, 0o755); err != nil {
@@ -149,6 +186,8 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 	}
 	return m.Unit(ctx, "start", machine.UnitKubelet)
 }
+
+func controlPlane(config string) bool { return strings.Contains(config, "controlPlane") }
 
 // preflight refuses what the real one refuses.
 func (m *Machine) preflight(verb, config string) error {
@@ -165,14 +204,17 @@ func (m *Machine) preflight(verb, config string) error {
 	present := []string{}
 	if verb == "join" {
 		present = []string{"/etc/kubernetes/kubelet.conf", "/var/lib/kubelet/pki"}
-		if strings.Contains(config, "controlPlane") {
-			present = append(present, "/etc/kubernetes/pki/etcd/ca.key", "/etc/kubernetes/authz/config.yaml")
+		if controlPlane(config) {
+			if m.Member() {
+				return errors.New("etcd: the cluster has a member with this peer URL already")
+			}
+			present = append(present, "/etc/kubernetes/pki/etcd/ca.key", "/etc/kubernetes/pki/encryption.yaml", "/etc/kubernetes/authz/config.yaml")
 		} else {
 			absent = append(absent, "/etc/kubernetes/pki/ca.crt")
 		}
 	} else {
 		absent = append(absent, "/etc/kubernetes/kubelet.conf")
-		present = append(present, "/etc/kubernetes/authz/config.yaml")
+		present = append(present, "/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/encryption.yaml")
 	}
 	for _, f := range absent {
 		if _, err := os.Lstat(m.on(f)); err == nil {
@@ -191,6 +233,9 @@ func (m *Machine) preflight(verb, config string) error {
 func (m *Machine) reset(ctx context.Context) error {
 	if err := m.step(ctx, "kubeadm reset begins"); err != nil {
 		return err
+	}
+	if m.Member() {
+		return errors.New("the disk of a member with a vote would be wiped: with one of two gone, etcd answers nobody")
 	}
 	for _, f := range []string{"manifests", "pki", "admin.conf", "kubelet.conf"} {
 		if err := os.RemoveAll(m.on("/etc/kubernetes/" + f)); err != nil {

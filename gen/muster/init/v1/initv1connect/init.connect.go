@@ -38,6 +38,8 @@ const (
 const (
 	// InitServiceInitProcedure is the fully-qualified name of the InitService's Init RPC.
 	InitServiceInitProcedure = "/muster.init.v1.InitService/Init"
+	// InitServiceAdoptProcedure is the fully-qualified name of the InitService's Adopt RPC.
+	InitServiceAdoptProcedure = "/muster.init.v1.InitService/Adopt"
 )
 
 // InitServiceClient is a client for the muster.init.v1.InitService service.
@@ -49,6 +51,15 @@ type InitServiceClient interface {
 	// same idempotency_key after a lost connection resumes: progress made so far is
 	// told again, work is not repeated.
 	Init(context.Context, *v1.InitRequest) (*connect.ServerStreamForClient[v1.InitResponse], error)
+	// Adopt makes the machine, which is a control plane of a cluster that Muster did not
+	// make, one of that cluster's first machines with Muster: it takes the node lock, writes
+	// the cluster's own objects and starts the attester. kubeadm is not run and nothing is
+	// installed, cleaned or reset. Access: session; the caller judges the machine as for Init,
+	// and calling again resumes likewise.
+	//
+	// A machine that is no control plane of that name is refused with INIT_NOT_ALLOWED. It is a method of
+	// its own so that a bootstrapper that does not know it can't take it for an init.
+	Adopt(context.Context, *v1.AdoptRequest) (*connect.ServerStreamForClient[v1.AdoptResponse], error)
 }
 
 // NewInitServiceClient constructs a client for the muster.init.v1.InitService service. By default,
@@ -68,17 +79,29 @@ func NewInitServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(initServiceMethods.ByName("Init")),
 			connect.WithClientOptions(opts...),
 		),
+		adopt: connect.NewClient[v1.AdoptRequest, v1.AdoptResponse](
+			httpClient,
+			baseURL+InitServiceAdoptProcedure,
+			connect.WithSchema(initServiceMethods.ByName("Adopt")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // initServiceClient implements InitServiceClient.
 type initServiceClient struct {
-	init *connect.Client[v1.InitRequest, v1.InitResponse]
+	init  *connect.Client[v1.InitRequest, v1.InitResponse]
+	adopt *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
 }
 
 // Init calls muster.init.v1.InitService.Init.
 func (c *initServiceClient) Init(ctx context.Context, req *v1.InitRequest) (*connect.ServerStreamForClient[v1.InitResponse], error) {
 	return c.init.CallServerStream(ctx, connect.NewRequest(req))
+}
+
+// Adopt calls muster.init.v1.InitService.Adopt.
+func (c *initServiceClient) Adopt(ctx context.Context, req *v1.AdoptRequest) (*connect.ServerStreamForClient[v1.AdoptResponse], error) {
+	return c.adopt.CallServerStream(ctx, connect.NewRequest(req))
 }
 
 // InitServiceHandler is an implementation of the muster.init.v1.InitService service.
@@ -90,6 +113,15 @@ type InitServiceHandler interface {
 	// same idempotency_key after a lost connection resumes: progress made so far is
 	// told again, work is not repeated.
 	Init(context.Context, *v1.InitRequest, *connect.ServerStream[v1.InitResponse]) error
+	// Adopt makes the machine, which is a control plane of a cluster that Muster did not
+	// make, one of that cluster's first machines with Muster: it takes the node lock, writes
+	// the cluster's own objects and starts the attester. kubeadm is not run and nothing is
+	// installed, cleaned or reset. Access: session; the caller judges the machine as for Init,
+	// and calling again resumes likewise.
+	//
+	// A machine that is no control plane of that name is refused with INIT_NOT_ALLOWED. It is a method of
+	// its own so that a bootstrapper that does not know it can't take it for an init.
+	Adopt(context.Context, *v1.AdoptRequest, *connect.ServerStream[v1.AdoptResponse]) error
 }
 
 // NewInitServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -105,10 +137,18 @@ func NewInitServiceHandler(svc InitServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(initServiceMethods.ByName("Init")),
 		connect.WithHandlerOptions(opts...),
 	)
+	initServiceAdoptHandler := connect.NewServerStreamHandlerSimple(
+		InitServiceAdoptProcedure,
+		svc.Adopt,
+		connect.WithSchema(initServiceMethods.ByName("Adopt")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/muster.init.v1.InitService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case InitServiceInitProcedure:
 			initServiceInitHandler.ServeHTTP(w, r)
+		case InitServiceAdoptProcedure:
+			initServiceAdoptHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -120,4 +160,8 @@ type UnimplementedInitServiceHandler struct{}
 
 func (UnimplementedInitServiceHandler) Init(context.Context, *v1.InitRequest, *connect.ServerStream[v1.InitResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.init.v1.InitService.Init is not implemented"))
+}
+
+func (UnimplementedInitServiceHandler) Adopt(context.Context, *v1.AdoptRequest, *connect.ServerStream[v1.AdoptResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.init.v1.InitService.Adopt is not implemented"))
 }

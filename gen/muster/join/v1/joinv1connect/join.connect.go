@@ -43,6 +43,9 @@ const (
 	JoinServiceReturnJoinTicketProcedure = "/muster.join.v1.JoinService/ReturnJoinTicket"
 	// JoinServiceReattestProcedure is the fully-qualified name of the JoinService's Reattest RPC.
 	JoinServiceReattestProcedure = "/muster.join.v1.JoinService/Reattest"
+	// JoinServiceRenewJoinLeaseProcedure is the fully-qualified name of the JoinService's
+	// RenewJoinLease RPC.
+	JoinServiceRenewJoinLeaseProcedure = "/muster.join.v1.JoinService/RenewJoinLease"
 )
 
 // JoinServiceClient is a client for the muster.join.v1.JoinService service.
@@ -63,6 +66,13 @@ type JoinServiceClient interface {
 	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
 	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
+	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
+	// it. Machines become control planes one after another: the turn comes with the
+	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
+	// for that long. Access: attested, on any connection and to any joinservice of the
+	// cluster. The caller is the attested peer (J1). TICKET_UNKNOWN if the machine has no
+	// turn with that ticket, CONTROL_PLANE_BUSY if another machine has the turn.
+	RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error)
 }
 
 // NewJoinServiceClient constructs a client for the muster.join.v1.JoinService service. By default,
@@ -94,6 +104,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("Reattest")),
 			connect.WithClientOptions(opts...),
 		),
+		renewJoinLease: connect.NewClient[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse](
+			httpClient,
+			baseURL+JoinServiceRenewJoinLeaseProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("RenewJoinLease")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -102,6 +118,7 @@ type joinServiceClient struct {
 	issueJoinTicket  *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
 	returnJoinTicket *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
 	reattest         *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
+	renewJoinLease   *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
 }
 
 // IssueJoinTicket calls muster.join.v1.JoinService.IssueJoinTicket.
@@ -131,6 +148,15 @@ func (c *joinServiceClient) Reattest(ctx context.Context, req *v1.ReattestReques
 	return nil, err
 }
 
+// RenewJoinLease calls muster.join.v1.JoinService.RenewJoinLease.
+func (c *joinServiceClient) RenewJoinLease(ctx context.Context, req *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {
+	response, err := c.renewJoinLease.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
 // JoinServiceHandler is an implementation of the muster.join.v1.JoinService service.
 type JoinServiceHandler interface {
 	// IssueJoinTicket enrols the calling machine and gives it all that it needs to
@@ -149,6 +175,13 @@ type JoinServiceHandler interface {
 	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
 	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
+	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
+	// it. Machines become control planes one after another: the turn comes with the
+	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
+	// for that long. Access: attested, on any connection and to any joinservice of the
+	// cluster. The caller is the attested peer (J1). TICKET_UNKNOWN if the machine has no
+	// turn with that ticket, CONTROL_PLANE_BUSY if another machine has the turn.
+	RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error)
 }
 
 // NewJoinServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -176,6 +209,12 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("Reattest")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceRenewJoinLeaseHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceRenewJoinLeaseProcedure,
+		svc.RenewJoinLease,
+		connect.WithSchema(joinServiceMethods.ByName("RenewJoinLease")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/muster.join.v1.JoinService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case JoinServiceIssueJoinTicketProcedure:
@@ -184,6 +223,8 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 			joinServiceReturnJoinTicketHandler.ServeHTTP(w, r)
 		case JoinServiceReattestProcedure:
 			joinServiceReattestHandler.ServeHTTP(w, r)
+		case JoinServiceRenewJoinLeaseProcedure:
+			joinServiceRenewJoinLeaseHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -203,4 +244,8 @@ func (UnimplementedJoinServiceHandler) ReturnJoinTicket(context.Context, *v1.Ret
 
 func (UnimplementedJoinServiceHandler) Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.Reattest is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.RenewJoinLease is not implemented"))
 }

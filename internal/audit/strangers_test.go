@@ -1,4 +1,4 @@
-package joinservice
+package audit
 
 import (
 	"bytes"
@@ -8,18 +8,17 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-
-	"github.com/muster-k8s/muster/internal/audit"
 )
 
 // Strangers must not make the audit log, which tickets need, busy or large.
 func TestRecordsOfStrangersAreRationed(t *testing.T) {
 	var out bytes.Buffer
 	now := time.Unix(1000, 0)
-	r := &Refusals{
-		audit: audit.NewStream(&out), log: slog.New(slog.DiscardHandler), dropped: prometheus.NewCounter(prometheus.CounterOpts{Name: "x"}),
-		now: func() time.Time { return now }, tokens: recordBurst, at: now,
+	r, err := NewStrangers("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	if err != nil {
+		t.Fatal(err)
 	}
+	r.now, r.at = func() time.Time { return now }, now
 	lines := func(want int) {
 		t.Helper()
 		if n := strings.Count(out.String(), "\n"); n != want {
@@ -28,7 +27,7 @@ func TestRecordsOfStrangersAreRationed(t *testing.T) {
 	}
 	flood := func() {
 		for range 1000 {
-			r.take(audit.Record{Event: "connection refused"})
+			r.take(Record{Event: "connection refused"})
 		}
 	}
 	flood()
@@ -38,7 +37,7 @@ func TestRecordsOfStrangersAreRationed(t *testing.T) {
 	lines(60)
 	r.tell()
 	lines(61)
-	if !strings.Contains(out.String(), "1940 more refused connections") {
+	if !strings.Contains(out.String(), "1940 more refusals") {
 		t.Error("their number is not recorded")
 	}
 	r.tell()

@@ -3,9 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"net/netip"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -13,7 +11,6 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -29,7 +26,8 @@ func (a *app) enrollCommand() *cobra.Command {
 		Short: "Give a node name to a machine before it joins; control planes need it",
 		Long: `A name belongs to one machine from then on. A worker enrols itself by passing attestation; a control plane gets the
 cluster's keys, so you say which machine that is. muster verify shows a machine's ID.`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			spec, err := enrolment(args[0], role, machine, disk, addresses)
 			if err != nil {
@@ -97,125 +95,4 @@ func enrolment(name, role, machine, disk string, addresses []string) (v1alpha1.A
 		spec.Addresses = append(spec.Addresses, ip.Unmap().String())
 	}
 	return spec, nil
-}
-
-func (a *app) statusCommand() *cobra.Command {
-	var timeout time.Duration
-	cmd := &cobra.Command{
-		Use: "status", Short: "Show nodes, their verdicts, the policy and what is insecure", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			dir, err := a.view()
-			if err != nil {
-				return err
-			}
-			defer func() { _ = dir.Close() }()
-			kube, err := owner.Connect(dir)
-			if err != nil {
-				return err
-			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
-			defer cancel()
-			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
-			if err != nil {
-				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
-			}
-			if a.output == outputJSON {
-				return a.json(s)
-			}
-			return a.showStatus(s, time.Now())
-		},
-	}
-	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait for the API server")
-	return cmd
-}
-
-func (a *app) showStatus(s *cluster.Status, now time.Time) error {
-	fmt.Fprintf(a.stdout, "API server  %s\n", s.Server)
-	if s.Chart != nil {
-		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
-	}
-	for _, name := range cluster.Services {
-		text := s.Services[name]
-		if text == "" {
-			text = "ready"
-		}
-		fmt.Fprintf(a.stdout, "%-10s  %s\n", strings.TrimPrefix(name, "muster-"), text)
-	}
-	fmt.Fprintf(a.stdout, "Policy      %s\n", policyText(s.Policy))
-	if s.Policy != nil && len(s.Policy.Insecure) > 0 {
-		fmt.Fprintf(a.stdout, "INSECURE    %s\n", strings.Join(s.Policy.Insecure, ", "))
-	}
-	fmt.Fprintln(a.stdout)
-	rows := [][]string{{"NODE", "READY", "ROLE", "MACHINE", "VERDICT", "AGE", "SERIAL", "KUBELET"}}
-	for _, n := range s.Nodes {
-		rows = append(rows, []string{
-			n.Name, ready(n), dash(n.Role), dash(short(n.MachineID)), verdict(n), age(n, now), number(n.Serial), dash(n.Kubelet),
-		})
-	}
-	return a.table(rows)
-}
-
-func policyText(p *cluster.PolicyStatus) string {
-	switch {
-	case p == nil:
-		return "none: nobody is admitted"
-	case p.Accepted:
-		return fmt.Sprintf("serial %d, generation %d", p.Serial, p.Generation)
-	case p.Reason == "":
-		return fmt.Sprintf("generation %d is not yet judged by the services", p.Newest)
-	default:
-		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
-	}
-}
-
-func ready(n cluster.NodeStatus) string {
-	switch {
-	case !n.Joined:
-		return "not joined"
-	case n.Ready:
-		return "yes"
-	default:
-		return "no"
-	}
-}
-
-func verdict(n cluster.NodeStatus) string {
-	switch {
-	case !n.Enrolled:
-		return "NOT ENROLLED"
-	case n.Banned:
-		return "BANNED"
-	case n.Accepted == nil:
-		return "-"
-	default:
-		return n.Reason
-	}
-}
-
-func age(n cluster.NodeStatus, now time.Time) string {
-	if n.JudgedAt == nil {
-		return "-"
-	}
-	return now.Sub(*n.JudgedAt).Round(time.Second).String()
-}
-
-func short(s string) string {
-	if len(s) > 12 {
-		return s[:12]
-	}
-	return s
-}
-
-func dash(s string) string {
-	if s == "" {
-		return "-"
-	}
-	return s
-}
-
-func number(n int64) string {
-	if n == 0 {
-		return "-"
-	}
-	return fmt.Sprint(n)
 }

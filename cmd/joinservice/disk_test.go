@@ -1,0 +1,136 @@
+package main
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/disktest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// page is what a tmpfs gives away space by, in bytes.
+const page = 4096
+
+// J3: the audit log's disk fills up, at whichever byte of whichever record. What leaves has its
+// records, and what has no record does not leave and leaves nothing; once there is room again,
+// tickets are given without a restart, and no torn line stays behind.
+func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
+	disk := disktest.Small(t, 256<<10)
+	s := setUp(t, auditAt(filepath.Join(disk, "audit.jsonl")))
+
+	// How long the records of a ticket are.
+	s.ticketFor(t, s.machine(t), worker(t, named("w0", diskNumber(0), "192.168.77.20")))
+	decided, issued := 0, 0
+	for line := range bytes.Lines(s.auditText(t)) {
+		var r audit.Record
+		if err := json.Unmarshal(line, &r); err != nil {
+			t.Fatal(err)
+		}
+		switch r.Event {
+		case "ticket decided":
+			decided = len(line)
+		case "ticket issued":
+			issued = len(line)
+		}
+	}
+	if decided == 0 || issued == 0 {
+		t.Fatal("a ticket was given without its records")
+	}
+
+	for i, tt := range []struct {
+		what string
+		room int // bytes left for records
+		want attestv1.Reason
+	}{
+		{"nothing", 0, attestv1.Reason_REASON_AUDIT_UNAVAILABLE},
+		{"half of the first record", decided / 2, attestv1.Reason_REASON_AUDIT_UNAVAILABLE},
+		{"the first record and a byte", decided + 1, attestv1.Reason_REASON_AUDIT_UNAVAILABLE},
+		{"all but the end of the second", decided + issued - 40, attestv1.Reason_REASON_AUDIT_UNAVAILABLE},
+		{"both records", decided + issued + 40, attestv1.Reason_REASON_ACCEPTED},
+	} {
+		t.Run("room for "+tt.what, func(t *testing.T) {
+			m := s.machine(t)
+			name, number := fmt.Sprintf("w%d", i+1), diskNumber(i+1)
+			w := worker(t, named(name, number, fmt.Sprintf("192.168.77.%d", 21+i)))
+			s.padAudit(t, tt.room)
+			free := disktest.Fill(t, disk)
+			client := s.dial(t, m.Attester(attest.PurposeMachine))
+			ticket, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+			if rpc.ReasonFrom(err) != tt.want {
+				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
+			}
+			if err != nil {
+				if tt.room > decided { // certificates were signed, and anybody's request shows them
+					s.heldFor(t, m, name)
+				} else {
+					s.nothingOf(t, m)
+				}
+				s.noRequests(t)
+				free()
+				if ticket, err = client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
+					t.Fatalf("there is room again: %v", err)
+				}
+			} else {
+				free()
+			}
+			id := hex.EncodeToString(ticket.GetTicketId())
+			for _, event := range []string{"ticket decided", "ticket issued"} {
+				if !s.recorded(t, func(r audit.Record) bool { return r.Ticket == id && r.Event == event && r.Node == name }) {
+					t.Errorf("ticket %s has no record that it was %q", id, event)
+				}
+			}
+		})
+	}
+	// Each whole record stands on a line of its own.
+	for line := range bytes.Lines(s.auditText(t)) {
+		if !json.Valid(line) {
+			t.Errorf("torn line %q", line)
+		}
+	}
+	if r := s.records(t); !slices.ContainsFunc(r, func(r audit.Record) bool { return r.Event == "ticket issued" }) {
+		t.Error("no record at all")
+	}
+}
+
+func diskNumber(n int) string { return fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-0000000001%02d", n) }
+
+func (s *stage) auditText(t *testing.T) []byte {
+	t.Helper()
+	b, err := os.ReadFile(s.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// padAudit appends a record of somebody else's, so that after it room bytes are left of the page
+// that the file ends in.
+func (s *stage) padAudit(t *testing.T, room int) {
+	t.Helper()
+	size := len(s.auditText(t))
+	const empty = len(`{"detail":""}` + "\n")
+	n := (page-room%page-(size+empty)%page+2*page)%page + empty
+	line := append(append([]byte(`{"detail":"`), bytes.Repeat([]byte("x"), n-empty)...), "\"}\n"...)
+	f, err := os.OpenFile(s.audit, os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Write(line); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := page - len(s.auditText(t))%page; got%page != room%page {
+		t.Fatalf("room for %d bytes, want %d", got, room)
+	}
+}

@@ -1,0 +1,168 @@
+package main
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+)
+
+// retire does to the list what the owner's program does when a name leaves its machine.
+func (s *stage) retire(t *testing.T, node string, r enrolled.Retirement) {
+	t.Helper()
+	patch, err := json.Marshal(map[string]any{"data": map[string]any{node: nil, enrolled.Key(node): r.String()}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: enrolled.ConfigMap}}
+	if err := s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", patch)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// canWrite waits until the API server takes a node's write, or, if want is false, refuses it.
+func canWrite(t *testing.T, api client.Client, node string, want bool) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		err := api.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}},
+			client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"x":"`+time.Now().String()+`"}}}`)))
+		if want || err == nil {
+			return membertest.Want(want && err == nil, "write as %s: %v, want it taken: %v", node, err, want)
+		}
+		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "write as %s: %v", node, err)
+	})
+}
+
+// request files a request with a certificate that the node holds, and gives the key for what comes of it.
+func request(t *testing.T, api client.Client, node string) (*certificatesv1.CertificateSigningRequest, *ecdsa.PrivateKey) {
+	t.Helper()
+	key, f := newKey(t), renewal(node)
+	o := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: csr(t, &x509.CertificateRequest{
+				Subject: pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}},
+			}, key)}),
+			SignerName: f.signer, Usages: f.usages,
+		},
+	}
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) })
+	return o, key
+}
+
+// A name that leaves a machine takes the right to write from every certificate that was issued for it,
+// also when the next machine has the name. Reads are not taken: that is documented.
+func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
+	s := setUp(t)
+	first, second := s.machine(t), s.machine(t)
+	w := worker(t)
+	old := s.asNode(t, w, s.ticketFor(t, first, w))
+	membertest.Eventually(t, func() error { return old.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
+	t.Cleanup(func() {
+		_ = s.Client.Delete(context.WithoutCancel(t.Context()), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
+	})
+
+	// A request that waits for a verdict: nobody but its own machine may be the reason that it is approved.
+	n := s.Node(t, "w1")
+	n.Status.LastVerdict = nil
+	if err := s.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	waiting, _ := request(t, old, "w1")
+	s.waits(t, waiting.Name, "VERDICT_OLD")
+
+	// To wait is no decision, so there is no audit record.
+	places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
+	refusaltest.Told(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
+		s.retire(t, "w1", enrolled.Retire(time.Now()))
+		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
+	})
+	canWrite(t, old, "w1", false)
+	if err := s.Client.Delete(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}); err != nil {
+		t.Fatal(err)
+	}
+
+	again := worker(t, named("w1", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.12"))
+	var ticket *joinv1.IssueJoinTicketResponse
+	membertest.Eventually(t, func() (err error) { // once the informers know that the name is free
+		ticket, err = s.dial(t, second.Attester("machine")).IssueJoinTicket(t.Context(), again.IssueJoinTicketRequest)
+		return err
+	})
+	next := s.asNode(t, again, ticket)
+	membertest.Eventually(t, func() error { return next.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
+	canWrite(t, next, "w1", true)
+	canWrite(t, old, "w1", false)
+	s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
+
+	// The kubelet's own renewal: what a listed certificate leads to is listed.
+	renewed, key := request(t, next, "w1")
+	s.decided(t, renewed.Name, certificatesv1.CertificateApproved, "AttestedMachine")
+	if err := s.Client.Get(t.Context(), client.ObjectKeyFromObject(renewed), renewed); err != nil {
+		t.Fatal(err)
+	}
+	later := s.asNode(t, &wish{client: key}, &joinv1.IssueJoinTicketResponse{
+		CaCertificate: ticket.GetCaCertificate(), KubeletClientCertificate: renewed.Status.Certificate,
+	})
+	canWrite(t, later, "w1", true)
+	canWrite(t, next, "w1", true)
+	canWrite(t, old, "w1", false)
+}
+
+// Once every older certificate has expired, the next ticket ends the retirement.
+func TestARetirementLapses(t *testing.T) {
+	s := setUp(t)
+	s.retire(t, "w1", enrolled.Retirement{Until: time.Now().Add(-time.Minute)})
+	w := worker(t)
+	node := s.asNode(t, w, s.ticketFor(t, s.machine(t), w))
+	if r, there := s.Listed(t)[enrolled.Key("w1")]; there {
+		t.Errorf("it is still there: %s", r)
+	}
+	membertest.Eventually(t, func() error {
+		return node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.DryRunAll)
+	})
+}
+
+// A name's machine changes in a banned enrolment only, which no service writes (J4).
+func TestAnEnrolmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
+	s := setUp(t)
+	s.Enrol(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	other := s.machine(t).ID().String()
+	change := func(banned bool) error {
+		n := s.Node(t, "w7")
+		n.Spec.MachineID, n.Spec.DiskID, n.Spec.Banned = other, "5f0c95b6-2a3d-4c7e-9f10-000000000009", banned
+		return s.Client.Update(t.Context(), n)
+	}
+	for _, banned := range []bool{false, true} { // to ban and change in one write is no way around it
+		if err := change(banned); !apierrors.IsInvalid(err) {
+			t.Errorf("machine and disk changed, banned with it: %v: %v", banned, err)
+		}
+	}
+	n := s.Node(t, "w7")
+	n.Spec.Banned = true
+	if err := s.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := change(false); err != nil {
+		t.Errorf("in a banned enrolment: %v", err)
+	}
+}

@@ -1,0 +1,94 @@
+package main
+
+import (
+	"testing"
+
+	gotpm "github.com/google/go-tpm/tpm2"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Who does not pass the exchange never reaches the RPC, and is on record all the same.
+func TestMachinesThatGetNoSession(t *testing.T) {
+	s := setUp(t)
+	machine := func(o attesttest.Options) *attesttest.Machine { return attesttest.NewMachine(t, s.ca, o) }
+	saying := func(change func(*attestv1.Tpm2Evidence)) *attesttest.Machine {
+		return machine(attesttest.Options{Tamper: attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) { change(ev.GetTpm2()) }}})
+	}
+	elsewhere := s.machine(t)
+	elsewhere.LockTo([32]byte{0xee})
+	shell := s.machine(t)
+	shell.SetPCR(12, make32(7))
+	otherLog, _ := attesttest.BootLog(t, attesttest.Options{Image: "another image"}, tpm.SHA256)
+	good := s.machine(t)
+	for name, tt := range map[string]struct {
+		machine *attesttest.Machine
+		purpose attest.Purpose // machine, if it is left out
+		reason  attestv1.Reason
+	}{
+		"a tampered image":               {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a changed command line":         {machine: shell, reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a TPM that no root vouches for": {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine of another cluster":   {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a joinservice's evidence":       {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"public evidence":                {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"a quote that was changed":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"PCR values of another boot":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"no signature":                   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
+		"another boot's event log":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.EventLog = otherLog }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
+		"a key that is free to sign anything": {
+			machine: machine(attesttest.Options{Tamper: attesttest.Tamper{AK: func(p *gotpm.TPMTPublic) { p.ObjectAttributes.Restricted = false }}}), reason: attestv1.Reason_REASON_AK_TEMPLATE,
+		},
+		"an AK that its TPM can't show to have": {
+			machine: machine(attesttest.Options{Tamper: attesttest.Tamper{MAC: func(b []byte) []byte { return make([]byte, len(b)) }}}), reason: attestv1.Reason_REASON_ACTIVATION_FAILED,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if tt.purpose == "" {
+				tt.purpose = attest.PurposeMachine
+			}
+			client := s.dial(t, tt.machine.Attester(tt.purpose))
+			refusaltest.Refused(t, s.witnesses(t), tt.reason, refusaltest.Connection(), func() error {
+				_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+				return err
+			})
+			if s.Node(t, "w1") != nil || len(s.CSRs(t)) > 0 || len(s.Listed(t)) > 0 {
+				t.Error("something is left")
+			}
+		})
+	}
+	t.Run("only the offending input was wrong", func(t *testing.T) { s.ticketFor(t, good, worker(t)) })
+}
+
+// What a connection has not shown is asked for at every RPC that there is.
+func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
+	s := setUp(t)
+	url := "https://" + s.join.Addr
+	t.Run("of a plain client", func(t *testing.T) {
+		refusaltest.EveryProcedure(t, s.witnesses(t), refusaltest.Plain(t), url, attestv1.Reason_REASON_SESSION_REQUIRED, joinv1connect.JoinServiceName)
+	})
+	t.Run("of a session without evidence", func(t *testing.T) {
+		refusaltest.EveryProcedure(t, s.witnesses(t), rpc.HTTPClient(s.transport(t, atls.NoAttester)), url, attestv1.Reason_REASON_PEER_NOT_ATTESTED, joinv1connect.JoinServiceName)
+	})
+	t.Run("of an attested machine, in a message that is not endless", func(t *testing.T) {
+		m := s.machine(t)
+		w := worker(t, func(w *wishes) {
+			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr = make([]byte, 300<<10) }
+		})
+		client, places := s.dial(t, m.Attester(attest.PurposeMachine)), refusaltest.Call(joinv1connect.JoinServiceIssueJoinTicketProcedure)
+		places.Audit = append(places.Audit, "machine", m.ID().String())
+		refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
+			_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+			return err
+		})
+		s.ticketFor(t, m, worker(t))
+	})
+}

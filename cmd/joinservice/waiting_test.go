@@ -1,0 +1,121 @@
+package main
+
+import (
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/waiting"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// waits reads the list as the owner's program does.
+func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
+	t.Helper()
+	m := &corev1.ConfigMap{}
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: waiting.ConfigMap}, m); err != nil {
+		t.Fatal(err)
+	}
+	entries, bad := waiting.Parse(m.Data)
+	if len(bad) > 0 {
+		t.Errorf("can't be read: %v", bad)
+	}
+	out := map[string]waiting.Entry{}
+	for _, e := range entries {
+		out[e.Machine] = e
+	}
+	return out
+}
+
+// expiries waits until the ends of a node's certificates stand in its status.
+func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		out = s.Node(t, node).Status.Certificates
+		return membertest.Want(out != nil && out.ClientExpiresAt != nil && out.ServingExpiresAt != nil, "of %s: %+v", node, out)
+	})
+	return out
+}
+
+// Whoever is refused although its evidence is genuine stands in the owner's list, with the one reason
+// (R1), until it is admitted. A stranger never does.
+func TestTheOwnerSeesWhoWaits(t *testing.T) {
+	s := setUp(t)
+	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
+	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	late := s.machine(t)
+	ask := func(m *attesttest.Machine, w *wish) attestv1.Reason {
+		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return rpc.ReasonFrom(err)
+	}
+	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	for _, tt := range []struct {
+		m    *attesttest.Machine
+		w    *wish
+		want attestv1.Reason
+	}{
+		{stranger, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},
+		{changed, worker(t), attestv1.Reason_REASON_POLICY_REFUSED},
+		{late, controlPlane, attestv1.Reason_REASON_NOT_ENROLLED},
+	} {
+		if got := ask(tt.m, tt.w); got != tt.want {
+			t.Fatalf("refused with %s, want %s", attest.ReasonName(got), attest.ReasonName(tt.want))
+		}
+	}
+	membertest.Eventually(t, func() error { n := len(s.waiting(t)); return membertest.Want(n == 2, "%d wait", n) })
+	list := s.waiting(t)
+	if _, there := list[stranger.ID().String()]; there {
+		t.Error("a stranger is listed")
+	}
+	if e := list[changed.ID().String()]; e.Reason != "POLICY_REFUSED" || e.Node != "" || e.Address != "127.0.0.1" || e.Expired(time.Now()) {
+		t.Errorf("the changed machine: %+v", e)
+	}
+	if e := list[late.ID().String()]; e.Reason != "NOT_ENROLLED" || e.Node != "cp2" || e.Role != "control-plane" || e.Address != "127.0.0.1" || e.Since.IsZero() {
+		t.Errorf("the control plane: %+v", e)
+	}
+	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: late.ID().String(), Role: v1alpha1.RoleControlPlane})
+	membertest.Eventually(t, func() error {
+		got := ask(late, controlPlane)
+		return membertest.Want(got == attestv1.Reason_REASON_ACCEPTED, "refused with %s", attest.ReasonName(got))
+	})
+	membertest.Eventually(t, func() error {
+		_, there := s.waiting(t)[late.ID().String()]
+		return membertest.Want(!there, "the admitted machine is still listed")
+	})
+	if _, there := s.waiting(t)[changed.ID().String()]; !there {
+		t.Error("the machine that still waits is no longer listed")
+	}
+}
+
+// When a node's certificates end is known from the ticket, and from each renewal.
+func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	ticket := s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID)
+	first := s.expiries(t, "w1")
+	for _, c := range []struct {
+		pem []byte
+		end time.Time
+	}{{ticket.GetKubeletClientCertificate(), first.ClientExpiresAt.Time}, {ticket.GetKubeletServingCertificate(), first.ServingExpiresAt.Time}} {
+		if want := leaf(t, c.pem).NotAfter; !c.end.Equal(want) {
+			t.Errorf("%s, want %s", c.end, want)
+		}
+	}
+	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), &joinv1.ReattestRequest{}); err != nil {
+		t.Fatal(err)
+	}
+	s.file(t, renewal("w1"))
+	membertest.Eventually(t, func() error {
+		now := s.expiries(t, "w1")
+		return membertest.Want(now.ClientExpiresAt.After(first.ClientExpiresAt.Time), "still %s", now.ClientExpiresAt)
+	})
+}

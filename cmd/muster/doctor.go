@@ -1,0 +1,69 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/owner/doctor"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (a *app) doctorCommand() *cobra.Command {
+	var (
+		endpoint, policy string
+		timeout          time.Duration
+	)
+	cmd := &cobra.Command{
+		Use: "doctor", Short: "Look for what is wrong, and say what to do", Args: cobra.NoArgs,
+		Long: `Checks the owner's folder, its cluster and the way from here to there; with --endpoint one machine that should become
+a node. It only reads. Each check is ok, worth a word (warn) or failed (FAIL), with a remedy; the exit code is 1 if any failed.
+
+What can only be seen on a machine itself, "bootstrapper doctor" looks at there.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			if endpoint != "" {
+				cfg, err := a.target(endpoint, policy, string(attest.PurposeMachine), "")
+				if err != nil {
+					return err
+				}
+				return a.showReport(doctor.ExamineMachine(ctx, cfg))
+			}
+			path, err := a.folder()
+			if err != nil {
+				return err
+			}
+			return a.showReport(doctor.Examine(ctx, doctor.Config{Folder: path}))
+		},
+	}
+	cmd.Flags().StringVar(&endpoint, "endpoint", "", "look at this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
+	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to judge by (default: that of the owner's folder)")
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long all checks together may take")
+	return cmd
+}
+
+func (a *app) showReport(r *checkup.Report) error {
+	if a.output == outputJSON {
+		if err := a.json(r); err != nil {
+			return err
+		}
+		return failed(r)
+	}
+	if err := a.table(r.Rows()); err != nil {
+		return err
+	}
+	fmt.Fprintf(a.stdout, "\n%d ok, %d worth a word, %d failed.\n", r.Count(checkup.OK), r.Count(checkup.Warn), r.Count(checkup.Fail))
+	return failed(r)
+}
+
+// failed is an error if a check failed.
+func failed(r *checkup.Report) error {
+	if err := r.Verdict(); err != nil {
+		return &told{err}
+	}
+	return nil
+}

@@ -1,0 +1,39 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func (a *app) encryptionConfigCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "encryption-config FILE",
+		Short: "Write the API server's encryption configuration of this cluster into a new file",
+		Long: `Writes the file ` + etcdencryption.File + ` as the first machine made it at init, from the root
+secret in the owner's folder. Whoever restores etcd from a snapshot needs it on each control plane. It holds a key: only
+its owner can read the file.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			dir, err := a.view()
+			if err != nil {
+				return err
+			}
+			defer func() { _ = dir.Close() }()
+			s, err := dir.Secrets()
+			if err != nil {
+				return err
+			}
+			config := etcdencryption.Config(keys.NewRoot(s.Root, s.Salt).EtcdEncryption())
+			if err := ownerdir.NewFile(args[0], config); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(a.stdout, "%s is written. It belongs at %s on control planes, mode 0600, and nowhere else.\n", args[0], etcdencryption.File)
+			return err
+		},
+	}
+}

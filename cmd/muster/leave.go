@@ -1,0 +1,164 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func (a *app) forgetCommand() *cobra.Command {
+	var (
+		l          leaving
+		memberGone bool
+	)
+	cmd := &cobra.Command{
+		Use:   "forget NODE",
+		Short: "Free a node's name: shut its machine out, and delete its Node and enrolment",
+		Long: `The machine's writes are refused from the first step on, and its certificates are retired: whoever gets the name next, they don't
+write under it. Nothing is drained, and the machine is not switched off: do both before, if it runs. What will be done is shown
+first. After an interruption the same command finishes.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+				return owner.PlanForget(ctx, d, args[0], memberGone)
+			})
+		},
+	}
+	l.flags(cmd)
+	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: its etcd member has been removed")
+	return cmd
+}
+
+func (a *app) replaceCommand() *cobra.Command {
+	var (
+		l  leaving
+		to cluster.Replacement
+	)
+	cmd := &cobra.Command{
+		Use:   "replace NODE --tpm MACHINE-ID | --disk UUID",
+		Short: "Give a node's name to another machine or disk, after a repair",
+		Long: `A mainboard was exchanged, and with it the TPM: --tpm names the new machine, which keeps name, role and disk key. A disk was
+exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; muster verify shows its
+ID. What will be done is shown first. After an interruption the same command finishes.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if to == (cluster.Replacement{}) {
+				return errors.New("what was exchanged? --tpm MACHINE-ID, --disk UUID or both")
+			}
+			if to.MachineID != "" {
+				id, err := attest.ParseMachineID(to.MachineID)
+				if err != nil {
+					return fmt.Errorf("--tpm: %w", err)
+				}
+				to.MachineID = id.String()
+			}
+			if to.DiskID != "" {
+				if _, err := keys.ParseDiskID(to.DiskID); err != nil {
+					return fmt.Errorf("--disk: %w", err)
+				}
+			}
+			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+				return owner.PlanReplace(ctx, d, args[0], to)
+			})
+		},
+	}
+	l.flags(cmd)
+	cmd.Flags().StringVar(&to.MachineID, "tpm", "", "ID of the machine with its new TPM, as muster verify shows it")
+	cmd.Flags().StringVar(&to.DiskID, "disk", "", "UUID of the new state disk")
+	return cmd
+}
+
+// leaving are the flags of the commands that take a name from a machine.
+type leaving struct {
+	yes     bool
+	timeout time.Duration
+}
+
+func (l *leaving) flags(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&l.yes, "yes", false, "don't ask")
+	cmd.Flags().DurationVar(&l.timeout, "timeout", time.Minute, "how long to wait for the API server")
+}
+
+func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(context.Context, *ownerdir.Dir) (*owner.Departure, error)) error {
+	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
+		return fmt.Errorf("node name %q: %s", name, msgs[0])
+	}
+	dir, err := a.view()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+	look, cancel := context.WithTimeout(cmd.Context(), l.timeout)
+	defer cancel()
+	d, err := plan(look, dir)
+	if err != nil {
+		return err
+	}
+	for i, line := range d.Plan {
+		fmt.Fprintf(a.stderr, "%d. %s\n", i+1, line)
+	}
+	for _, line := range d.Warnings {
+		fmt.Fprintf(a.stderr, "Note: %s.\n", line)
+	}
+	if !d.Nothing && !l.yes {
+		if err := a.confirm(cmd.Context(), cmd.InOrStdin(), name); err != nil {
+			return err
+		}
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout) // the time that a person took is not the API server's
+	defer cancel()
+	done, err := d.Do(ctx, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
+	if err != nil {
+		return err
+	}
+	if a.output == outputJSON {
+		return a.json(done)
+	}
+	text := "%s: done. The old machine's certificates end at " + end(done) + ".\n"
+	if d.Nothing {
+		text = "%s: nothing to do.\n"
+	}
+	_, err = fmt.Fprintf(a.stdout, text, name)
+	return err
+}
+
+func end(d *owner.Departed) string {
+	if d.CertificatesEnd == nil {
+		return "-"
+	}
+	return d.CertificatesEnd.Format(time.RFC3339)
+}
+
+// confirm wants the node's name, so that a habit of typing y doesn't forget a node.
+func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
+	fmt.Fprintf(a.stderr, "Type the node's name to go on: ")
+	typed := make(chan string, 1)
+	go func() { // a read of a terminal can't be interrupted; it ends with the program
+		line, _ := bufio.NewReader(in).ReadString('\n')
+		typed <- line
+	}()
+	var answer string
+	select {
+	case answer = <-typed:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	fmt.Fprintln(a.stderr)
+	if strings.TrimSpace(answer) != name {
+		return errors.New("nothing was changed: the answer is not the node's name; --yes goes on without asking")
+	}
+	return nil
+}

@@ -1,0 +1,68 @@
+package main
+
+import (
+	"crypto/ed25519"
+	"crypto/rand"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+)
+
+// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder that
+// leads there. Machines are objects only: no kubelet and no joinservice runs.
+func TestLeaving(t *testing.T) {
+	api, err := envtest.Start(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := api.Stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := api.InstallCRDs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := api.Namespace(t.Context(), cluster.Namespace); err != nil {
+		t.Fatal(err)
+	}
+	kubeconfig, err := os.ReadFile(api.Kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	bin, err := envtest.Binaries()
+	if err != nil {
+		t.Fatal(err)
+	}
+	testscript.Run(t, testscript.Params{
+		Dir: filepath.Join("testdata", "leave"),
+		Setup: func(env *testscript.Env) error {
+			env.Setenv("KUBECONFIG", api.Kubeconfig)
+			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))
+			_, key, err := ed25519.GenerateKey(rand.Reader)
+			if err != nil {
+				return err
+			}
+			d, err := ownerdir.Create(filepath.Join(env.WorkDir, "muster-prod"), ownerdir.New{
+				Cluster: ownerdir.Cluster{
+					Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443",
+					PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared,
+				},
+				Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: []byte("{}"),
+			})
+			if err != nil {
+				return err
+			}
+			if err := d.Write(ownerdir.AdminConf, kubeconfig); err != nil {
+				return err
+			}
+			return d.Close()
+		},
+	})
+}

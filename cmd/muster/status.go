@@ -1,0 +1,205 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+)
+
+func (a *app) statusCommand() *cobra.Command {
+	var (
+		timeout          time.Duration
+		endpoint, policy string
+		check            bool
+	)
+	cmd := &cobra.Command{
+		Use: "status", Short: "Show nodes, who waits and why, the policy, certificates, and what needs attention",
+		Long: `Shows the cluster of the owner's folder: its nodes with the verdicts on their machines, machines that were refused
+recently, certificates and when they end, the policy and its insecure switches, and at the end what needs attention.
+The exit code is 0 if the cluster could be asked; with --check it is 1 if anything needs attention.
+
+With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is judged as muster verify does;
+if the policy does not accept it, the answer is shown as unproven.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if endpoint != "" {
+				ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+				defer cancel()
+				return a.machineStatus(ctx, endpoint, policy)
+			}
+			if policy != "" {
+				return errors.New("--policy goes with --endpoint")
+			}
+			dir, err := a.view()
+			if err != nil {
+				return err
+			}
+			defer func() { _ = dir.Close() }()
+			kube, err := owner.Connect(dir)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
+			if err != nil {
+				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
+			}
+			if a.output == outputJSON {
+				err = a.json(s)
+			} else {
+				err = a.showStatus(s, time.Now())
+			}
+			if err == nil && check && len(s.Attention) > 0 {
+				err = &told{fmt.Errorf("%d things need attention", len(s.Attention))}
+			}
+			return err
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait for the API server or the machine")
+	cmd.Flags().StringVar(&endpoint, "endpoint", "", "ask this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
+	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to judge by (default: that of the owner's folder)")
+	cmd.Flags().BoolVar(&check, "check", false, "exit with 1 if anything needs attention")
+	return cmd
+}
+
+func (a *app) showStatus(s *cluster.Status, now time.Time) error {
+	fmt.Fprintf(a.stdout, "API server  %s\n", s.Server)
+	if s.Chart != nil {
+		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
+	}
+	fmt.Fprintf(a.stdout, "Policy      %s\n", policyText(s.Policy))
+	if s.Policy != nil && len(s.Policy.Insecure) > 0 {
+		fmt.Fprintf(a.stdout, "INSECURE    %s\n", strings.Join(s.Policy.Insecure, ", "))
+	}
+	for _, c := range s.Certificates {
+		fmt.Fprintf(a.stdout, "%-10s  ends %s\n", c.Name, c.Expires.UTC().Format(time.DateOnly))
+	}
+	tables := [][][]string{{{"NODE", "READY", "ROLE", "VERSION", "MACHINE", "VERDICT", "AGE", "POLICY", "CLIENT CERT", "SERVING CERT"}}}
+	for _, n := range s.Nodes {
+		tables[0] = append(tables[0], []string{
+			n.Name, ready(n), dash(n.Role), dash(n.Kubelet), dash(short(n.MachineID)), verdict(n), age(n, now), nodePolicy(n), left(n.ClientExpires, now), left(n.ServingExpires, now),
+		})
+	}
+	pods := [][]string{{"SERVICE", "NODE", "READY", "RESTARTS", "WAITS FOR"}}
+	for _, p := range s.Pods {
+		pods = append(pods, []string{p.Name, dash(p.Node), yes(p.Ready), fmt.Sprint(p.Restarts), dash(p.Problem)})
+	}
+	waiting := [][]string{{"WAITING", "WANTS TO BE", "ROLE", "REASON", "SINCE", "LAST", "FROM"}}
+	for _, w := range s.Waiting {
+		waiting = append(waiting, []string{short(w.Machine), dash(w.Node), dash(w.Role), w.Reason, ago(w.Since, now), ago(w.Last, now), dash(w.Address)})
+	}
+	requests := [][]string{{"PENDING REQUEST", "BY", "SIGNER", "AGE"}}
+	for _, r := range s.Requests {
+		requests = append(requests, []string{r.Name, r.By, strings.TrimPrefix(r.Signer, "kubernetes.io/"), ago(r.Since, now)})
+	}
+	for _, t := range append(tables, pods, waiting, requests) {
+		if len(t) == 1 {
+			continue
+		}
+		fmt.Fprintln(a.stdout)
+		if err := a.table(t); err != nil {
+			return err
+		}
+	}
+	fmt.Fprintln(a.stdout)
+	if len(s.Attention) == 0 {
+		fmt.Fprintln(a.stdout, "Nothing needs attention.")
+	}
+	for _, x := range s.Attention {
+		fmt.Fprintf(a.stdout, "ATTENTION  %s: %s\n           %s\n", x.About, x.Problem, dash(x.Remedy))
+	}
+	return nil
+}
+
+// nodePolicy is what the node was judged by, beside what is in force.
+func nodePolicy(n cluster.NodeStatus) string {
+	if n.Serial == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%d/%d", n.Serial, n.Generation)
+}
+
+func left(end *time.Time, now time.Time) string {
+	switch {
+	case end == nil:
+		return "-"
+	case end.Before(now):
+		return "ENDED"
+	default:
+		return end.Sub(now).Round(time.Minute).String()
+	}
+}
+
+func yes(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
+}
+
+func policyText(p *cluster.PolicyStatus) string {
+	switch {
+	case p == nil:
+		return "none: nobody is admitted"
+	case p.Accepted:
+		return fmt.Sprintf("serial %d, generation %d", p.Serial, p.Generation)
+	case p.Reason == "":
+		return fmt.Sprintf("generation %d is not yet judged by the services", p.Newest)
+	default:
+		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+	}
+}
+
+func ready(n cluster.NodeStatus) string {
+	switch {
+	case !n.Joined:
+		return "not joined"
+	case n.Ready:
+		return "yes"
+	default:
+		return "no"
+	}
+}
+
+func verdict(n cluster.NodeStatus) string {
+	switch {
+	case !n.Enrolled:
+		return "NOT ENROLLED"
+	case n.Banned:
+		return "BANNED"
+	case n.Accepted == nil:
+		return "-"
+	default:
+		return n.Reason
+	}
+}
+
+func age(n cluster.NodeStatus, now time.Time) string {
+	if n.JudgedAt == nil {
+		return "-"
+	}
+	return now.Sub(*n.JudgedAt).Round(time.Second).String()
+}
+
+func short(s string) string {
+	if len(s) > 12 {
+		return s[:12]
+	}
+	return s
+}
+
+func dash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}

@@ -1,0 +1,75 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// machineStatus shows one machine that is in no cluster yet.
+func (a *app) machineStatus(ctx context.Context, endpoint, policy string) error {
+	cfg, err := a.target(endpoint, policy, string(attest.PurposeMachine), "")
+	if err != nil {
+		return err
+	}
+	s, err := owner.AskMachine(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	if a.output == outputJSON {
+		return a.json(s)
+	}
+	a.showMachine(s, time.Now())
+	return nil
+}
+
+func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
+	if !s.Proven {
+		fmt.Fprintf(a.stdout, "UNPROVEN: the policy does not accept this machine (%s), so this is what anybody could say.\n%s\n\n", s.Problem.Reason, s.Problem.Message)
+	}
+	line := func(name, format string, args ...any) {
+		fmt.Fprintf(a.stdout, "%-12s %s\n", name, fmt.Sprintf(format, args...))
+	}
+	line("Machine", "%s", s.Machine)
+	line("Node", "%s, %s", dash(s.NodeName), dash(s.Role))
+	phase := s.Phase
+	if s.Taker != "" {
+		phase += ", locked by " + map[string]string{"init": "an init", "join": "a join"}[s.Taker]
+	}
+	if s.Since != nil {
+		phase += ", since " + ago(*s.Since, now.Add(s.Skew))
+	}
+	line("Phase", "%s", phase)
+	if s.Reason != "" {
+		when := ""
+		if s.LastTry != nil {
+			when = ", " + ago(*s.LastTry, now.Add(s.Skew)) + " ago"
+		}
+		line("Last reason", "%s%s (failed tries: %d)", s.Reason, when, s.FailedTries)
+		if s.Remedy != "" {
+			line("What to do", "%s", s.Remedy)
+		}
+	}
+	if s.NextTry != nil {
+		line("Next try", "in %s", max(0, s.NextTry.Sub(now.Add(s.Skew))).Round(time.Second))
+	}
+	switch {
+	case len(s.JoinEndpoints) > 0:
+		line("Tries", "%s", strings.Join(s.JoinEndpoints, ", "))
+	case s.InitAllowed:
+		line("Tries", "nobody: it waits for muster init")
+	default:
+		line("Tries", "nobody: its metadata name no joinEndpoints and allow no init")
+	}
+	if s.Skew.Abs() >= owner.SkewWarn {
+		line("Clock", "%s off ours", s.Skew.Round(time.Second))
+	}
+	line("Version", "%s", s.Version)
+}
+
+// ago says how long something is past, for people.
+func ago(t, now time.Time) string { return max(0, now.Sub(t)).Round(time.Second).String() }

@@ -1,0 +1,33 @@
+package main
+
+import (
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"testing"
+)
+
+// exposed is how far systemd thinks that each unit is open to attack, from 0 to 10; docs/packages.md says why it is
+// not less.
+var exposed = map[string]float64{"muster-attester.service": 2.1, "muster-bootstrapper.service": 4.8}
+
+func TestUnitsAreAsHardAsTheyWere(t *testing.T) {
+	for unit, most := range exposed {
+		out := command(t, "systemd-analyze", "security", "--offline=true", "--no-pager", filepath.Join(source, "deploy", "systemd", unit))
+		m := regexp.MustCompile(`Overall exposure level for \S+: ([0-9.]+)`).FindStringSubmatch(out)
+		if m == nil {
+			t.Fatalf("%s: systemd-analyze says\n%s", unit, out)
+		}
+		score, err := strconv.ParseFloat(m[1], 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s: exposure %.1f", unit, score)
+		if score > most {
+			t.Errorf("%s: exposure %.1f, was %.1f\n%s", unit, score, most, out)
+		}
+		if score < most {
+			t.Errorf("%s: exposure %.1f is better than %.1f: write it down here and in docs/packages.md", unit, score, most)
+		}
+	}
+}

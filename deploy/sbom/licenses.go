@@ -1,0 +1,80 @@
+package sbom
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/google/licenseclassifier/v2/assets"
+	"golang.org/x/mod/module"
+
+	classifier "github.com/google/licenseclassifier/v2"
+)
+
+// licenses finds licenses in the module cache.
+type licenses struct{ cache, goroot string }
+
+var classify = sync.OnceValues(assets.DefaultClassifier)
+
+// licenseFile is how files that hold a license are called.
+var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
+
+// of gives the SPDX expression of a module's licenses: all that stand in the files of its top folder.
+func (l licenses) of(m *debug.Module) (string, error) {
+	if isOwn(m.Path) {
+		return ownLicense, nil
+	}
+	dir := l.goroot
+	if m.Path != "std" {
+		path, err := module.EscapePath(m.Path)
+		if err != nil {
+			return "", err
+		}
+		version, err := module.EscapeVersion(m.Version)
+		if err != nil {
+			return "", err
+		}
+		dir = filepath.Join(l.cache, path+"@"+version)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return "", fmt.Errorf("the source of %s %s, for its license: %w; `go mod download` fetches it", m.Path, m.Version, err)
+	}
+	c, err := classify()
+	if err != nil {
+		return "", err
+	}
+	var found []string
+	for _, e := range entries {
+		if e.IsDir() || !licenseFile.MatchString(e.Name()) || strings.HasSuffix(e.Name(), ".go") {
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return "", err
+		}
+		found = append(found, names(c.Match(text))...)
+	}
+	slices.Sort(found)
+	found = slices.Compact(found)
+	if len(found) == 0 {
+		return unknown, nil
+	}
+	return strings.Join(found, " AND "), nil
+}
+
+func names(r classifier.Results) []string {
+	const sure = 0.9
+	var out []string
+	for _, m := range r.Matches {
+		if m.MatchType == "License" && m.Confidence >= sure {
+			out = append(out, m.Name)
+		}
+	}
+	return out
+}

@@ -1,0 +1,288 @@
+package controlplane
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/lab/driver"
+)
+
+// patience is how long a step may take on a machine that is busy with other things.
+const patience = 5 * time.Minute
+
+// planesEnv names the environment variable that says how many control planes there are; three
+// without it.
+const planesEnv = "MUSTER_E2E_CONTROL_PLANES"
+
+func planes(t *testing.T) int {
+	t.Helper()
+	s := os.Getenv(planesEnv)
+	if s == "" {
+		return 3
+	}
+	n, err := strconv.Atoi(s)
+	if err != nil || n < 3 || n > 9 {
+		t.Fatalf("%s=%q: want 3 to 9", planesEnv, s)
+	}
+	return n
+}
+
+func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
+	c := bringUp(t, planes(t))
+	var all []string
+	for i := range c.planes {
+		all = append(all, node(i+1))
+	}
+	c.ready(patience, all...)
+	c.say("%d control planes are Ready", c.planes)
+	c.until(patience, func() error {
+		voters, learners, err := c.members(2)
+		if err == nil && (!slices.Equal(voters, all) || len(learners) > 0) {
+			err = fmt.Errorf("etcd has voters %v, learners %v", voters, learners)
+		}
+		return err
+	})
+	c.until(patience, c.servicesEverywhere)
+	c.say("etcd has %d members; joinservice and kms run on each", c.planes)
+	c.show()
+	t.Run("they joined one after another", c.turnsDoNotOverlap)
+	t.Run("each runs as hardened as the first", c.alike)
+
+	if err := c.KillNode(t.Context(), node(1)); err != nil {
+		t.Fatal(err)
+	}
+	killed := time.Now()
+	c.say("node1 has lost its power")
+	last := c.planes + 1
+	if _, err := c.AddNode(t.Context(), driver.Node{Name: node(last), JoinEndpoints: c.endpoints()}); err != nil {
+		t.Fatal(err)
+	}
+	c.ready(patience, node(last))
+	c.say("%s is Ready, %.1f s after node1 was killed", node(last), time.Since(killed).Seconds())
+	t.Run("another control plane admitted it", c.admitted)
+	c.show()
+}
+
+// members asks the etcd of a control plane for its members, over its JSON gateway and with the
+// certificate that kubeadm made for such questions.
+func (c *cluster) members(number int) (voters, learners []string, err error) {
+	const pki = "/etc/kubernetes/pki/etcd/"
+	out, err := c.at(node(number), "curl", "-sS", "--max-time", "5", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",
+		"-d", "{}", "https://127.0.0.1:2379/v3/cluster/member/list")
+	if err != nil {
+		return nil, nil, err
+	}
+	var list struct {
+		Members []struct {
+			Name      string `json:"name"`
+			IsLearner bool   `json:"isLearner"`
+		} `json:"members"`
+	}
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		return nil, nil, fmt.Errorf("%w: %s", err, out)
+	}
+	for _, m := range list.Members {
+		if m.IsLearner {
+			learners = append(learners, m.Name)
+		} else {
+			voters = append(voters, m.Name)
+		}
+	}
+	slices.Sort(voters)
+	return voters, learners, nil
+}
+
+// servicesEverywhere gives nil once every control plane runs both services.
+func (c *cluster) servicesEverywhere() error {
+	out, err := c.kubectl("-n", "muster-system", "get", "daemonsets", "-o", `jsonpath={range .items[*]}{.metadata.name}={.status.numberReady}{"\n"}{end}`)
+	if err != nil {
+		return err
+	}
+	for _, name := range []string{"muster-joinservice", "muster-kms"} {
+		if want := fmt.Sprintf("%s=%d\n", name, c.planes); !strings.Contains(out, want) {
+			return fmt.Errorf("services that are ready: %q, want %q", out, want)
+		}
+	}
+	return nil
+}
+
+// show prints what an operator sees.
+func (c *cluster) show() {
+	c.t.Helper()
+	for _, argv := range [][]string{{"kubectl", "--kubeconfig", ownersKubeconfig, "get", "nodes", "-o", "wide"}, {"muster", "status"}} {
+		out, err := c.at(driver.Owner, argv...)
+		if err != nil {
+			c.t.Errorf("%v: %v", argv, err)
+		}
+		c.t.Logf("owner$ %s\n%s", strings.Join(argv, " "), out)
+	}
+	if !strings.Contains(c.muster("status"), node(2)) {
+		c.t.Error("muster status does not know node2")
+	}
+}
+
+// records reads the audit logs of all control planes' disks, by node.
+func (c *cluster) records(t *testing.T) map[string][]audit.Record {
+	t.Helper()
+	out := map[string][]audit.Record{}
+	for i := range c.planes {
+		name := node(i + 1)
+		f, err := os.Open(filepath.Join(c.Dir, "machines", name, "disk", "log", "muster", "audit.jsonl"))
+		if os.IsNotExist(err) {
+			continue // it has admitted nobody
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for s := bufio.NewScanner(f); s.Scan(); {
+			var r audit.Record
+			if err := json.Unmarshal(s.Bytes(), &r); err != nil {
+				t.Fatal(err)
+			}
+			out[name] = append(out[name], r)
+		}
+		if err := f.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return out
+}
+
+// turn is what the audit logs say of one machine's turn.
+type turn struct {
+	node       string
+	began, end time.Time
+}
+
+func (c *cluster) turnsDoNotOverlap(t *testing.T) {
+	began, ended, busy := map[string]audit.Record{}, map[string]audit.Record{}, 0
+	for _, records := range c.records(t) {
+		for _, r := range records {
+			switch {
+			case r.Event == "ticket issued" && r.Role == "control-plane":
+				began[r.Ticket] = r
+			case r.Event == "turn ended":
+				ended[r.Ticket] = r
+			case r.Event == "ticket refused" && r.Reason == "CONTROL_PLANE_BUSY":
+				busy++
+			}
+		}
+	}
+	var turns []turn
+	for id, r := range began {
+		e, ok := ended[id]
+		if !ok {
+			t.Errorf("%s's turn with ticket %s has no end", r.Node, id)
+			continue
+		}
+		turns = append(turns, turn{r.Node, r.Time, e.Time})
+	}
+	slices.SortFunc(turns, func(a, b turn) int { return a.began.Compare(b.began) })
+	seen := map[string]bool{}
+	for i, n := range turns {
+		t.Logf("%s: %s to %s, %.1f s", n.node, n.began.Format("15:04:05.0"), n.end.Format("15:04:05.0"), n.end.Sub(n.began).Seconds())
+		seen[n.node] = true
+		if i > 0 && n.began.Before(turns[i-1].end) {
+			t.Errorf("%s began before %s had ended", n.node, turns[i-1].node)
+		}
+	}
+	if len(seen) != c.planes-1 {
+		t.Errorf("turns of %v, want %d machines", seen, c.planes-1)
+	}
+	if busy == 0 {
+		t.Error("nobody had to wait, so nothing was shown")
+	}
+	t.Logf("machines that had to wait were told so %d times", busy)
+}
+
+// alike compares what the static pods of all control planes are started with: the second and third
+// must not be weaker than the first (J5).
+func (c *cluster) alike(t *testing.T) {
+	hardened := map[string][]string{
+		"kube-apiserver":          {"--authorization-config=/etc/kubernetes/authz/config.yaml", "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt"},
+		"kube-controller-manager": {"--controllers=*,-certificatesigningrequest-approving-controller", "--cluster-signing-duration=24h"},
+		"kube-scheduler":          nil,
+	}
+	for program, want := range hardened {
+		first := c.flags(t, 1, program)
+		for _, f := range want {
+			if !slices.Contains(first, f) {
+				t.Errorf("node1's %s runs without %s", program, f)
+			}
+		}
+		for i := 2; i <= c.planes; i++ {
+			if got := c.flags(t, i, program); !slices.Equal(got, first) {
+				t.Errorf("%s's %s runs with\n%v\nand node1's with\n%v", node(i), program, got, first)
+			}
+		}
+	}
+	for _, file := range []string{"/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key"} {
+		var first string
+		for i := range c.planes {
+			out, err := c.at(node(i+1), "sh", "-c", "sha256sum "+file+" && stat -c '%a %u %g' "+file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if i == 0 {
+				first = out
+			}
+			if out != first {
+				t.Errorf("%s on %s differs from node1's: %s, %s", file, node(i+1), out, first)
+			}
+		}
+	}
+}
+
+// flags gives a static pod's command line and mounts, sorted, with the node's own address and name
+// left open.
+func (c *cluster) flags(t *testing.T, number int, program string) []string {
+	t.Helper()
+	out, err := c.at(node(number), "cat", "/etc/kubernetes/manifests/"+program+".yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var pod corev1.Pod
+	if err := yaml.Unmarshal([]byte(out), &pod); err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for _, container := range pod.Spec.Containers {
+		all = append(all, container.Image)
+		all = append(all, container.Command...)
+		for _, m := range container.VolumeMounts {
+			all = append(all, fmt.Sprintf("mount %s at %s, read-only %t", m.Name, m.MountPath, m.ReadOnly))
+		}
+	}
+	for i, f := range all {
+		all[i] = strings.ReplaceAll(f, address(number), "ADDRESS")
+	}
+	slices.Sort(all)
+	return all
+}
+
+func (c *cluster) admitted(t *testing.T) {
+	for name, records := range c.records(t) {
+		for _, r := range records {
+			if r.Event != "ticket issued" || r.Node != node(c.planes+1) {
+				continue
+			}
+			t.Logf("%s's joinservice admitted %s", name, r.Node)
+			if name != node(1) {
+				return
+			}
+		}
+	}
+	t.Error("no audit log of another control plane has its ticket")
+}

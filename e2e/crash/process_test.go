@@ -1,0 +1,243 @@
+// Package crash kills Muster's programs with SIGKILL, cuts their connections, fills their
+// disks and moves their clocks, and looks at what is left (B3, B2, J3). Points and their end
+// states are the table of docs/crashes.md.
+//
+// Most of it happens to a bootstrapper process of its own: this test's program, started
+// again, runs the bootstrapper with a real TPM (swtpm) and real attested TLS; only kubeadm,
+// systemctl and the API server are played, so that a run takes a fraction of a second. What
+// kills it is in this package alone: nothing that ships has a hook for it. The rest happens
+// in the lab, to real programs of a real cluster.
+package crash
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// planVariable, if set, makes this program a bootstrapper process: it is its [plan] in JSON.
+const planVariable = "MUSTER_CRASH_PLAN"
+
+func TestMain(m *testing.M) {
+	if text, ok := os.LookupEnv(planVariable); ok {
+		if err := runProcess(text); err != nil {
+			fmt.Fprintln(os.Stderr, "bootstrapper:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// plan is what a bootstrapper process runs with, and where it dies.
+type plan struct {
+	// Root stands for the root of the machine's file system. Beside it are image.yaml,
+	// metadata.yaml, admin.conf and effects, to which the name of each effect is appended.
+	Root string
+	// TPMLock is the lock of the TPM that image.yaml names.
+	TPMLock string
+	// Linger is how long a result that was sent can still be fetched.
+	Linger time.Duration
+	// KillAt is the number of the effect at which the process kills itself, from 0; negative: none.
+	KillAt int
+	// KillIn, if set, is the name of the effect at which it kills itself.
+	KillIn string
+}
+
+func (p plan) beside(name string) string { return filepath.Join(filepath.Dir(p.Root), name) }
+
+// now is the machine's clock. The file clock says how far it is off, and may change at any time.
+func (p plan) now() time.Time {
+	text, err := os.ReadFile(p.beside("clock"))
+	if err != nil {
+		return time.Now()
+	}
+	off, err := time.ParseDuration(string(text))
+	if err != nil {
+		return time.Time{}
+	}
+	return time.Now().Add(off)
+}
+
+const (
+	journalPath = "/var/lib/muster/journal"
+	unitsDir    = "/run/units" // a file for each unit that was started
+)
+
+// runProcess is the program `bootstrapper run` on a machine whose programs are played.
+func runProcess(text string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	var p plan
+	if err := json.Unmarshal([]byte(text), &p); err != nil {
+		return err
+	}
+	img, err := metadata.LoadImage(p.beside("image.yaml"))
+	if err != nil {
+		return err
+	}
+	conf, err := os.ReadFile(p.beside("admin.conf"))
+	if err != nil {
+		return err
+	}
+	effects, err := os.OpenFile(p.beside("effects"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer effects.Close()
+	f := &fate{left: p.KillAt, name: p.KillIn, told: effects}
+	device := tpm.Open(img.TPM.Device, tpm.WithLock(p.TPMLock))
+	attester := func(purpose attest.Purpose) (*tpm2.Attester, error) {
+		return tpm2.NewAttester(tpm2.Config{TPM: device, Purpose: purpose, Bank: tpm.SHA256})
+	}
+	own, err := attester(attest.PurposeMachine)
+	if err != nil {
+		return err
+	}
+	public, err := attester(attest.PurposePublic)
+	if err != nil {
+		return err
+	}
+	machine := &mortalMachine{machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step}}
+	return bootstrapper.Serve(ctx, bootstrapper.Options{
+		Public: public,
+		Config: bootstrapper.Config{
+			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(p.beside("metadata.yaml")) },
+			Journal: &mortalJournal{journal.Open(filepath.Join(p.Root, journalPath)), f}, Root: p.Root,
+			Machine: machine,
+			TPM:     mortalTPM{device, f}, Attester: own, NewVerifier: verifierOf,
+			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
+				_ = f.step("the cluster's objects are about to be written")
+				err := clusterstate.Write(ctx, kubeconfig, s)
+				_ = f.step("the cluster's objects were written")
+				return err
+			},
+			CleanEtcd: func(ctx context.Context, _ etcd.Target) ([]etcd.Member, error) {
+				if !machine.Member() {
+					return nil, nil
+				}
+				return []etcd.Member{{ID: 7}}, machine.LeaveEtcd(ctx)
+			},
+			Now:        p.now,
+			Components: component.DefaultLimits, Log: slog.New(slog.NewJSONHandler(os.Stderr, nil)),
+			Timing: bootstrapper.Timing{
+				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 10 * time.Second, Ticket: 30 * time.Second,
+				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: 30 * time.Second, Reset: 30 * time.Second, ClusterState: 30 * time.Second,
+			},
+		},
+	})
+}
+
+func verifierOf(roots []*x509.Certificate) (attest.Verifier, error) {
+	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
+}
+
+// fate counts what the process does to its machine, and kills it at one of them.
+type fate struct {
+	mu   sync.Mutex
+	left int
+	name string
+	told *os.File
+}
+
+// step tells of an effect before it happens. If it is the last one, step does not return.
+func (f *fate) step(name string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, err := fmt.Fprintln(f.told, name); err != nil {
+		return err
+	}
+	if f.left == 0 || name == f.name {
+		kill()
+	}
+	f.left--
+	return nil
+}
+
+// last is step, but if the effect is the last one, it begins before the process dies.
+func (f *fate) last(name string, begin func()) error {
+	f.mu.Lock()
+	if f.left == 0 {
+		begin()
+	}
+	f.mu.Unlock()
+	return f.step(name)
+}
+
+// kill ends this process as a power cut does: nothing of it runs any more.
+func kill() {
+	_ = syscall.Kill(syscall.Getpid(), syscall.SIGKILL)
+	select {}
+}
+
+// mortalJournal may be the last that the process wrote: not at all, in the middle, or whole.
+type mortalJournal struct {
+	*journal.File
+	fate *fate
+}
+
+func (j *mortalJournal) Save(r journal.Record) error {
+	if err := j.fate.step("the journal is about to say " + r.Step.String()); err != nil {
+		return err
+	}
+	err := j.fate.last("the journal is half written", func() {
+		if b, err := journal.Encode(r); err == nil {
+			_ = os.WriteFile(j.Path()+".new", b[:len(b)/2], 0o600)
+		}
+	})
+	if err != nil {
+		return err
+	}
+	if err := j.File.Save(r); err != nil {
+		return err
+	}
+	return j.fate.step("the journal says " + r.Step.String())
+}
+
+type mortalTPM struct {
+	*tpm.TPM
+	fate *fate
+}
+
+func (m mortalTPM) Measure(ctx context.Context, pcr int, data []byte) error {
+	if err := m.fate.step("PCR 15 is about to be extended"); err != nil {
+		return err
+	}
+	if err := m.TPM.Measure(ctx, pcr, data); err != nil {
+		return err
+	}
+	return m.fate.step("PCR 15 is extended")
+}
+
+// mortalMachine notes which units run where the parent process can see it.
+type mortalMachine struct{ machinetest.Machine }
+
+func (m *mortalMachine) Unit(ctx context.Context, verb, unit string) error {
+	if err := m.Machine.Unit(ctx, verb, unit); err != nil || verb != "start" {
+		return err
+	}
+	return machine.WriteFile(filepath.Join(m.Root, unitsDir, unit), nil, 0o600, 0o700)
+}

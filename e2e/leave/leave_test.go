@@ -1,0 +1,129 @@
+package leave
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
+)
+
+const (
+	certificate = "/var/lib/kubelet/pki/kubelet-client-current.pem"
+	diskID      = "/var/lib/muster/state/uuid"
+	diskCheck   = "/var/lib/muster/state/key-check"
+	metadata    = "/etc/muster/metadata.yaml"
+)
+
+// writes creates a Node, in a dry run, from node1 with the given certificate and key. It is an error if the
+// API server refuses that. That there is such a Node already is no refusal.
+func (c *cluster) writes(ctx context.Context, node, pem string) error {
+	const script = `set -eu
+umask 077; cat > /root/as.pem
+curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --key /root/as.pem -H 'Content-Type: application/json' \
+  --data '{"apiVersion":"v1","kind":"Node","metadata":{"name":"%s"}}' -w '\n%%{http_code}' 'https://192.168.77.1:6443/api/v1/nodes?dryRun=All'`
+	out, err := c.At(ctx, "node1", pem, "sh", "-c", fmt.Sprintf(script, node))
+	if err != nil {
+		return err
+	}
+	i := strings.LastIndexByte(out, '\n')
+	if status := out[i+1:]; status != "201" && status != "409" {
+		return fmt.Errorf("HTTP %s: %s", status, out[:i])
+	}
+	return nil
+}
+
+// refused is an error if the API server takes a write as the node with that key, or refuses it for
+// another reason than a retired certificate.
+func (c *cluster) refused(ctx context.Context, node, key, why string) error {
+	err := c.writes(ctx, node, key)
+	if err == nil {
+		return fmt.Errorf("the old key of %s writes", node)
+	}
+	if !strings.Contains(err.Error(), why) {
+		return fmt.Errorf("the old key of %s is refused otherwise than by %q: %w", node, why, err)
+	}
+	return nil
+}
+
+func TestNamesLeaveTheirMachines(t *testing.T) {
+	c := bringUp(t, "node2", "node3")
+	oldKey := c.Must(t, "node2", "", "cat", certificate)
+	oldDisk, oldCheck := c.Must(t, "node3", "", "cat", diskID), c.Must(t, "node3", "", "cat", diskCheck)
+	oldKey3 := c.Must(t, "node3", "", "cat", certificate)
+	if err := errors.Join(c.RemoveNode(t.Context(), "node2"), c.RemoveNode(t.Context(), "node3")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Kubectl(t.Context(), "label", "node", "node3", "rack=seven"); err != nil {
+		t.Fatal(err)
+	}
+
+	// node3's mainboard is exchanged: the disk is the old one.
+	if _, err := c.AddNode(t.Context(), driver.Node{Name: "node3"}); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("a forgotten name goes to another machine", func(t *testing.T) {
+		if err := c.writes(t.Context(), "node2", oldKey); err != nil {
+			t.Fatalf("before it is forgotten: %v", err)
+		}
+		c.Muster(t, "forget", "node2", "--yes")
+		labtest.Eventually(t, func(ctx context.Context) error { return c.refused(ctx, "node2", oldKey, "not enrolled") })
+		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
+			t.Fatalf("left: %s %v", out, err)
+		}
+		if _, err := c.AddNode(t.Context(), driver.Node{Name: "node2", JoinEndpoints: []string{joinservice1}}); err != nil {
+			t.Fatal(err)
+		}
+		c.Ready(t, "node2")
+		if err := c.refused(t.Context(), "node2", oldKey, "had the node's name before"); err != nil {
+			t.Error(err)
+		}
+		if err := c.writes(t.Context(), "node2", c.Must(t, "node2", "", "cat", certificate)); err != nil {
+			t.Errorf("the next machine's key: %v", err)
+		}
+	})
+	t.Run("a machine with a new TPM takes its name and disk over", func(t *testing.T) {
+		c.Must(t, "node3", oldDisk, "sh", "-c", "mkdir -p "+diskID[:strings.LastIndexByte(diskID, '/')]+" && cat > "+diskID)
+		var seen struct {
+			MachineID string `json:"machine"`
+		}
+		if err := json.Unmarshal([]byte(c.Muster(t, "verify", "192.168.77.13:9000", "--policy", "policy.yaml", "--output", "json")), &seen); err != nil || seen.MachineID == "" {
+			t.Fatalf("which machine is it? %v", err)
+		}
+		c.Muster(t, "replace", "node3", "--tpm", seen.MachineID, "--yes")
+		c.Must(t, "node3", "", "sed", "-i", `s/joinEndpoints: \[\]/joinEndpoints: ["`+joinservice1+`"]/`, metadata)
+		c.Must(t, "node3", "", "systemctl", "restart", "muster-bootstrapper")
+		labtest.Eventually(t, func(ctx context.Context) error {
+			out, err := c.At(ctx, "node3", "", "cat", diskCheck)
+			if err == nil && out != oldCheck {
+				t.Errorf("the key of its disk is another one")
+			}
+			return err
+		})
+		labtest.Eventually(t, func(ctx context.Context) error { // its Node is the old one's, so that it is Ready says nothing yet
+			out, err := c.Kubectl(ctx, "get", "attestednode", "node3", "-o", "jsonpath={.spec.machineID} {.spec.diskID}")
+			if want := seen.MachineID + " " + strings.TrimSpace(oldDisk); err == nil && out != want {
+				t.Fatalf("enrolled: %s, want %s", out, want)
+			}
+			if err != nil {
+				return err
+			}
+			key, err := c.At(ctx, "node3", "", "cat", certificate)
+			if err != nil {
+				return err
+			}
+			return c.writes(ctx, "node3", key)
+		})
+		c.Ready(t, "node3")
+		if err := c.refused(t.Context(), "node3", oldKey3, "had the node's name before"); err != nil {
+			t.Error(err)
+		}
+		if out, err := c.Kubectl(t.Context(), "get", "node", "node3", "-o", "jsonpath={.metadata.labels.rack}"); err != nil || out != "seven" {
+			t.Errorf("the Node is another one: label %q %v", out, err)
+		}
+	})
+}

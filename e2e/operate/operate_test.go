@@ -1,0 +1,232 @@
+// Package operate looks at a real cluster as its owner does: who is in, who waits and why, and what is
+// wrong with it once something was broken.
+package operate
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/doctor"
+	"github.com/muster-k8s/muster/lab/demo"
+	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// seat is the owner's, beside a cluster of node1 and node2.
+type seat struct {
+	lab *driver.Lab
+	bin string
+}
+
+func newSeat(t *testing.T) *seat {
+	t.Helper()
+	lab, root := labtest.New(t, "muster-op")
+	s := &seat{lab: lab, bin: filepath.Join(root, "bin")}
+	if err := demo.Cluster(t.Context(), demo.Options{Lab: lab, Bin: s.bin, Images: filepath.Join(root, "dist", "images"), Out: t.Output()}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// at runs a program somewhere and gives its standard output.
+func (s *seat) at(ctx context.Context, where, stdin string, argv ...string) (string, error) {
+	cmd, err := s.lab.Command(ctx, where, argv...)
+	if err != nil {
+		return "", err
+	}
+	var errOut strings.Builder
+	cmd.Stdin, cmd.Stderr = strings.NewReader(stdin), &errOut
+	out, err := cmd.Output()
+	if err != nil {
+		err = fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, errOut.String())
+	}
+	return string(out), err
+}
+
+func (s *seat) muster(ctx context.Context, args ...string) (string, error) {
+	return s.at(ctx, driver.Owner, "", append([]string{filepath.Join(s.bin, "muster")}, args...)...)
+}
+
+func (s *seat) kubectl(ctx context.Context, stdin string, args ...string) (string, error) {
+	return s.at(ctx, "node1", stdin, append([]string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf"}, args...)...)
+}
+
+// show puts what a person would see into the test's log.
+func (s *seat) show(t *testing.T, args ...string) {
+	t.Helper()
+	out, err := s.muster(t.Context(), args...)
+	t.Logf("$ muster %s\n%s(%v)", strings.Join(args, " "), out, err)
+}
+
+// until waits for a condition.
+func until(t *testing.T, f func() error) {
+	t.Helper()
+	deadline := time.After(3 * time.Minute)
+	tick := time.NewTicker(500 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatal(err)
+		}
+	}
+}
+
+func decode[T any](text string, err error) (*T, error) {
+	out := new(T)
+	if jerr := json.Unmarshal([]byte(text), out); jerr != nil {
+		return nil, errors.Join(err, jerr)
+	}
+	return out, nil
+}
+
+func TestTheOwnerSeesWhatIsWrong(t *testing.T) {
+	s := newSeat(t)
+	if _, err := s.lab.AddNode(t.Context(), driver.Node{Name: "node3", JoinEndpoints: []string{"192.168.77.11:30090"}, TamperBootstrapper: true}); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("a machine that waits says its phase and why", s.oneMachine)
+	t.Run("the cluster says who waits and why", s.whoWaits)
+	t.Run("doctor finds nothing wrong, then what was broken, and nothing again", s.doctor)
+	t.Run("doctor on the machines themselves", s.onTheMachines)
+}
+
+func (s *seat) oneMachine(t *testing.T) {
+	var st *owner.MachineStatus
+	until(t, func() (err error) {
+		st, err = decode[owner.MachineStatus](s.muster(t.Context(), "status", "--endpoint", "192.168.77.13", "--output", "json"))
+		if err == nil && st.Reason != "POLICY_REFUSED" {
+			err = fmt.Errorf("it says %+v", st)
+		}
+		return err
+	})
+	if st.Phase != "waiting" || st.NodeName != "node3" || st.Proven || st.Problem.Reason != "POLICY_REFUSED" || st.Remedy == "" || len(st.JoinEndpoints) != 1 {
+		t.Errorf("%+v", st)
+	}
+	s.show(t, "status", "--endpoint", "192.168.77.13")
+	s.show(t, "doctor", "--endpoint", "192.168.77.13")
+	// node2 is a node: its bootstrapper has ended, and the command says what that means.
+	if _, err := s.muster(t.Context(), "status", "--endpoint", "192.168.77.12"); err == nil || !strings.Contains(err.Error(), "is a node already") {
+		t.Errorf("a node: %v", err)
+	}
+}
+
+func (s *seat) whoWaits(t *testing.T) {
+	var st *cluster.Status
+	until(t, func() (err error) {
+		st, err = decode[cluster.Status](s.muster(t.Context(), "status", "--output", "json"))
+		switch {
+		case err != nil:
+			return err
+		case len(st.Waiting) != 1:
+			return fmt.Errorf("waiting: %+v", st.Waiting)
+		case len(st.Nodes) != 2 || st.Nodes[1].ClientExpires == nil || st.Nodes[1].ServingExpires == nil || !st.Nodes[1].Ready:
+			return fmt.Errorf("nodes: %+v", st.Nodes)
+		}
+		return nil
+	})
+	if w := st.Waiting[0]; w.Reason != "POLICY_REFUSED" || w.Address != "192.168.77.13" || w.Remedy == "" {
+		t.Errorf("%+v", w)
+	}
+	if len(st.Pods) != 2 || len(st.Certificates) != 2 || len(st.Attention) == 0 {
+		t.Errorf("%+v", st)
+	}
+	s.show(t, "status")
+	if _, err := s.muster(t.Context(), "status", "--check"); err == nil {
+		t.Error("a machine waits, and --check says that all is well")
+	}
+}
+
+// examine gives what doctor found but OK. Its exit code must be 1 exactly if something failed.
+func (s *seat) examine(t *testing.T) (failed []checkup.Finding) {
+	t.Helper()
+	text, err := s.muster(t.Context(), "doctor", "--output", "json")
+	r, jerr := decode[checkup.Report](text, err)
+	if jerr != nil {
+		t.Fatal(jerr)
+	}
+	for _, f := range r.Findings {
+		switch f.Level {
+		case checkup.Fail:
+			failed = append(failed, f)
+		case checkup.Warn:
+			t.Logf("worth a word: %+v", f)
+		case checkup.OK:
+		}
+	}
+	if (err != nil) != (len(failed) > 0) {
+		t.Errorf("exit code %v, failed %+v", err, failed)
+	}
+	return failed
+}
+
+func (s *seat) doctor(t *testing.T) {
+	const binding = "muster-node-certificates"
+	for _, f := range s.examine(t) {
+		t.Errorf("a sound cluster: %+v", f)
+	}
+	s.show(t, "doctor")
+	saved, err := s.kubectl(t.Context(), "", "get", "validatingadmissionpolicybinding", binding, "-o", "json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.kubectl(t.Context(), "", "delete", "validatingadmissionpolicybinding", binding); err != nil {
+		t.Fatal(err)
+	}
+	failed := s.examine(t)
+	if len(failed) != 1 || failed[0].Check != doctor.CheckAdmission || !strings.Contains(failed[0].Detail, binding+" was deleted") || failed[0].Remedy == "" {
+		t.Errorf("%+v", failed)
+	}
+	s.show(t, "doctor")
+	var object map[string]any
+	if err := json.Unmarshal([]byte(saved), &object); err != nil {
+		t.Fatal(err)
+	}
+	meta, _ := object["metadata"].(map[string]any)
+	object["metadata"] = map[string]any{"name": binding, "labels": meta["labels"], "annotations": meta["annotations"]}
+	again, err := json.Marshal(object)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.kubectl(t.Context(), string(again), "create", "-f", "-"); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range s.examine(t) {
+		t.Errorf("after it was put back: %+v", f)
+	}
+}
+
+func (s *seat) onTheMachines(t *testing.T) {
+	for _, where := range []string{"node2", "node3"} {
+		text, err := s.at(t.Context(), where, "", "bootstrapper", "doctor", "--output", "json")
+		r, jerr := decode[checkup.Report](text, err)
+		if jerr != nil {
+			t.Fatal(jerr)
+		}
+		for _, f := range r.Findings {
+			if f.Level == checkup.Fail && f.Check != "disk space" {
+				t.Errorf("%s: %+v", where, f)
+			}
+		}
+	}
+	out, err := s.at(t.Context(), "node3", "", "bootstrapper", "doctor")
+	t.Logf("node3$ bootstrapper doctor\n%s(%v)", out, err)
+}

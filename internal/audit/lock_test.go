@@ -1,0 +1,71 @@
+package audit
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// While one process takes back what it could not write whole, no record of another may be in the way.
+func TestNobodyWritesWhileAnotherProcessDoes(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "audit.jsonl")
+	log, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = log.Close() }()
+	other, err := os.OpenFile(path, os.O_APPEND|os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Close() }()
+	info, err := other.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		t.Fatal("no inode")
+	}
+	if err := syscall.Flock(int(other.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := other.WriteString(`{"half a rec`); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- log.Write(Record{Ticket: "one"}) }()
+	for waiting, deadline := false, time.Now().Add(10*time.Second); !waiting; {
+		select {
+		case err := <-done:
+			t.Fatalf("a record was written beside another process's: %v", err)
+		default:
+		}
+		locks, err := os.ReadFile("/proc/locks") // proc_locks(5): "->" is one that waits
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(string(locks)) {
+			waiting = waiting || strings.Contains(line, "-> FLOCK") && strings.Contains(line, fmt.Sprintf(":%d ", stat.Ino))
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("nobody waits for the lock")
+		}
+	}
+	if err := other.Truncate(0); err != nil { // what a failed write does
+		t.Fatal(err)
+	}
+	if err := syscall.Flock(int(other.Fd()), syscall.LOCK_UN); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if n := ticketsIn(t, path); n != 1 {
+		t.Errorf("%d records, want the one", n)
+	}
+}

@@ -1,0 +1,139 @@
+package audit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// queueSize bounds what strangers can make us remember.
+const queueSize = 256
+
+// Each record costs an fsync under the mutex that what is handed out needs too, and a stranger
+// costs us one whenever it likes. So they have a ration; what is above it is only counted.
+const (
+	recordRate  = 10 // records a second
+	recordBurst = 50
+	tellEvery   = 10 * time.Second // how often the number of the others is recorded
+)
+
+// Strangers puts on record who was refused before it reached the service: in the exchange of
+// attested TLS, or at an RPC that its connection may not call. That is done in the background, and
+// dropped under a flood, when only the number of the others is recorded.
+type Strangers struct {
+	service string
+	audit   *Log
+	log     *slog.Logger
+	dropped prometheus.Counter
+	records chan Record
+	now     func() time.Time
+
+	unrecorded atomic.Int64 // since the last record that tells their number
+	tokens     float64      // of Serve alone, as at
+	at         time.Time
+}
+
+// NewStrangers returns Strangers whose records are those of the service.
+func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registerer) (*Strangers, error) {
+	if service == "" || log == nil || l == nil || r == nil {
+		return nil, errors.New("audit: every argument of NewStrangers is required")
+	}
+	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refusals that were counted and logged, but not put into the audit log, since there were too many."})
+	if err := r.Register(dropped); err != nil {
+		return nil, fmt.Errorf("audit: %w", err)
+	}
+	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, tokens: recordBurst}, nil
+}
+
+// Connection is for [atls.ServerConfig]'s Observe: it takes a connection that we refused. machine is
+// empty if no verified evidence named one.
+func (s *Strangers) Connection(u atls.SetUp, machine string) {
+	if refusal, ok := errors.AsType[*attest.Refusal](u.Err); ok && !refusal.Remote {
+		s.add(Record{Event: "connection refused", Machine: machine, Detail: u.Remote + ": " + u.Err.Error()}, u.Err)
+	}
+}
+
+// Call takes a call that was refused before it reached its handler; machine is empty if the caller
+// did not attest.
+func (s *Strangers) Call(procedure, remote, machine string, err error) {
+	s.add(Record{Event: "call refused", Machine: machine, Detail: remote + ": " + procedure + ": " + err.Error()}, err)
+}
+
+func (s *Strangers) add(r Record, err error) {
+	r.Time, r.Service, r.Reason = s.now(), s.service, attest.ReasonName(attest.ReasonOf(err)) // R1
+	select {
+	case s.records <- r:
+	default:
+		s.Skip()
+	}
+}
+
+// Skip counts a refusal that is not recorded.
+func (s *Strangers) Skip() {
+	s.unrecorded.Add(1)
+	s.dropped.Inc()
+}
+
+// Serve writes until ctx ends, and what is left then.
+func (s *Strangers) Serve(ctx context.Context) error {
+	tell := time.NewTicker(tellEvery)
+	defer tell.Stop()
+	defer s.tell()
+	for {
+		select {
+		case <-tell.C:
+			s.tell()
+		case r := <-s.records:
+			s.take(r)
+		case <-ctx.Done():
+			for {
+				select {
+				case r := <-s.records:
+					s.take(r)
+				default:
+					return nil
+				}
+			}
+		}
+	}
+}
+
+// take records one refusal, if the ration allows it.
+func (s *Strangers) take(r Record) {
+	now := s.now()
+	if d := now.Sub(s.at); d > 0 {
+		s.tokens, s.at = min(recordBurst, s.tokens+d.Seconds()*recordRate), now
+	}
+	if s.tokens < 1 {
+		s.Skip()
+		return
+	}
+	s.tokens--
+	s.write(r)
+}
+
+// tell records how many refusals were not recorded one by one.
+func (s *Strangers) tell() {
+	if n := s.unrecorded.Swap(0); n > 0 {
+		s.write(Record{
+			Time: s.now(), Service: s.service, Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),
+			Detail: fmt.Sprintf("%d more refusals were not recorded one by one", n),
+		})
+	}
+}
+
+func (s *Strangers) write(r Record) {
+	if err := s.audit.Write(r); err != nil {
+		s.dropped.Inc()
+		s.log.Error("the audit record of a refusal cannot be written", "reason", r.Reason, "err", err)
+	}
+}

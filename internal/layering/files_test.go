@@ -1,0 +1,83 @@
+package layering
+
+import (
+	"bytes"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// longest is how many lines a file may have that people write.
+const longest = 500
+
+// sources gives the paths of the Go files that people write.
+func sources(t *testing.T) []string {
+	t.Helper()
+	var out []string
+	err := filepath.WalkDir(root(t), func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && strings.HasPrefix(d.Name(), ".") || d.IsDir() && slices.Contains([]string{"bin", "dist", "gen", "testdata"}, d.Name()):
+			return fs.SkipDir
+		case !d.IsDir() && strings.HasSuffix(path, ".go"):
+			out = append(out, path)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(out) < 200 {
+		t.Fatalf("only %d files found", len(out))
+	}
+	return out
+}
+
+func TestNoFileIsTooLong(t *testing.T) {
+	for _, path := range sources(t) {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n := bytes.Count(b, []byte("\n")); n > longest {
+			t.Errorf("%s has %d lines, more than %d: divide it", path, n, longest)
+		}
+	}
+}
+
+// A package says in one sentence what it is for, before anything else, in one file alone.
+func TestEachPackageSaysWhatItIsFor(t *testing.T) {
+	docs := map[string][]string{}
+	for _, path := range sources(t) {
+		f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.PackageClauseOnly|parser.ParseComments)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := filepath.Dir(path)
+		docs[dir] = append(docs[dir], text(f)...)
+	}
+	for dir, list := range docs {
+		if len(list) != 1 {
+			t.Errorf("%s has %d package comments, want one", dir, len(list))
+			continue
+		}
+		if first, _, _ := strings.Cut(list[0], "\n\n"); !strings.Contains(first+"\n", ".\n") && !strings.Contains(first, ". ") {
+			t.Errorf("%s: its comment does not begin with a sentence", dir)
+		}
+	}
+}
+
+// text gives a file's package comment, if it has one.
+func text(f *ast.File) []string {
+	if f.Doc == nil {
+		return nil
+	}
+	return []string{strings.TrimSpace(f.Doc.Text())}
+}

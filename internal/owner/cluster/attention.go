@@ -1,0 +1,123 @@
+package cluster
+
+import (
+	"fmt"
+	"strings"
+	"time"
+)
+
+// Attention is one thing that somebody should look at.
+type Attention struct {
+	// About is what it concerns, as in "node node2".
+	About string `json:"about"`
+	// Problem says what is wrong, Remedy what to do.
+	Problem string `json:"problem"`
+	Remedy  string `json:"remedy"`
+}
+
+const (
+	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew nothing.
+	verdictOld = 15 * time.Minute
+	// certificateSoon is when a kubelet should have renewed by itself: it does so at 70–90 % of a
+	// certificate's life, so with 2.4 h left of 24.
+	certificateSoon = time.Hour
+	// ownCertificateSoon is for those that a person has to renew.
+	ownCertificateSoon = 30 * 24 * time.Hour
+	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
+	requestSoon = 10 * time.Minute
+)
+
+// attention says what of s needs somebody. Insecure switches don't: their owner chose them.
+func (s *Status) attention(now time.Time) []Attention {
+	out := []Attention{}
+	add := func(about, remedy, problem string, args ...any) {
+		out = append(out, Attention{About: about, Problem: fmt.Sprintf(problem, args...), Remedy: remedy})
+	}
+	s.servicesAttention(add)
+	switch p := s.Policy; {
+	case p == nil:
+		add("policy", "Run muster policy apply.", "there is none, so nobody is admitted")
+	case !p.Accepted && p.Reason != "":
+		add("policy", "Correct it, count its serial up and run muster policy apply.", "generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+	case !p.Accepted:
+		add("policy", "Look at the pods of muster-joinservice: they judge it within seconds.", "generation %d is not yet judged by the services", p.Newest)
+	}
+	for _, n := range s.Nodes {
+		s.nodeAttention(n, now, add)
+	}
+	for _, w := range s.Waiting {
+		who := w.Node
+		if who == "" {
+			who = w.Machine[:min(12, len(w.Machine))]
+		}
+		add("waiting "+who, w.Remedy, "%s refused for %s: %s", w.Machine, now.Sub(w.Since).Round(time.Second), w.Reason)
+	}
+	for _, r := range s.Requests {
+		if age := now.Sub(r.Since); age > requestSoon {
+			add("request "+r.Name, "Look at joinservice's log, and at journalctl -u muster-attester on that node: without a recent verdict nothing is renewed.",
+				"%s waits for %s for a certificate of %s", r.By, age.Round(time.Second), strings.TrimPrefix(r.Signer, "kubernetes.io/"))
+		}
+	}
+	for _, c := range s.Certificates {
+		if left := c.Expires.Sub(now); left < ownCertificateSoon {
+			add("certificate "+c.Name, "Renew it on a control plane (kubeadm certs renew admin.conf for the administrator's kubeconfig; kubeadm's manual for the CA).", "%s", ends(left))
+		}
+	}
+	return out
+}
+
+func (s *Status) servicesAttention(add func(about, remedy, problem string, args ...any)) {
+	for _, name := range Services {
+		if text := s.Services[name]; text != "" {
+			add(name, fmt.Sprintf("kubectl -n %s get pods, and the log of the one that is not ready; its /readyz says what is missing.", Namespace), "%s", text)
+		}
+	}
+	switch c := s.Chart; {
+	case c == nil:
+		add("chart", "Run muster init to its end.", "Muster's release is not installed")
+	case c.Status != "deployed":
+		add("chart", "Run muster init again, or helm history muster -n "+Namespace+" to see what became of it.", "revision %d is %s", c.Revision, c.Status)
+	}
+}
+
+func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
+	about := "node " + n.Name
+	switch {
+	case !n.Enrolled:
+		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")
+		return
+	case n.Banned && n.Joined:
+		add(about, "kubectl delete node "+n.Name+", once its pods may go.", "it is banned, and its Node object is still there")
+		return
+	case !n.Joined:
+		return // enrolled beforehand, or on its way
+	}
+	if !n.Ready {
+		add(about, "kubectl describe node "+n.Name+"; on it, systemctl status kubelet containerd.", "it is not Ready")
+	}
+	switch {
+	case n.JudgedAt == nil:
+		add(about, "On it, look at journalctl -u muster-attester.", "it was never judged")
+	case n.Accepted != nil && !*n.Accepted:
+		add(about, "muster verify shows what differs. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
+	case now.Sub(*n.JudgedAt) > verdictOld:
+		add(about, "On it, look at journalctl -u muster-attester: until it attests, it gets no new certificates.", "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
+	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.JudgedAt) > verdictOld/2:
+		add(about, "On it, look at journalctl -u muster-attester.", "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+	}
+	for _, c := range []struct {
+		name string
+		end  *time.Time
+	}{{"client", n.ClientExpires}, {"serving", n.ServingExpires}} {
+		if c.end != nil && c.end.Sub(now) < certificateSoon {
+			add(about, "See which of its requests wait (kubectl get csr), and joinservice's log.", "its kubelet's %s certificate %s", c.name, ends(c.end.Sub(now)))
+		}
+	}
+}
+
+func ends(left time.Duration) string {
+	if left < 0 {
+		return "ended " + (-left).Round(time.Minute).String() + " ago"
+	}
+	return "ends in " + left.Round(time.Minute).String()
+}

@@ -1,0 +1,74 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+	"time"
+)
+
+var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+
+func before(d time.Duration) *time.Time { return new(now.Add(-d)) }
+
+// sound is a cluster that needs nobody.
+func sound() *Status {
+	return &Status{
+		Services: map[string]string{"muster-joinservice": "", "muster-kms": ""}, Chart: &ChartStatus{Revision: 1, Status: "deployed"},
+		Policy: &PolicyStatus{Accepted: true, Serial: 3, Generation: 5, Newest: 5, Insecure: []string{"allowPlainState"}},
+		Nodes: []NodeStatus{
+			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", JudgedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour)},
+			{Name: "cp2", Enrolled: true}, // enrolled beforehand
+		},
+		Certificates: []Certificate{{"cluster CA", now.AddDate(9, 0, 0)}, {"admin.conf", now.AddDate(1, 0, 0)}},
+		Requests:     []Request{{Name: "csr-1", Since: now.Add(-time.Minute)}},
+	}
+}
+
+func TestWhatNeedsAttentionIsSaid(t *testing.T) {
+	if got := sound().attention(now); len(got) != 0 {
+		t.Fatalf("a sound cluster: %+v", got)
+	}
+	for name, tt := range map[string]struct {
+		harm        func(*Status)
+		about, says string
+	}{
+		"a service":                     {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
+		"no chart":                      {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
+		"a failed chart":                {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
+		"no policy":                     {func(s *Status) { s.Policy = nil }, "policy", "nobody"},
+		"a refused policy":              {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
+		"a policy nobody has judged":    {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet judged"},
+		"a Node that Muster let not in": {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
+		"a banned Node":                 {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
+		"a node that is not ready":      {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a node without a verdict":      {func(s *Status) { s.Nodes[0].JudgedAt = nil }, "node node1", "never judged"},
+		"a bad verdict":                 {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
+		"an old verdict":                {func(s *Status) { s.Nodes[0].JudgedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
+		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].JudgedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
+		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
+		"admin.conf":                    {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
+		"the CA":                        {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
+		"a request":                     {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
+		"a machine that waits": {func(s *Status) {
+			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}
+		}, "waiting abababababab", "POLICY_REFUSED"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := sound()
+			tt.harm(s)
+			got := s.attention(now)
+			if len(got) != 1 || got[0].About != tt.about || !strings.Contains(got[0].Problem, tt.says) || got[0].Remedy == "" {
+				t.Errorf("%+v, want one about %q that says %q", got, tt.about, tt.says)
+			}
+		})
+	}
+}
+
+func TestExpiryNeedsACertificate(t *testing.T) {
+	for _, text := range []string{"", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"} {
+		if _, err := Expiry([]byte(text)); err == nil {
+			t.Errorf("%q has an end", text)
+		}
+	}
+}

@@ -1,0 +1,326 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const controlPlaneLabel = "node-role.kubernetes.io/control-plane"
+
+// Presence is what a cluster has of one node name, each part of which may be missing.
+type Presence struct {
+	Name      string
+	Node      *corev1.Node
+	Enrolment *v1alpha1.AttestedNode
+	// Listed is the machine that may write under the name; empty: none may.
+	Listed string
+	// Requests are certificate requests that were filed under the name.
+	Requests []string
+	// Pods are those on the node that a drain would move: no DaemonSet's, and not the kubelet's own.
+	Pods []string
+	// ControlPlane is by its enrolment, or by its Node if there is none.
+	ControlPlane bool
+	// OtherControlPlanes are the Nodes of that role with other names.
+	OtherControlPlanes []string
+}
+
+// Nothing says whether the cluster does not know the name.
+func (p *Presence) Nothing() bool {
+	return p.Node == nil && p.Enrolment == nil && p.Listed == "" && len(p.Requests) == 0
+}
+
+// Ready says whether the Node reports in.
+func (p *Presence) Ready() bool { return p.Node != nil && isReady(p.Node) }
+
+func isReady(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// Presence looks a name up.
+func (c *Client) Presence(ctx context.Context, name string) (*Presence, error) {
+	var p *Presence
+	err := once(ctx, func(ctx context.Context) (err error) {
+		p, err = c.presence(ctx, name)
+		return err
+	})
+	return p, err
+}
+
+func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
+	p := &Presence{Name: name}
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return nil, err
+	}
+	for _, n := range nodes.Items {
+		_, control := n.Labels[controlPlaneLabel]
+		if n.Name == name {
+			p.Node, p.ControlPlane = &n, control
+		} else if control {
+			p.OtherControlPlanes = append(p.OtherControlPlanes, n.Name)
+		}
+	}
+	var own v1alpha1.AttestedNode
+	if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &own); err == nil {
+		p.Enrolment, p.ControlPlane = &own, own.Spec.Role == v1alpha1.RoleControlPlane
+	} else if !Absent(err) {
+		return nil, err
+	}
+	list, err := c.enrolled(ctx)
+	if err != nil && !Absent(err) {
+		return nil, err
+	}
+	if err == nil {
+		p.Listed = list.Data[name]
+	}
+	if p.Requests, err = c.requestsOf(ctx, name); err != nil {
+		return nil, err
+	}
+	var pods corev1.PodList
+	if err := c.client.List(ctx, &pods, client.MatchingFields{"spec.nodeName": name}); err != nil {
+		return nil, err
+	}
+	for _, pod := range pods.Items {
+		own := metav1.GetControllerOf(&pod)
+		done := pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
+		if !done && (own == nil || own.Kind != "DaemonSet" && own.Kind != "Node") {
+			p.Pods = append(p.Pods, pod.Namespace+"/"+pod.Name)
+		}
+	}
+	return p, nil
+}
+
+func (c *Client) enrolled(ctx context.Context) (*corev1.ConfigMap, error) {
+	m := &corev1.ConfigMap{}
+	return m, c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: enrolled.ConfigMap}, m)
+}
+
+func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) {
+	var all certificatesv1.CertificateSigningRequestList
+	if err := c.client.List(ctx, &all); err != nil {
+		return nil, err
+	}
+	var out []string
+	for _, o := range all.Items {
+		if o.Spec.Username == nodeUser+node {
+			out = append(out, o.Name)
+		}
+	}
+	return out, nil
+}
+
+const nodeUser = "system:node:"
+
+// FreeFor says whether machine and disk of a change are not enrolled under another name.
+func (c *Client) FreeFor(ctx context.Context, name string, to Replacement) error {
+	return once(ctx, func(ctx context.Context) error {
+		var all v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &all); err != nil {
+			return err
+		}
+		for _, n := range all.Items {
+			switch {
+			case n.Name == name:
+			case to.MachineID != "" && n.Spec.MachineID == to.MachineID:
+				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already; `muster forget %s` frees it", n.Name, n.Name)
+			case to.DiskID != "" && n.Spec.DiskID == to.DiskID:
+				return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the disk is enrolled to %s already; `muster forget %s` frees it", n.Name, n.Name)
+			}
+		}
+		return nil
+	})
+}
+
+// Forget takes all out of the cluster that p found of its name, so that the name is free. It tells
+// say what it has done; retired is when the last certificate of the machine has expired.
+//
+// The order makes every interruption safe, and calling it again finish the work: first the enrolment is
+// banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
+// enrolment itself goes last.
+func (c *Client) Forget(ctx context.Context, p *Presence, say func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, say); err != nil {
+		return retired, err
+	}
+	if p.Node != nil {
+		if err := once(ctx, func(ctx context.Context) error {
+			return client.IgnoreNotFound(c.client.Delete(ctx, p.Node, client.Preconditions{UID: &p.Node.UID}))
+		}); err != nil {
+			return retired, fmt.Errorf("delete Node %s: %w", p.Name, err)
+		}
+		say("Node deleted")
+	}
+	if p.Enrolment != nil {
+		if err := once(ctx, func(ctx context.Context) error {
+			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrolment, client.Preconditions{UID: &p.Enrolment.UID}))
+		}); err != nil {
+			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
+		}
+		say("enrolment deleted")
+	}
+	return retired, nil
+}
+
+// Replacement is what a name gets that stays in the cluster.
+type Replacement struct {
+	MachineID string // empty: the same
+	DiskID    string // empty: the same
+}
+
+// Replace gives the name's enrolment another machine or disk in place, so that at no moment the name
+// is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over.
+//
+// The enrolment is banned until the last write. An interruption leaves it so, and calling it again
+// finishes the work.
+func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, say func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, say); err != nil {
+		return retired, err
+	}
+	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		n.Status = v1alpha1.AttestedNodeStatus{} // it speaks of the old machine; its count of resets would refuse the new one
+		return true
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
+	if err != nil {
+		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
+	}
+	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		n.Spec.Banned = false
+		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has decided on it: no rule ends it
+		if to.MachineID != "" {
+			n.Spec.MachineID = to.MachineID
+		}
+		if to.DiskID != "" {
+			n.Spec.DiskID = to.DiskID
+		}
+		return true
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
+	if err != nil {
+		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
+	}
+	say("enrolment changed")
+	return retired, nil
+}
+
+// shutOut ends all access of the name's machine but the reads that its certificates allow.
+func (c *Client) shutOut(ctx context.Context, p *Presence, say func(string)) (retired time.Time, err error) {
+	if p.Enrolment != nil {
+		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+			was := n.Spec.Banned
+			n.Spec.Banned = true
+			return !was
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); err != nil {
+			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
+		}
+		say("machine banned: it gets no ticket, no key and no certificate any more")
+	}
+	if retired, err = c.strike(ctx, p.Name); err != nil {
+		return retired, fmt.Errorf("ConfigMap %s: %w", enrolled.ConfigMap, err)
+	}
+	say("writes refused, and its certificates retired until " + retired.Format(time.RFC3339))
+	// A request that the machine has filed would be judged by the enrolment of whoever has the name next.
+	var requests []string
+	if err := once(ctx, func(ctx context.Context) (err error) {
+		requests, err = c.requestsOf(ctx, p.Name)
+		return err
+	}); err != nil {
+		return retired, err
+	}
+	for _, name := range requests {
+		o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		if err := once(ctx, func(ctx context.Context) error { return client.IgnoreNotFound(c.client.Delete(ctx, o)) }); err != nil {
+			return retired, fmt.Errorf("delete CertificateSigningRequest %s: %w", name, err)
+		}
+	}
+	if len(requests) > 0 {
+		say("certificate requests deleted: " + strings.Join(requests, ", "))
+	}
+	return retired, nil
+}
+
+// changeEnrolment writes a change of the enrolment that p has found, and of no other one. change says
+// whether there is anything to write.
+func (c *Client) changeEnrolment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
+	return once(ctx, func(ctx context.Context) error {
+		var n v1alpha1.AttestedNode
+		if err := c.client.Get(ctx, types.NamespacedName{Name: p.Name}, &n); err != nil {
+			return err
+		}
+		if n.UID != p.Enrolment.UID || n.Spec.MachineID != p.Enrolment.Spec.MachineID {
+			return fmt.Errorf("%s was enrolled anew meanwhile, to machine %s: look again", p.Name, n.Spec.MachineID)
+		}
+		if !change(&n) {
+			return nil
+		}
+		return write(ctx, &n)
+	})
+}
+
+// maxSkew is by how much the owner's clock may differ from the API server's before the latter counts.
+const maxSkew = 5 * time.Minute
+
+// strike takes the name from those that may write, and retires its certificates, in one write. A
+// retirement that lasts longer already stays as long. How long is by the API server's clock: its answer has it.
+func (c *Client) strike(ctx context.Context, node string) (until time.Time, err error) {
+	now := time.Now()
+	until = enrolled.Retire(now).Until
+	err = once(ctx, func(ctx context.Context) error {
+		m, err := c.enrolled(ctx)
+		if apierrors.IsNotFound(err) {
+			return nil // without the list no node writes at all
+		}
+		if err != nil {
+			return err
+		}
+		if m.Data == nil {
+			m.Data = map[string]string{}
+		}
+		for range 2 {
+			r := enrolled.Retire(now)
+			if m.Data[node] == enrolled.Unattested {
+				r = enrolled.RetireForeign(now)
+			}
+			if old, err := enrolled.ParseRetirement(m.Data[enrolled.Key(node)]); err == nil && old.Until.After(r.Until) && old.Until.Before(now.Add(2*enrolled.ForeignLife)) {
+				r.Until = old.Until
+			}
+			delete(m.Data, node)
+			m.Data[enrolled.Key(node)] = r.String()
+			until = r.Until
+			if err := c.client.Update(ctx, m); err != nil {
+				return err
+			}
+			theirs := writtenAt(m)
+			if theirs.IsZero() || now.Sub(theirs).Abs() < maxSkew {
+				return nil
+			}
+			now = theirs
+		}
+		return nil
+	})
+	return until, err
+}
+
+// writtenAt is when the API server last wrote an object, by its clock; zero if it does not say.
+func writtenAt(o client.Object) (last time.Time) {
+	for _, f := range o.GetManagedFields() {
+		if f.Time != nil && f.Time.After(last) {
+			last = f.Time.Time
+		}
+	}
+	return last
+}

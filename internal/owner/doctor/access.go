@@ -1,0 +1,233 @@
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net"
+	"strconv"
+	"strings"
+
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/jointoken"
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/peerdial"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// enrolled compares those that may write with those that are enrolled.
+func (d *doctor) enrolled(ctx context.Context) error {
+	m := &corev1.ConfigMap{}
+	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}, m)
+	if cluster.Absent(err) {
+		d.Add(CheckEnrolled, checkup.Fail, "Make it anew, with one key for each AttestedNode that is not banned: its name, and as value its machine ID.", "the ConfigMap muster-enrolled is gone: no node can write")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	var attested v1alpha1.AttestedNodeList
+	if err := d.kube.Reader().List(ctx, &attested); err != nil {
+		return err
+	}
+	var nodes corev1.NodeList
+	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
+		return err
+	}
+	joined := map[string]bool{}
+	for _, n := range nodes.Items {
+		joined[n.Name] = true
+	}
+	may := map[string]bool{}
+	for _, n := range attested.Items {
+		if n.Spec.Banned || n.Status.ReleasedAt != nil {
+			continue
+		}
+		may[n.Name] = true
+		if have := m.Data[n.Name]; have != n.Spec.MachineID && joined[n.Name] {
+			d.Add(CheckEnrolled, checkup.Fail, "Set the key in the ConfigMap: kubectl -n muster-system patch configmap muster-enrolled --type merge -p '{\"data\":{\""+n.Name+"\":\""+n.Spec.MachineID+"\"}}'", "%s is enrolled, and muster-enrolled does not list its machine: its writes are refused", n.Name)
+		}
+	}
+	for name, machine := range m.Data {
+		if machine == enrolled.Unattested {
+			d.Add(CheckEnrolled, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its key by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and nobody judged its machine", name)
+			continue
+		}
+		if enrolled.IsNode(name) && !may[name] {
+			d.Add(CheckEnrolled, checkup.Fail, "joinservice strikes such names within seconds: look at its pods. By hand: kubectl -n muster-system patch configmap muster-enrolled --type json -p '[{\"op\":\"remove\",\"path\":\"/data/"+name+"\"}]'", "%s may write, and is banned or not enrolled", name)
+		}
+	}
+	if d.Clean(CheckEnrolled) {
+		d.OK(CheckEnrolled, "%d, as the admission policy knows them", len(m.Data))
+	}
+	return nil
+}
+
+// forbidden are bindings that kubeadm makes for its tokens and that `kubeadm upgrade` may put back.
+// The admission policies hold without them being gone; two locks are better than one.
+var forbidden = []string{"kubeadm:kubelet-bootstrap", "kubeadm:node-autoapprove-bootstrap", "kubeadm:node-autoapprove-certificate-rotation"}
+
+func (d *doctor) bindings(ctx context.Context) error {
+	for _, name := range forbidden {
+		o := &unstructured.Unstructured{}
+		o.SetGroupVersionKind(schema.GroupVersionKind{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "ClusterRoleBinding"})
+		o.SetName(name)
+		have, err := d.get(ctx, o)
+		if err != nil {
+			return err
+		}
+		if have != nil {
+			d.Add(CheckBindings, checkup.Fail, "kubectl delete clusterrolebinding "+name, "%s is back: with it, tokens or nodes get certificates without attestation once the admission policies are gone", name)
+		}
+	}
+	if d.Clean(CheckBindings) {
+		d.OK(CheckBindings, "none that lets a token become a node")
+	}
+	return nil
+}
+
+// usesTokens says whether this cluster's tickets have bootstrap tokens.
+func (d *doctor) usesTokens() bool {
+	if d.release == nil {
+		return false
+	}
+	values, _ := d.release.Config["joinservice"].(map[string]any)
+	return values["joinCredential"] == jointoken.Credential
+}
+
+// tokens looks for bearer credentials. Those of tickets are allowed where the cluster wants them.
+func (d *doctor) tokens(ctx context.Context) error {
+	var all corev1.SecretList
+	if err := d.kube.Reader().List(ctx, &all, client.InNamespace("kube-system"), client.MatchingFields{"type": string(corev1.SecretTypeBootstrapToken)}); err != nil {
+		return err
+	}
+	tickets := 0
+	for _, s := range all.Items {
+		if d.usesTokens() && jointoken.Is(&s, d.Now(), failSkew) {
+			tickets++ // a machine is joining, or it failed to a moment ago
+			continue
+		}
+		d.Add(CheckTokens, checkup.Fail, "kubectl -n kube-system delete secret "+s.Name, "%s is a bootstrap token: whoever holds one is a node if its kind of authentication is on and the admission policies are gone", s.Name)
+	}
+	switch {
+	case !d.Clean(CheckTokens):
+	case tickets > 0:
+		d.OK(CheckTokens, "%d, of tickets that were issued in the last %s", tickets, jointoken.Life)
+	default:
+		d.OK(CheckTokens, "none")
+	}
+	return nil
+}
+
+// joinservices dials each control plane as a machine would, and judges it.
+func (d *doctor) joinservices(ctx context.Context) error {
+	if d.policy == nil {
+		return nil // its check has said so
+	}
+	var id [32]byte
+	if err := ownerdir.ParseHex([]byte(d.dir.Cluster().ClusterID), id[:]); err != nil {
+		d.Add(CheckJoinservice, checkup.Fail, restoreFolder, "cluster.json names no cluster ID: %v", err)
+		return nil
+	}
+	port := cluster.Values{}.JoinPort()
+	if d.release != nil {
+		port = cluster.Values{More: d.release.Config}.JoinPort()
+	}
+	var nodes v1alpha1.AttestedNodeList
+	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
+		return err
+	}
+	asked := 0
+	for _, n := range nodes.Items {
+		if n.Spec.Role != v1alpha1.RoleControlPlane || n.Spec.Banned || len(n.Spec.Addresses) == 0 {
+			continue
+		}
+		asked++
+		at := net.JoinHostPort(n.Spec.Addresses[0], strconv.Itoa(port))
+		only, err := attest.ParseMachineID(n.Spec.MachineID)
+		if err == nil {
+			err = d.judge(ctx, at, only, id)
+		}
+		if err == nil {
+			continue
+		}
+		remedy := owner.Explain(err).Remedy
+		if _, refused := errors.AsType[*attest.Refusal](err); !refused || remedy == "" {
+			remedy = "From here, TCP to " + at + " must get through; on that node, the pod of muster-joinservice must be ready (externalTrafficPolicy is Local)."
+		}
+		d.Add(CheckJoinservice, checkup.Fail, remedy, "%s at %s: %v", n.Name, at, err)
+	}
+	if d.Clean(CheckJoinservice) {
+		d.OK(CheckJoinservice, "%d, reached from here and accepted by the policy", asked)
+	}
+	return nil
+}
+
+func (d *doctor) judge(ctx context.Context, at string, only attest.MachineID, clusterID [32]byte) error {
+	s, err := peerdial.Open(peerdial.Target{
+		Addr: at, Purpose: attest.PurposeJoinservice, Policy: d.policy, Locks: []attest.Lock{attest.LockedTo(clusterID)}, Only: &only, DialContext: d.DialContext,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }()
+	_, err = s.Exchange(ctx)
+	return err
+}
+
+// auditLog asks each joinservice's metrics whether records are missing.
+func (d *doctor) auditLog(ctx context.Context) error {
+	var pods corev1.PodList
+	if err := d.kube.Reader().List(ctx, &pods, client.InNamespace(cluster.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "muster-joinservice"}); err != nil {
+		return err
+	}
+	for _, p := range pods.Items {
+		text, err := d.kube.PodMetrics(ctx, p.Name)
+		if err != nil {
+			d.Add(CheckAudit, checkup.Warn, "Look at kubectl -n muster-system logs "+p.Name+"; the file is /var/log/muster/audit.jsonl on its node.", "the metrics of %s can't be read through the API server: %v", p.Name, err)
+			continue
+		}
+		d.auditOf(p.Name, text)
+	}
+	if d.Clean(CheckAudit) {
+		d.OK(CheckAudit, "no record is missing, says each of %d", len(pods.Items))
+	}
+	return nil
+}
+
+func (d *doctor) auditOf(pod string, metrics []byte) {
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(bytes.NewReader(metrics))
+	if err != nil {
+		d.Add(CheckAudit, checkup.Warn, "Look at kubectl -n muster-system logs "+pod+".", "the metrics of %s can't be read: %v", pod, err)
+		return
+	}
+	dropped, failed := 0.0, 0.0
+	for _, m := range families["muster_refusals_unrecorded_total"].GetMetric() {
+		dropped += m.GetCounter().GetValue()
+	}
+	for _, m := range families["muster_join_tickets_total"].GetMetric() {
+		for _, l := range m.GetLabel() {
+			if l.GetName() == "reason" && strings.EqualFold(l.GetValue(), "AUDIT_UNAVAILABLE") {
+				failed += m.GetCounter().GetValue()
+			}
+		}
+	}
+	if failed > 0 {
+		d.Add(CheckAudit, checkup.Fail, "Make room on the disk of its node: without a record nothing is issued.", "%s refused %.0f tickets since it could not write its audit log", pod, failed)
+	}
+	if dropped > 0 {
+		d.Add(CheckAudit, checkup.Warn, "Find out who knocks that often: muster status and joinservice's log have addresses.", "%s recorded %.0f refused connections by their number only", pod, dropped)
+	}
+}

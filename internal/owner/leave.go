@@ -1,0 +1,195 @@
+package owner
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Departure is a name that is about to leave its machine: what will be done, to be shown first.
+type Departure struct {
+	// Plan is what will be done, a line each, in that order.
+	Plan []string
+	// Warnings are what the owner should know before.
+	Warnings []string
+	// Nothing is true if there is nothing to do.
+	Nothing bool
+
+	kube  *cluster.Client
+	found *cluster.Presence
+	to    *cluster.Replacement // nil: forget
+}
+
+// Departed is what was done.
+type Departed struct {
+	Name      string `json:"name"`
+	MachineID string `json:"machineID,omitempty"`
+	// Done are the steps, in their order.
+	Done []string `json:"done"`
+	// CertificatesEnd is when the last certificate that the machine may hold has expired.
+	CertificatesEnd *time.Time `json:"certificatesEnd,omitempty"`
+}
+
+// PlanForget looks at what forgetting a node would do, and changes nothing. A control plane's etcd
+// member has to be gone: memberGone is the owner's word for that.
+func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bool) (*Departure, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	out := &Departure{kube: kube, found: p, Nothing: p.Nothing()}
+	if out.Nothing {
+		return out, nil
+	}
+	if p.ControlPlane && p.Node != nil {
+		if len(p.OtherControlPlanes) == 0 {
+			return nil, withRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster", name), "Add another control plane first.")
+		}
+		if !memberGone {
+			return nil, withRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum", name), removeMember(name, p.OtherControlPlanes[0]))
+		}
+	}
+	out.shutOut()
+	if p.Node != nil {
+		out.Plan = append(out.Plan, "delete its Node; Kubernetes then deletes the pods that are bound to it")
+		if p.Ready() {
+			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+		}
+		if n := len(p.Pods); n > 0 {
+			out.Warnings = append(out.Warnings, fmt.Sprintf("nothing is drained: %d pods are still there (%s). kubectl drain %s --ignore-daemonsets moves them first", n, some(p.Pods), name))
+		}
+	}
+	if p.Enrolment != nil {
+		out.Plan = append(out.Plan, "delete its enrolment: name, disk and machine are free, for the same machine too if the policy accepts it")
+		if p.Enrolment.Spec.Banned {
+			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrolment: keep a machine out by the policy, or leave it banned")
+		}
+	}
+	out.certificates()
+	return out, nil
+}
+
+func removeMember(name, other string) string {
+	etcdctl := "kubectl -n kube-system exec etcd-" + other + " -- etcdctl --cacert=/etc/kubernetes/pki/etcd/ca.crt --cert=/etc/kubernetes/pki/etcd/server.crt --key=/etc/kubernetes/pki/etcd/server.key"
+	return strings.Join([]string{
+		"Remove the member first, then say so:",
+		"  " + etcdctl + " member list",
+		"  " + etcdctl + " member remove ID   (the one that is named " + name + ")",
+		"  muster forget " + name + " --etcd-member-removed",
+		"It has held the cluster's keys: if you don't trust it any more, only a new CA shuts it out.",
+	}, "\n")
+}
+
+// PlanReplace looks at what giving the node another machine or disk would do, and changes nothing. The
+// empty values of to stay as they are.
+func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.Replacement) (*Departure, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	if p.Enrolment == nil {
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
+	}
+	have := p.Enrolment.Spec
+	if have.Role == v1alpha1.RoleControlPlane && to.DiskID != "" && have.DiskID != "" && to.DiskID != have.DiskID {
+		return nil, withRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
+			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
+	}
+	if err := kube.FreeFor(ctx, name, to); err != nil {
+		return nil, err
+	}
+	out := &Departure{kube: kube, found: p, to: &to}
+	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
+	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
+	if out.Nothing = sameMachine && sameDisk && !have.Banned; out.Nothing {
+		return out, nil
+	}
+	out.shutOut()
+	if !sameMachine {
+		out.Plan = append(out.Plan, fmt.Sprintf("enrol machine %s under the name", to.MachineID))
+	}
+	if !sameDisk {
+		out.Plan = append(out.Plan, fmt.Sprintf("enrol disk %s with it; what is on the disk before stays encrypted for good", to.DiskID))
+	} else if have.DiskID != "" {
+		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
+	}
+	out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
+	if have.Banned {
+		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
+	}
+	if p.Ready() {
+		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+	}
+	out.certificates()
+	return out, nil
+}
+
+func (d *Departure) shutOut() {
+	if d.found.Enrolment != nil {
+		d.Plan = append(d.Plan, fmt.Sprintf("ban machine %s: no ticket, no disk key, no renewed certificate", d.found.Enrolment.Spec.MachineID))
+	}
+	d.Plan = append(d.Plan, "refuse its writes at once, and those of every certificate that was issued for the name until now")
+	if n := len(d.found.Requests); n > 0 {
+		d.Plan = append(d.Plan, fmt.Sprintf("delete %d certificate requests of it", n))
+	}
+}
+
+func (d *Departure) certificates() {
+	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what the node of that name may read, "+
+		"the Secrets of its pods too. If you don't trust the machine, wait that long before the name gets pods again", enrolled.CertificateLife))
+}
+
+func some(names []string) string {
+	names = slices.Sorted(slices.Values(names))
+	if len(names) > 3 {
+		return strings.Join(names[:3], ", ") + ", …"
+	}
+	return strings.Join(names, ", ")
+}
+
+// Do what was planned. It tells say each step; after an interruption the same command finishes.
+func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error) {
+	out := &Departed{Name: d.found.Name, Done: []string{}}
+	if d.found.Enrolment != nil {
+		out.MachineID = d.found.Enrolment.Spec.MachineID
+	}
+	if d.Nothing {
+		return out, nil
+	}
+	note := func(s string) {
+		out.Done = append(out.Done, s)
+		say(s)
+	}
+	var end time.Time
+	var err error
+	if d.to == nil {
+		end, err = d.kube.Forget(ctx, d.found, note)
+	} else {
+		end, err = d.kube.Replace(ctx, d.found, *d.to, note)
+		if d.to.MachineID != "" {
+			out.MachineID = d.to.MachineID
+		}
+	}
+	if err != nil {
+		return nil, withRemedy(err, "The machine is shut out. Running the same command again goes on where it stopped.")
+	}
+	out.CertificatesEnd = &end
+	return out, nil
+}

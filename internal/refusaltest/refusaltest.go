@@ -1,0 +1,232 @@
+// Package refusaltest checks that a refusal has its one reason in every place that it can be seen
+// in: error detail, metric, log and audit record (R1).
+//
+// Think of a refusal as one event that four witnesses tell of. A test says what the service is and
+// where its witnesses are, and does what must be refused; the helper hears all of them, and complains
+// of one that is silent as well as of one that tells of another reason.
+//
+// A test in docs looks for calls of [Refused] and [Told], and fails if a reason has none.
+package refusaltest
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// patience is how long a witness may take, on a machine that builds at the same time.
+const patience = 30 * time.Second
+
+// Service is where a service tells what it did.
+type Service struct {
+	// Families gives its metrics.
+	Families func(t testing.TB) []*dto.MetricFamily
+	// Log gives what it has logged, JSON lines.
+	Log func() []byte
+	// Audit gives its audit log; nil if it keeps none.
+	Audit func() []byte
+}
+
+// Places say which metric, line and record tell of one refusal. The reason itself is left out.
+type Places struct {
+	// Metric is a name, followed by label, value, label, value.
+	Metric []string
+	// Log is attribute, value, attribute, value of a line; nil if there must be none, since anybody can
+	// cause any number of these.
+	Log []string
+	// Audit is field, value, field, value of a record; nil if the service keeps no audit log, or if
+	// this kind of refusal is not in it. docs/refusals.md says which kinds those are.
+	Audit []string
+	// Beside lists reasons that may be seen too, since the refusal has a refusal of another kind as
+	// its cause: that of a service which was asked on the way.
+	Beside []attestv1.Reason
+}
+
+// Refused does what must be refused, once, and gives the error. The reason must be in its detail; the
+// metric must go up by one; there must be a line and a record; and none of them may tell of another
+// reason.
+func Refused(t testing.TB, s Service, want attestv1.Reason, p Places, do func() error) error {
+	t.Helper()
+	var err error
+	watch(t, s, want, p, true, func() {
+		if err = do(); rpc.ReasonFrom(err) != want {
+			t.Errorf("the caller gets %v, want %s", err, attest.ReasonName(want))
+		}
+	})
+	return err
+}
+
+// Told is [Refused] for what no caller asked for, and which may be tried again before anybody looks:
+// a ticket that a machine does not take, a policy that is not signed.
+func Told(t testing.TB, s Service, want attestv1.Reason, p Places, do func()) {
+	t.Helper()
+	watch(t, s, want, p, false, do)
+}
+
+func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, do func()) {
+	t.Helper()
+	before := look(t, s)
+	do()
+	name := attest.ReasonName(want)
+	var missing []string
+	var now witness
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for until := time.Now().Add(patience); ; <-tick.C {
+		now = look(t, s)
+		if missing = now.missing(before, s, name, p); len(missing) == 0 || time.Now().After(until) || t.Context().Err() != nil {
+			break
+		}
+	}
+	for _, m := range missing {
+		t.Errorf("%s: %s", name, m)
+	}
+	if n := now.count(name, p.Metric) - before.count(name, p.Metric); once && n > 1 {
+		t.Errorf("%s: the metric %v went up by %v", name, p.Metric, n)
+	}
+	now.contradict(t, before, name, p)
+}
+
+// witness is what a service has told so far.
+type witness struct {
+	families   []*dto.MetricFamily
+	log, audit []byte
+}
+
+func look(t testing.TB, s Service) witness {
+	t.Helper()
+	w := witness{families: s.Families(t), log: s.Log()}
+	if s.Audit != nil {
+		w.audit = s.Audit()
+	}
+	return w
+}
+
+// missing lists the places that have nothing new.
+func (w witness) missing(before witness, s Service, reason string, p Places) (out []string) {
+	if w.count(reason, p.Metric) <= before.count(reason, p.Metric) {
+		out = append(out, fmt.Sprintf("the metric %v did not go up", p.Metric))
+	}
+	if told := HasLine(since(w.log, before.log), append([]string{"reason", reason}, p.Log...)...); p.Log == nil && told {
+		out = append(out, "there is a line in the log")
+	} else if p.Log != nil && !told {
+		out = append(out, fmt.Sprintf("no line of the log has %v; it has\n%s", p.Log, since(w.log, before.log)))
+	}
+	if p.Audit == nil {
+		return out
+	}
+	if s.Audit == nil || !HasLine(since(w.audit, before.audit), append([]string{"reason", reason}, p.Audit...)...) {
+		out = append(out, fmt.Sprintf("no audit record has %v; there are\n%s", p.Audit, since(w.audit, before.audit)))
+	}
+	return out
+}
+
+// contradict complains of new lines, records and counts with another reason.
+func (w witness) contradict(t testing.TB, before witness, reason string, p Places) {
+	t.Helper()
+	fine := []string{"", attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), reason}
+	for _, r := range p.Beside {
+		fine = append(fine, attest.ReasonName(r))
+	}
+	for where, text := range map[string][]byte{"log": since(w.log, before.log), "audit log": since(w.audit, before.audit)} {
+		for line := range bytes.Lines(text) {
+			var has struct{ Reason string }
+			if json.Unmarshal(line, &has) == nil && !slices.Contains(fine, has.Reason) {
+				t.Errorf("%s: the %s tells of %s as well: %s", reason, where, has.Reason, line)
+			}
+		}
+	}
+	old := before.counters()
+	for series, n := range w.counters() {
+		if r, _, _ := strings.Cut(series, " "); n > old[series] && !slices.Contains(fine, r) {
+			t.Errorf("%s: a metric tells of another reason as well: %s", reason, series)
+		}
+	}
+}
+
+// count gives the metric for the reason.
+func (w witness) count(reason string, metric []string) float64 {
+	if len(metric) == 0 {
+		return 0
+	}
+	return Sum(w.families, metric[0], append([]string{"reason", reason}, metric[1:]...)...)
+}
+
+// Sum adds up the values of a metric's series that have all of the labels, given as name, value,
+// name, value; of a histogram it counts the samples.
+func Sum(families []*dto.MetricFamily, name string, want ...string) (sum float64) {
+	for _, f := range families {
+		if f.GetName() != name {
+			continue
+		}
+		for _, m := range f.GetMetric() {
+			has, fits := labels(m), true
+			for i := 0; i+1 < len(want); i += 2 {
+				fits = fits && has[want[i]] == want[i+1]
+			}
+			if fits {
+				sum += m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+			}
+		}
+	}
+	return sum
+}
+
+// counters gives all that count by reason, each under its reason, name and labels. What a service
+// counts as somebody's client is not among them: that is a connection of its own.
+func (w witness) counters() map[string]float64 {
+	out := map[string]float64{}
+	for _, f := range w.families {
+		for _, m := range f.GetMetric() {
+			if has := labels(m); m.GetCounter() != nil && has["side"] != "client" {
+				out[fmt.Sprintf("%s %s%v", has["reason"], f.GetName(), has)] = m.GetCounter().GetValue()
+			}
+		}
+	}
+	return out
+}
+
+func labels(m *dto.Metric) map[string]string {
+	out := map[string]string{}
+	for _, l := range m.GetLabel() {
+		out[l.GetName()] = l.GetValue()
+	}
+	return out
+}
+
+// since gives what was written behind the earlier text.
+func since(now, before []byte) []byte {
+	if len(now) < len(before) {
+		return now
+	}
+	return now[len(before):]
+}
+
+// HasLine says whether one of the JSON lines has all of the string fields, given as name, value,
+// name, value.
+func HasLine(lines []byte, fields ...string) bool {
+	for line := range bytes.Lines(lines) {
+		var has map[string]any
+		if json.Unmarshal(line, &has) != nil {
+			continue
+		}
+		fits := true
+		for i := 0; i+1 < len(fields); i += 2 {
+			fits = fits && has[fields[i]] == fields[i+1]
+		}
+		if fits {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,74 @@
+package bootstrapper
+
+import (
+	"crypto/x509"
+	"encoding/pem"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// certificateFiles are the certificates that end a node's membership when they end, by the
+// value of the label certificate. Workers have the kubelet's alone.
+var certificateFiles = map[string]string{
+	"kubelet-client":           kubeletPKI + "/kubelet-client-current.pem",
+	"kubelet-serving":          kubeletPKI + "/kubelet-server-current.pem",
+	"ca":                       pkiFolder + "/ca.crt",
+	"front-proxy-ca":           pkiFolder + "/front-proxy-ca.crt",
+	"etcd-ca":                  pkiFolder + "/etcd/ca.crt",
+	"apiserver":                pkiFolder + "/apiserver.crt",
+	"apiserver-kubelet-client": pkiFolder + "/apiserver-kubelet-client.crt",
+	"apiserver-etcd-client":    pkiFolder + "/apiserver-etcd-client.crt",
+	"front-proxy-client":       pkiFolder + "/front-proxy-client.crt",
+	"etcd-server":              pkiFolder + "/etcd/server.crt",
+	"etcd-peer":                pkiFolder + "/etcd/peer.crt",
+}
+
+// certificates reads the machine's certificates whenever metrics are read, since the kubelet and
+// kubeadm replace them without telling. A file that is not there has no series.
+type certificates struct{ root string }
+
+var (
+	notBeforeDesc = prometheus.NewDesc("muster_certificate_not_before_timestamp_seconds", "When a certificate of this machine began to be valid, in seconds since 1970.", []string{"certificate"}, nil)
+	notAfterDesc  = prometheus.NewDesc("muster_certificate_not_after_timestamp_seconds", "When a certificate of this machine ends, in seconds since 1970; 0: the file holds none.", []string{"certificate"}, nil)
+)
+
+// Describe implements [prometheus.Collector].
+func (c certificates) Describe(out chan<- *prometheus.Desc) {
+	out <- notBeforeDesc
+	out <- notAfterDesc
+}
+
+// Collect implements [prometheus.Collector].
+func (c certificates) Collect(out chan<- prometheus.Metric) {
+	for name, path := range certificateFiles {
+		b, err := os.ReadFile(filepath.Join(c.root, path))
+		if err != nil {
+			continue
+		}
+		notBefore, notAfter := validity(b)
+		clear(b) // the kubelet's files have its keys too (K3)
+		out <- prometheus.MustNewConstMetric(notBeforeDesc, prometheus.GaugeValue, notBefore, name)
+		out <- prometheus.MustNewConstMetric(notAfterDesc, prometheus.GaugeValue, notAfter, name)
+	}
+}
+
+// validity gives the bounds of the first certificate in a PEM file, 0 if there is none.
+func validity(file []byte) (notBefore, notAfter float64) {
+	for block, rest := pem.Decode(file); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type != "CERTIFICATE" {
+			clear(block.Bytes)
+			continue
+		}
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return 0, 0
+		}
+		return seconds(cert.NotBefore), seconds(cert.NotAfter)
+	}
+	return 0, 0
+}
+
+func seconds(t time.Time) float64 { return float64(t.Unix()) }

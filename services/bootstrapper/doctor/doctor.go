@@ -1,0 +1,338 @@
+// Package doctor looks on a machine itself for what keeps it from becoming or staying a node. It only
+// reads, runs beside the bootstrapper, and needs nothing that the bootstrapper needs to be running.
+package doctor
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Names of the checks, in their order.
+const (
+	CheckImage        = "image.yaml"
+	CheckMetadata     = "metadata.yaml"
+	CheckTPM          = "TPM"
+	CheckEK           = "EK certificate"
+	CheckEventLog     = "event log"
+	CheckJournal      = "journal"
+	CheckLock         = "node lock"
+	CheckClock        = "clock"
+	CheckJoinservices = "joinservices"
+	CheckDisk         = "disk space"
+	CheckPorts        = "ports"
+)
+
+// Bounds of disk space, in bytes. Kubernetes' images and a journal that must not fail to be written.
+const (
+	lowSpace = 2 << 30
+	noSpace  = 256 << 20
+)
+
+// Clocks further apart than these are worth a word, or a failure; see docs/status-and-doctor.md.
+const (
+	warnSkew = time.Minute
+	failSkew = 5 * time.Minute
+)
+
+// TPM is what is asked of it.
+type TPM interface {
+	EndorsementKey(ctx context.Context) (tpm.EK, error)
+	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+}
+
+// Config says what to look at. All fields are required but Roots.
+type Config struct {
+	// Image and Metadata are the paths of the two files, Journal that of the journal.
+	Image, Metadata, Journal string
+	// OpenTPM opens the TPM that the image names.
+	OpenTPM func(*metadata.Image) (TPM, error)
+	// Roots vouch for EK certificates, as the owner's policy lists them; none: those of the image.
+	Roots []*x509.Certificate
+	// Folders must have room.
+	Folders []string
+	// Ports are those that kubeadm needs to be free before the machine is a node.
+	Ports []int
+	// Built is a time that the machine's clock can't be before: that of the program's file.
+	Built time.Time
+	// Now tells the time.
+	Now func() time.Time
+}
+
+type doctor struct {
+	Config
+	checkup.Report
+	image  *metadata.Image
+	meta   *metadata.Machine
+	record *journal.Record
+	device TPM
+	bank   tpm.Bank
+}
+
+// Examine makes all checks that can be made.
+func Examine(ctx context.Context, cfg Config) *checkup.Report {
+	d := &doctor{Config: cfg}
+	d.files()
+	d.memory()
+	if d.image != nil {
+		d.tpm(ctx)
+	}
+	if d.device != nil {
+		d.eventLog(ctx)
+		d.lock(ctx)
+	}
+	d.clock()
+	if d.meta != nil {
+		d.joinservices(ctx)
+	}
+	d.space()
+	d.ports(ctx)
+	return &d.Report
+}
+
+func (d *doctor) files() {
+	var err error
+	if d.image, err = metadata.LoadImage(d.Image); err != nil {
+		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
+	} else {
+		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
+		if d.image.OwnerKey == nil {
+			d.Add(CheckImage, checkup.Warn, "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy.", "it has no ownerKey: joinservices are judged by what this machine booted itself")
+		}
+	}
+	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
+		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each try.", err)
+		return
+	}
+	d.OK(CheckMetadata, "valid: %s, %s", d.meta.Name, d.meta.Role)
+	if len(d.meta.JoinEndpoints) == 0 && d.meta.InitSecretHash == nil {
+		d.Add(CheckMetadata, checkup.Fail, "Name joinEndpoints, or initSecretHash on the machine that becomes the first.", "they name no joinEndpoints and allow no init, so nothing will happen")
+	}
+}
+
+func (d *doctor) memory() {
+	rec, err := journal.Open(d.Journal).Load()
+	if err != nil {
+		d.Err(CheckJournal, "Look at the disk. To start over, remove /var/lib/muster and reboot the machine.", err)
+		return
+	}
+	d.record = &rec
+	d.OK(CheckJournal, "the machine is at the step %s", rec.Step)
+}
+
+func (d *doctor) tpm(ctx context.Context) {
+	device, err := d.OpenTPM(d.image)
+	if err == nil {
+		d.bank, err = tpm.ParseBank(d.image.TPM.Bank)
+	}
+	if err == nil {
+		_, err = device.ReadPCR(ctx, d.bank, 0)
+	}
+	if err != nil {
+		d.Err(CheckTPM, "Switch the TPM 2.0 on in the firmware, and check tpm.device and tpm.bank of image.yaml.", err)
+		return
+	}
+	d.device = device
+	d.OK(CheckTPM, "%s answers, bank %s", d.image.TPM.Device, d.bank)
+	ek, err := device.EndorsementKey(ctx)
+	if err == nil && len(ek.Certificates) == 0 {
+		err = errors.New("the TPM holds none")
+	}
+	var leaf *x509.Certificate
+	if err == nil {
+		leaf, err = x509.ParseCertificate(ek.Certificates[0])
+	}
+	if err != nil {
+		d.Err(CheckEK, "Have its maker or your own authority issue one and write it into the TPM's NV memory (TCG EK Credential Profile, section 2.2.1).", err)
+		return
+	}
+	d.chain(leaf, ek.Certificates[1:])
+}
+
+func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
+	roots := d.Roots
+	if len(roots) == 0 {
+		roots = d.image.EKRoots
+	}
+	id := attest.MachineIDOf(leaf.RawSubjectPublicKeyInfo)
+	if len(roots) == 0 {
+		d.OK(CheckEK, "there, of machine %s; whether a root vouches for it only its owner knows here (--ek-roots)", id)
+		return
+	}
+	// Criticals that x509 does not know, as TCG's names in SAN, are the verifier's to judge.
+	c := *leaf
+	c.UnhandledCriticalExtensions = nil
+	opts := x509.VerifyOptions{Roots: x509.NewCertPool(), Intermediates: x509.NewCertPool(), CurrentTime: d.Now(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}
+	for _, r := range roots {
+		opts.Roots.AddCert(r)
+	}
+	for _, der := range more {
+		if i, err := x509.ParseCertificate(der); err == nil {
+			opts.Intermediates.AddCert(i)
+		}
+	}
+	if _, err := c.Verify(opts); err != nil {
+		d.Err(CheckEK, "Add the authority that issued it to tpm2.ekRoots of the policy, if it is one of yours; an authority in between belongs beside the certificate in the TPM.", fmt.Errorf("of machine %s, issued by %q: %w", id, leaf.Issuer, err))
+		return
+	}
+	d.OK(CheckEK, "of machine %s, a root vouches for it", id)
+}
+
+func (d *doctor) eventLog(ctx context.Context) {
+	raw, err := os.ReadFile(d.image.TPM.EventLog)
+	if err != nil {
+		d.Add(CheckEventLog, checkup.Warn, "Check tpm.eventLog of image.yaml; policies judge PCRs, so it is for people only.", "%v", err)
+		return
+	}
+	var pcrs [tpm.PCRCount][]byte
+	for i := range pcrs {
+		if pcrs[i], err = d.device.ReadPCR(ctx, d.bank, i); err != nil {
+			d.Err(CheckTPM, "Look at the kernel's log for the TPM.", err)
+			return
+		}
+	}
+	r, err := eventlog.Replay(raw, d.bank, pcrs)
+	if err != nil {
+		d.Err(CheckEventLog, "Reboot the machine. If it goes on, its firmware's log does not lead to its PCR values: update the firmware.", err)
+		return
+	}
+	d.OK(CheckEventLog, "%d events lead to the PCR values", len(r.Events))
+}
+
+// lock compares PCR 15 with the journal (B1).
+func (d *doctor) lock(ctx context.Context) {
+	hash, ok := d.bank.Hash()
+	if d.record == nil || !ok {
+		return
+	}
+	now, err := d.device.ReadPCR(ctx, d.bank, attest.LockPCR)
+	if err != nil {
+		d.Err(CheckTPM, "Look at the kernel's log for the TPM.", err)
+		return
+	}
+	zero := len(strings.Trim(string(now), "\x00")) == 0
+	switch {
+	case zero && !d.record.Locked():
+		d.OK(CheckLock, "unlocked")
+	case d.record.Locked() && string(now) == string(attest.LockValue(hash, [32]byte(d.record.ClusterID))):
+		d.OK(CheckLock, "locked to cluster %x", []byte(d.record.ClusterID[:8]))
+	case zero:
+		d.Add(CheckLock, checkup.Warn, "systemctl start muster-bootstrapper: it takes the lock again after a reboot.", "the journal says locked, and PCR 15 is zero")
+	default:
+		d.Add(CheckLock, checkup.Fail, "Reboot the machine: it was locked to another cluster since it booted.", "PCR 15 is %x, which is not what the journal's cluster gives", now)
+	}
+}
+
+func (d *doctor) clock() {
+	if now := d.Now(); now.Before(d.Built.Add(-24 * time.Hour)) {
+		d.Add(CheckClock, checkup.Fail, "Set the clock (NTP): certificates are not valid yet at such a time.", "it shows %s, and the bootstrapper was built at %s", now.UTC().Format(time.RFC3339), d.Built.UTC().Format(time.RFC3339))
+	}
+}
+
+// joinservices asks each whether it is there, as any HTTPS client does; whether it is the right one,
+// the bootstrapper judges.
+func (d *doctor) joinservices(ctx context.Context) {
+	reached := 0
+	for _, e := range d.meta.JoinEndpoints {
+		theirs, took, err := ask(ctx, e)
+		if err != nil {
+			d.Add(CheckJoinservices, checkup.Warn, "Check the network to there, and on the control plane that muster-joinservice is ready.", "%s: %v", e, err)
+			continue
+		}
+		reached++
+		off := max(0, theirs.Sub(d.Now()).Abs()-took-time.Second).Round(time.Second)
+		const remedy = "Set both clocks by NTP: with wrong ones, certificates are not yet or no longer valid."
+		switch {
+		case off > failSkew:
+			d.Add(CheckClock, checkup.Fail, remedy, "%s off that of %s", off, e)
+		case off > warnSkew:
+			d.Add(CheckClock, checkup.Warn, remedy, "%s off that of %s", off, e)
+		}
+	}
+	switch n := len(d.meta.JoinEndpoints); {
+	case n > 0 && reached == 0:
+		d.Add(CheckJoinservices, checkup.Fail, "Check joinEndpoints in the metadata, the network, and that the cluster runs.", "none of %d answers", n)
+	case n > 0:
+		d.OK(CheckJoinservices, "%d of %d answer", reached, n)
+	}
+	if d.Clean(CheckClock) {
+		d.OK(CheckClock, "%s, as far as can be told", d.Now().UTC().Format(time.RFC3339))
+	}
+}
+
+// ask gives what the clock of a joinservice shows.
+func ask(ctx context.Context, endpoint string) (theirs time.Time, took time.Duration, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	//nolint:gosec // the certificate says nothing, and nothing is believed but the time
+	t := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}}
+	defer t.CloseIdleConnections()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "https://"+endpoint+"/grpc.health.v1.Health/Check", strings.NewReader("{}"))
+	if err != nil {
+		return theirs, 0, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	began := time.Now()
+	resp, err := t.RoundTrip(req)
+	if err != nil {
+		return theirs, 0, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	theirs, err = http.ParseTime(resp.Header.Get("Date"))
+	return theirs, time.Since(began), err
+}
+
+func (d *doctor) space() {
+	for _, dir := range d.Folders {
+		var st syscall.Statfs_t
+		if err := syscall.Statfs(dir, &st); err != nil {
+			if !errors.Is(err, os.ErrNotExist) {
+				d.Err(CheckDisk, "Look at the file system.", fmt.Errorf("%s: %w", dir, err))
+			}
+			continue
+		}
+		free := st.Bavail * uint64(st.Bsize)
+		switch {
+		case free < noSpace:
+			d.Add(CheckDisk, checkup.Fail, "Make room: without it the journal can't be written and no image be unpacked.", "%s has %d MiB left", dir, free>>20)
+		case free < lowSpace:
+			d.Add(CheckDisk, checkup.Warn, "Make room: Kubernetes' images take about 2 GiB.", "%s has %d MiB left", dir, free>>20)
+		}
+	}
+	if d.Clean(CheckDisk) {
+		d.OK(CheckDisk, "at least %d GiB are free", lowSpace>>30)
+	}
+}
+
+// ports are free before the machine is a node, or kubeadm's preflight refuses.
+func (d *doctor) ports(ctx context.Context) {
+	if d.record == nil || d.record.Step >= journal.StepKubeadm {
+		return
+	}
+	for _, port := range d.Ports {
+		l, err := new(net.ListenConfig).Listen(ctx, "tcp", fmt.Sprintf(":%d", port))
+		if err != nil {
+			d.Add(CheckPorts, checkup.Fail, "Find what has it (ss -ltnp), and stop it: an older kubelet or control plane, most likely.", "port %d is not free: %v", port, err)
+			continue
+		}
+		_ = l.Close()
+	}
+	if d.Clean(CheckPorts) {
+		d.OK(CheckPorts, "those that Kubernetes needs are free")
+	}
+}

@@ -1,0 +1,191 @@
+package doctor
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// silent is a TPM that does not answer.
+type silent struct{ TPM }
+
+func (silent) ReadPCR(context.Context, tpm.Bank, int) ([]byte, error) {
+	return nil, errors.New("no such device")
+}
+
+// bare is a TPM without an EK certificate.
+type bare struct{ TPM }
+
+func (bare) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
+
+// machine is a sound one.
+type machine struct {
+	*attesttest.Machine
+	dir         string
+	cfg         Config
+	date        func() time.Time // of its joinservice
+	image, meta string
+}
+
+func (m *machine) write(t *testing.T, name, content string) string {
+	t.Helper()
+	path := filepath.Join(m.dir, name)
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func newMachine(t *testing.T) *machine {
+	t.Helper()
+	ca := attesttest.NewCA(t)
+	m := &machine{Machine: attesttest.NewMachine(t, ca, attesttest.Options{}), dir: t.TempDir(), date: time.Now}
+	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Date", m.date().UTC().Format(http.TimeFormat))
+	}))
+	t.Cleanup(s.Close)
+	m.image = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: /var/lib/muster/state}\ntpm: {eventLog: %q}\nownerKey: %s\n",
+		m.EventLog(), base64.StdEncoding.EncodeToString(make([]byte, 32)))
+	m.meta = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node2\nrole: worker\naddresses: [192.0.2.12]\njoinEndpoints: [%q]\n", s.Listener.Addr())
+	m.cfg = Config{
+		Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Journal: filepath.Join(m.dir, "journal"),
+		OpenTPM: func(*metadata.Image) (TPM, error) { return m.Machine, nil }, Roots: ca.Roots(), Folders: []string{m.dir}, Built: time.Now(), Now: time.Now,
+	}
+	return m
+}
+
+func TestEachHarmOfAMachineIsFound(t *testing.T) {
+	worst := func(r *checkup.Report) (out []checkup.Finding) {
+		for _, f := range r.Findings {
+			if f.Level != checkup.OK {
+				out = append(out, f)
+			}
+		}
+		return out
+	}
+	sound := Examine(t.Context(), newMachine(t).cfg)
+	for _, f := range worst(sound) {
+		// How much room a tester's disk has is not ours to choose.
+		if f.Check != CheckDisk {
+			t.Errorf("a sound machine: %+v", f)
+		}
+	}
+	for name, tt := range map[string]struct {
+		check string
+		level checkup.Level
+		says  string
+		harm  func(t *testing.T, m *machine)
+	}{
+		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
+		"an image that knows no owner": {CheckImage, checkup.Warn, "ownerKey", func(t *testing.T, m *machine) {
+			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
+		}},
+		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *machine) {
+			m.write(t, "metadata.yaml", strings.Replace(m.meta, "name: node2\n", "", 1))
+		}},
+		"metadata that lead nowhere": {CheckMetadata, checkup.Fail, "nothing will happen", func(t *testing.T, m *machine) {
+			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints"))
+		}},
+		"a damaged journal":               {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
+		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
+		"a TPM without an EK certificate": {CheckEK, checkup.Fail, "none", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
+		"an EK that no root vouches for":  {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"an event log that is gone": {CheckEventLog, checkup.Warn, "no such file", func(t *testing.T, m *machine) {
+			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
+		}},
+		"an event log that leads elsewhere":    {CheckEventLog, checkup.Fail, "EVENTLOG_REPLAY", func(_ *testing.T, m *machine) { m.SetPCR(4, make([]byte, 32)) }},
+		"a lock that the journal knows not of": {CheckLock, checkup.Fail, "PCR 15", func(_ *testing.T, m *machine) { m.LockTo([32]byte{9}) }},
+		"a lock that was not taken again": {CheckLock, checkup.Warn, "PCR 15 is zero", func(t *testing.T, m *machine) {
+			err := journal.Open(m.cfg.Journal).Save(journal.Record{Step: journal.StepLocked, Kind: journal.KindJoin, ClusterID: make([]byte, 32), Ticket: make([]byte, 16), NodeName: "node2"})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a clock of before the build":     {CheckClock, checkup.Fail, "was built", func(_ *testing.T, m *machine) { m.cfg.Built = time.Now().Add(48 * time.Hour) }},
+		"a clock that is three hours off": {CheckClock, checkup.Fail, "off that of", func(_ *testing.T, m *machine) { m.date = func() time.Time { return time.Now().Add(3 * time.Hour) } }},
+		"a clock that is two minutes off": {CheckClock, checkup.Warn, "off that of", func(_ *testing.T, m *machine) { m.date = func() time.Time { return time.Now().Add(-2 * time.Minute) } }},
+		"joinservices that are not there": {CheckJoinservices, checkup.Fail, "none of 1", func(t *testing.T, m *machine) {
+			l := listen(t)
+			_ = l.Close()
+			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints")+fmt.Sprintf("joinEndpoints: [%q]\n", l.Addr()))
+		}},
+		"a disk that is full": {CheckDisk, checkup.Fail, "0 MiB", func(_ *testing.T, m *machine) { m.cfg.Folders = []string{"/proc"} }},
+		"a port that is taken": {CheckPorts, checkup.Fail, "not free", func(t *testing.T, m *machine) {
+			_, port, err := net.SplitHostPort(listen(t).Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			n, err := strconv.Atoi(port)
+			if err != nil {
+				t.Fatal(err)
+			}
+			m.cfg.Ports = []int{n}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := newMachine(t)
+			tt.harm(t, m)
+			found := false
+			got := worst(Examine(t.Context(), m.cfg))
+			for _, f := range got {
+				found = found || f.Check == tt.check && f.Level == tt.level && strings.Contains(f.Detail, tt.says)
+				if f.Remedy == "" {
+					t.Errorf("without a remedy: %+v", f)
+				}
+			}
+			if !found {
+				t.Errorf("%s does not say %q: %+v", tt.check, tt.says, got)
+			}
+		})
+	}
+}
+
+func (m *machine) opens(d TPM) {
+	m.cfg.OpenTPM = func(*metadata.Image) (TPM, error) { return d, nil }
+}
+
+func listen(t *testing.T) net.Listener {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+func TestWithoutRootsTheOwnerHasToJudge(t *testing.T) {
+	m := newMachine(t)
+	m.cfg.Roots = []*x509.Certificate(nil)
+	for _, f := range Examine(t.Context(), m.cfg).Findings {
+		if f.Check == CheckEK && (f.Level != checkup.OK || !strings.Contains(f.Detail, m.ID().String())) {
+			t.Errorf("%+v", f)
+		}
+	}
+}
+
+func upTo(text, field string) string {
+	before, _, _ := strings.Cut(text, field)
+	return before
+}

@@ -1,0 +1,187 @@
+// Package etcd removes members from a cluster's etcd that an unfinished join of a control plane
+// has left: kubeadm's own reset does so only if it got far enough to read the cluster's
+// configuration, and never for a machine that did not come back.
+//
+// Think of it as what holds before `kubeadm join` adds a member: none of this machine, and no
+// learner of anybody's. etcd takes one learner at a time, so one that was left would block every
+// join after it. Voting members of other machines are never touched: whether one is gone for good
+// is its owner's to say.
+package etcd
+
+import (
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"errors"
+	"fmt"
+	"math/big"
+	"net"
+	"net/netip"
+	"net/url"
+	"slices"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	"k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
+)
+
+// Ports that kubeadm gives etcd: for clients, and for other members.
+const (
+	clientPort = "2379"
+	peerPort   = "2380"
+)
+
+const (
+	// certificateLife bounds the client certificate, which lives in memory only: clocks may differ by hours.
+	certificateLife = 24 * time.Hour
+	// dialTimeout bounds the wait for one connection, callTimeout one call.
+	dialTimeout, callTimeout = 5 * time.Second, 15 * time.Second
+)
+
+// Target says whose etcd is cleaned for whom. All fields are required.
+type Target struct {
+	// ControlPlanes are addresses of machines that run etcd, one of which must answer.
+	ControlPlanes []netip.Addr
+	// CACert and CAKey are etcd's certificate authority, PEM. The key signs a certificate for this
+	// one connection.
+	CACert, CAKey []byte
+	// Own are this machine's addresses.
+	Own []netip.Addr
+	// Learners takes others' learners out too: left-overs, while this machine alone has the turn to join.
+	Learners bool
+}
+
+// Member is a member that was removed.
+type Member struct {
+	// ID is etcd's, Name the node's; the latter is empty for a member that never started.
+	ID   uint64
+	Name string
+	// PeerURLs are where other members reach it.
+	PeerURLs []string
+	// Learner says that it had no vote yet.
+	Learner bool
+}
+
+// String names the member for a log.
+func (m Member) String() string {
+	kind := "member"
+	if m.Learner {
+		kind = "learner"
+	}
+	return fmt.Sprintf("%s %x %q of %v", kind, m.ID, m.Name, m.PeerURLs)
+}
+
+// Clean removes members of this machine and learners of anybody, and gives those it removed. It
+// changes nothing if there is nobody to ask.
+func Clean(ctx context.Context, t Target) ([]Member, error) {
+	if len(t.ControlPlanes) == 0 || len(t.Own) == 0 {
+		return nil, errors.New("etcd: Clean: every field of Target is required")
+	}
+	conf, err := clientTLS(t.CACert, t.CAKey)
+	if err != nil {
+		return nil, err
+	}
+	c, err := clientv3.New(clientv3.Config{
+		Context: ctx, Endpoints: urls(t.ControlPlanes, clientPort), TLS: conf, DialTimeout: dialTimeout, Logger: zap.NewNop(),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("etcd: %w", err)
+	}
+	defer c.Close() //nolint:errcheck // nothing is left to be told
+	return clean(ctx, c, t.Own, t.Learners)
+}
+
+// cluster is what is asked of etcd.
+type cluster interface {
+	MemberList(ctx context.Context, opts ...clientv3.OpOption) (*clientv3.MemberListResponse, error)
+	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
+}
+
+func clean(ctx context.Context, c cluster, own []netip.Addr, learners bool) (removed []Member, err error) {
+	call := func(f func(context.Context) error) error {
+		ctx, cancel := context.WithTimeout(ctx, callTimeout)
+		defer cancel()
+		return f(ctx)
+	}
+	var list *clientv3.MemberListResponse
+	if err := call(func(ctx context.Context) (err error) { list, err = c.MemberList(ctx); return err }); err != nil {
+		return nil, fmt.Errorf("etcd: list members: %w", err)
+	}
+	for _, m := range list.Members {
+		if !of(m, own) && (!learners || !m.GetIsLearner()) {
+			continue
+		}
+		if err := call(func(ctx context.Context) error { _, err := c.MemberRemove(ctx, m.GetID()); return err }); err != nil {
+			return removed, fmt.Errorf("etcd: remove member %x (%s): %w", m.GetID(), m.GetName(), err)
+		}
+		removed = append(removed, Member{ID: m.GetID(), Name: m.GetName(), PeerURLs: m.GetPeerURLs(), Learner: m.GetIsLearner()})
+	}
+	return removed, nil
+}
+
+// of says whether one of the member's peer URLs has one of the addresses.
+func of(m *etcdserverpb.Member, own []netip.Addr) bool {
+	return slices.ContainsFunc(m.GetPeerURLs(), func(s string) bool {
+		u, err := url.Parse(s)
+		if err != nil {
+			return false
+		}
+		a, err := netip.ParseAddr(u.Hostname())
+		return err == nil && u.Port() == peerPort && slices.Contains(own, a.Unmap())
+	})
+}
+
+func urls(addresses []netip.Addr, port string) []string {
+	out := make([]string, 0, len(addresses))
+	for _, a := range addresses {
+		out = append(out, "https://"+net.JoinHostPort(a.String(), port))
+	}
+	return out
+}
+
+// clientTLS is what kubeadm writes into files for its own client: a certificate of etcd's authority.
+// Here its key never leaves the process (K3).
+func clientTLS(caCert, caKey []byte) (*tls.Config, error) {
+	issuers, err := cert.ParseCertsPEM(caCert)
+	if err != nil {
+		return nil, fmt.Errorf("etcd: the authority's certificate: %w", err)
+	}
+	roots := x509.NewCertPool()
+	roots.AddCert(issuers[0])
+	parsed, err := keyutil.ParsePrivateKeyPEM(caKey)
+	if err != nil {
+		return nil, errors.New("etcd: the authority's key is not PEM of a private key") // K3: nothing of it in an error
+	}
+	signer, ok := parsed.(crypto.Signer)
+	if !ok {
+		return nil, fmt.Errorf("etcd: the authority's key is a %T, which cannot sign", parsed)
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
+	if err != nil {
+		return nil, err
+	}
+	now := time.Now()
+	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
+		SerialNumber: serial, Subject: pkix.Name{CommonName: "muster-bootstrapper"},
+		NotBefore: now.Add(-certificateLife), NotAfter: now.Add(certificateLife),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}, issuers[0], key.Public(), signer)
+	if err != nil {
+		return nil, fmt.Errorf("etcd: sign a client certificate: %w", err)
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS12, RootCAs: roots, Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}},
+	}, nil
+}

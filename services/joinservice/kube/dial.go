@@ -1,0 +1,69 @@
+package kube
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// serviceAddresses knows the cluster IP of each Service by NAMESPACE/NAME.
+type serviceAddresses struct {
+	mu sync.RWMutex
+	of map[string]string
+}
+
+func (s *serviceAddresses) set(v *corev1.Service) {
+	ip := ""
+	for _, text := range v.Spec.ClusterIPs { // the first is the main one; "None" is no address
+		if _, err := netip.ParseAddr(text); err == nil {
+			ip = text
+			break
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of == nil {
+		s.of = map[string]string{}
+	}
+	s.of[v.Namespace+"/"+v.Name] = ip
+}
+
+func (s *serviceAddresses) remove(v *corev1.Service) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.of, v.Namespace+"/"+v.Name)
+}
+
+// lookUp gives the cluster IP of NAME.NAMESPACE.svc, and anything else as it is.
+func (s *serviceAddresses) lookUp(host string) string {
+	name, ok := strings.CutSuffix(host, ".svc")
+	if !ok {
+		return host
+	}
+	service, namespace, ok := strings.Cut(name, ".")
+	if !ok {
+		return host
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if ip := s.of[namespace+"/"+service]; ip != "" {
+		return ip
+	}
+	return host
+}
+
+// DialService gives a dialler that knows Services by what the informers have seen of them. The
+// cluster's DNS may be down for minutes after a control plane has died, since its pods run where
+// the first control plane was; machines are admitted all the same.
+func (k *Kube) DialService(dialer *net.Dialer) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		if host, port, err := net.SplitHostPort(addr); err == nil {
+			addr = net.JoinHostPort(k.services.lookUp(host), port)
+		}
+		return dialer.DialContext(ctx, network, addr)
+	}
+}

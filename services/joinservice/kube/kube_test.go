@@ -1,0 +1,197 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/netip"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+var shared *membertest.Cluster
+
+func TestMain(m *testing.M) {
+	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		shared, err = membertest.Start(ctx, "../../../deploy/charts/testdata/rendered.yaml")
+		if err != nil {
+			return nil, err
+		}
+		return shared.Stop, nil
+	})
+}
+
+// replica is what one joinservice knows and does, with the rights that it has. Its Enforcer does not
+// run yet.
+func replica(t *testing.T, with ...func(*Kube)) (*Kube, *Enforcer) {
+	t.Helper()
+	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := cluster.Open(api, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	k, err := New(c, slog.New(slog.DiscardHandler), DefaultCertificateLife)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, change := range with {
+		change(k)
+	}
+	e, err := k.NewEnforcer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	serve(t, c.Serve)
+	if err := c.Await(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return k, e
+}
+
+// serve runs f until the test ends.
+func serve(t *testing.T, f func(context.Context) error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- f(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// enforce runs an Enforcer until the test ends, and tells whom it cut.
+func enforce(t *testing.T, e *Enforcer) <-chan attest.MachineID {
+	t.Helper()
+	cut := make(chan attest.MachineID, 16)
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(m attest.MachineID) { cut <- m }) })
+	return cut
+}
+
+const diskOne = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+
+func claim(machine byte) Claim {
+	return Claim{
+		Machine: attest.MachineID{machine}, Node: "w1", Role: v1alpha1.RoleWorker, Disk: diskOne,
+		DiskMode: v1alpha1.DiskModePlain, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")},
+	}
+}
+
+func ticket(id string) v1alpha1.AttestedNodeStatus {
+	return v1alpha1.AttestedNodeStatus{
+		LastVerdict: &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()},
+		Ticket:      &v1alpha1.Ticket{ID: id, IssuedAt: metav1.Now()},
+	}
+}
+
+// seen waits until a replica's view of node w1 fits.
+func seen(t *testing.T, k *Kube, fits func(*v1alpha1.AttestedNode) bool) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		n := k.cluster.Nodes.ByName("w1")
+		return membertest.Want(n != nil && fits(n), "the replica sees %+v", n)
+	})
+}
+
+func holds(id string) func(*v1alpha1.AttestedNode) bool {
+	return func(n *v1alpha1.AttestedNode) bool { return n.Status.Ticket != nil && n.Status.Ticket.ID == id }
+}
+
+func enrol(t *testing.T, k *Kube, c Claim, id string) *Enrolment {
+	t.Helper()
+	e, err := k.Enrol(t.Context(), c, ticket(id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// half is a ticket that has written its claim and nothing else yet.
+func half(t *testing.T, k *Kube, c Claim, id string) *Enrolment {
+	t.Helper()
+	e, err := k.write(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.ticket = id
+	return e
+}
+
+func ban(t *testing.T, banned bool) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		n := shared.Node(t, "w1")
+		n.Spec.Banned = banned
+		return shared.Client.Update(t.Context(), n)
+	})
+}
+
+// setListed writes the list past all replicas.
+func setListed(t *testing.T, node, machine string) {
+	t.Helper()
+	patch, err := json.Marshal(map[string]any{"data": map[string]string{node: machine}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}}
+	if err := shared.Client.Patch(t.Context(), m, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// stays fails the test unless w1 has that ticket and may write.
+func stays(t *testing.T, id string) {
+	t.Helper()
+	if n := shared.Node(t, "w1"); n == nil || !holds(id)(n) || shared.Listed(t)["w1"] != claim(1).Machine.String() {
+		t.Errorf("enrolment %+v, listed %v; want it to stay for ticket %s", n, shared.Listed(t), id)
+	}
+}
+
+// gone fails the test if anything of w1 is left.
+func gone(t *testing.T) {
+	t.Helper()
+	if n := shared.Node(t, "w1"); n != nil || len(shared.Listed(t)) > 0 {
+		t.Errorf("left: %+v, listed %v", n, shared.Listed(t))
+	}
+}
+
+// hanging is an API server that answers nothing as long as the test runs.
+type hanging struct {
+	client.Client
+	until context.Context // the end of the test
+}
+
+func (h hanging) hang(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-h.until.Done():
+		return errors.New("the test is over")
+	}
+}
+
+func (h hanging) Get(ctx context.Context, _ client.ObjectKey, _ client.Object, _ ...client.GetOption) error {
+	return h.hang(ctx)
+}
+
+func (h hanging) Patch(ctx context.Context, _ client.Object, _ client.Patch, _ ...client.PatchOption) error {
+	return h.hang(ctx)
+}

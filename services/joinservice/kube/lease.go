@@ -1,0 +1,238 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// JoinLease is the Lease that gives machines their turn to become a control plane, one after
+	// another: etcd takes one new member at a time.
+	JoinLease = "muster-control-plane-join"
+	// LeaseLife is how long a turn lasts that is not renewed.
+	LeaseLife = 40 * time.Second
+
+	// maxLeaseLife bounds what a Lease that somebody else wrote can make everybody wait.
+	maxLeaseLife = 10 * time.Minute
+	// retryTurn is what a machine is told to wait that is not next: short, so that of several that
+	// wait one begins soon after another has ended.
+	retryTurn = 3 * time.Second
+	// ticketAnnotation names the ticket that the turn came with.
+	ticketAnnotation = "muster.dev/ticket"
+)
+
+// leaseView remembers when this process first saw the Lease as it is. Whether a turn has run out is
+// measured from then, by our clock alone: the times in the object were written by another machine's
+// clock, which may be hours off.
+type leaseView struct {
+	mu      sync.Mutex
+	version string
+	since   time.Time
+}
+
+// age says for how long l has not changed, as far as was seen.
+func (v *leaseView) age(l *coordinationv1.Lease, now time.Time) time.Duration {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.version != l.ResourceVersion {
+		v.version, v.since = l.ResourceVersion, now
+	}
+	return now.Sub(v.since)
+}
+
+// Turn is a turn to become a control plane that is free for the machine that asked.
+type Turn struct {
+	kube           *Kube
+	lease          *coordinationv1.Lease // as it was read; without a resource version: there is none
+	holder, ticket string
+	abandoned      string // who let it run out
+}
+
+// Turn looks whether the machine may have its turn to become a control plane; nothing is written
+// until [Turn.Take]. CONTROL_PLANE_BUSY if another machine has it. The machine that has it may have it
+// again, with another ticket.
+func (k *Kube) Turn(ctx context.Context, m attest.MachineID, node, ticket string) (*Turn, error) {
+	t := &Turn{kube: k, holder: m.String() + "/" + node, ticket: ticket}
+	l, err := k.lease(ctx)
+	if apierrors.IsNotFound(err) {
+		t.lease = newLease()
+		return t, nil
+	}
+	if err != nil {
+		return nil, unavailable("read Lease "+JoinLease, err)
+	}
+	t.lease = l
+	holder := holderOf(l)
+	if _, mine := nodeOf(holder, m); mine || holder == "" {
+		return t, nil
+	}
+	age, life := k.turns.age(l, time.Now()), lifeOf(l)
+	if age <= life { // J8
+		return nil, attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "machine %s is becoming a control plane; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
+	}
+	t.abandoned = holder
+	return t, nil
+}
+
+// Take takes the turn by compare-and-swap: CONTROL_PLANE_BUSY if another machine was faster.
+func (t *Turn) Take(ctx context.Context) error {
+	l, now := t.lease.DeepCopy(), metav1.NowMicro()
+	if holderOf(l) != t.holder {
+		l.Spec.LeaseTransitions = new(transitions(l) + 1)
+		l.Spec.AcquireTime = &now
+	}
+	l.Spec.HolderIdentity, l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = &t.holder, &now, new(int32(LeaseLife/time.Second))
+	metav1.SetMetaDataAnnotation(&l.ObjectMeta, ticketAnnotation, t.ticket)
+	var err error
+	if l.ResourceVersion == "" {
+		err = t.kube.cluster.Client.Create(ctx, l)
+	} else {
+		err = t.kube.cluster.Client.Update(ctx, l) // J8: a compare-and-swap
+	}
+	switch {
+	case err == nil:
+	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
+		return attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
+	default:
+		return unavailable("write Lease "+JoinLease, err)
+	}
+	if t.abandoned != "" {
+		t.kube.log.WarnContext(ctx, "a machine's turn to become a control plane has run out and goes to another", "lease", JoinLease, "from", t.abandoned, "to", t.holder)
+	}
+	t.lease = l
+	return nil
+}
+
+// Release gives a turn back that came to nothing. It goes on when ctx has ended; a turn that cannot
+// be given back runs out.
+func (t *Turn) Release(ctx context.Context) {
+	ctx, cancel := undo(ctx)
+	defer cancel()
+	l := t.lease.DeepCopy()
+	free(l)
+	if err := t.kube.cluster.Client.Update(ctx, l); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+		t.kube.log.WarnContext(ctx, "a turn to become a control plane could not be given back; it runs out", "lease", JoinLease, "holder", t.holder, "after", LeaseLife.String(), "err", err)
+	}
+}
+
+// RenewTurn prolongs the machine's turn by [LeaseLife], and gives its node's name. TICKET_UNKNOWN if
+// it has none with that ticket, CONTROL_PLANE_BUSY if another machine has it by now.
+func (k *Kube) RenewTurn(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+	// Who was forgotten or banned since keeps no turn: it runs out.
+	mine := func(n *v1alpha1.AttestedNode) bool {
+		return n.Spec.MachineID == m.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.Spec.Banned
+	}
+	if !slices.ContainsFunc(k.cluster.Nodes.ByMachine(m), mine) {
+		return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s is enrolled as no control plane", m)
+	}
+	return k.changeTurn(ctx, m, ticket, func(l *coordinationv1.Lease) {
+		l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = new(metav1.NowMicro()), new(int32(LeaseLife/time.Second))
+	})
+}
+
+// EndTurn ends the machine's turn: the next machine may have it at once. Its errors are those of
+// [Kube.RenewTurn].
+func (k *Kube) EndTurn(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+	return k.changeTurn(ctx, m, ticket, free)
+}
+
+func (k *Kube) changeTurn(ctx context.Context, m attest.MachineID, ticket string, change func(*coordinationv1.Lease)) (string, error) {
+	for range writeAttempts {
+		l, err := k.lease(ctx)
+		if apierrors.IsNotFound(err) {
+			return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "there is no Lease %s", JoinLease)
+		}
+		if err != nil {
+			return "", unavailable("read Lease "+JoinLease, err)
+		}
+		holder := holderOf(l)
+		node, mine := nodeOf(holder, m)
+		switch {
+		case !mine && holder != "":
+			return "", attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the turn is that of machine %s by now", holder)
+		case !mine || l.Annotations[ticketAnnotation] != ticket:
+			return node, attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no turn with such a ticket", m)
+		}
+		change(l)
+		if err = k.cluster.Client.Update(ctx, l); err == nil {
+			return node, nil
+		}
+		if !apierrors.IsConflict(err) {
+			return node, unavailable("write Lease "+JoinLease, err)
+		}
+	}
+	return "", unavailable("write Lease "+JoinLease, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+}
+
+func (k *Kube) lease(ctx context.Context) (*coordinationv1.Lease, error) {
+	l := newLease()
+	return l, k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(l), l)
+}
+
+func newLease() *coordinationv1.Lease {
+	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: JoinLease}}
+}
+
+// free is how client-go gives a lease back, too.
+func free(l *coordinationv1.Lease) {
+	l.Spec.HolderIdentity = nil
+	delete(l.Annotations, ticketAnnotation)
+}
+
+func holderOf(l *coordinationv1.Lease) string {
+	if l.Spec.HolderIdentity == nil {
+		return ""
+	}
+	return *l.Spec.HolderIdentity
+}
+
+// nodeOf says whether a holder is the machine, and under which node name.
+func nodeOf(holder string, m attest.MachineID) (string, bool) {
+	prefix := m.String() + "/"
+	if len(holder) <= len(prefix) || holder[:len(prefix)] != prefix {
+		return "", false
+	}
+	return holder[len(prefix):], true
+}
+
+func lifeOf(l *coordinationv1.Lease) time.Duration {
+	if l.Spec.LeaseDurationSeconds == nil || *l.Spec.LeaseDurationSeconds <= 0 {
+		return LeaseLife
+	}
+	return min(time.Duration(*l.Spec.LeaseDurationSeconds)*time.Second, maxLeaseLife)
+}
+
+func transitions(l *coordinationv1.Lease) int32 {
+	if l.Spec.LeaseTransitions == nil {
+		return 0
+	}
+	return *l.Spec.LeaseTransitions
+}
+
+// maxControlPlanes bounds the list of [Kube.OtherControlPlanes].
+const maxControlPlanes = 64
+
+// OtherControlPlanes gives the addresses of the enrolled control planes but that one, sorted.
+func (k *Kube) OtherControlPlanes(node string) []string {
+	var out []string
+	for _, n := range k.cluster.Nodes.All() {
+		if n.Name != node && n.Spec.Role == v1alpha1.RoleControlPlane && !n.Spec.Banned && !k.vacant(n) {
+			out = append(out, n.Spec.Addresses...)
+		}
+	}
+	slices.Sort(out)
+	return out[:min(len(out), maxControlPlanes)]
+}

@@ -1,0 +1,152 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrolled"
+)
+
+// enrolledView is what the informer last saw of the ConfigMap.
+type enrolledView struct {
+	follow func(map[string]string) // set before the informers run, or nil
+
+	mu   sync.RWMutex
+	data map[string]string
+}
+
+func (v *enrolledView) set(m *corev1.ConfigMap) {
+	v.mu.Lock()
+	v.data = m.Data
+	v.mu.Unlock()
+	if v.follow != nil {
+		v.follow(m.Data)
+	}
+}
+
+func (v *enrolledView) remove(*corev1.ConfigMap) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.data = nil
+}
+
+func (v *enrolledView) get(node string) string {
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	return v.data[node]
+}
+
+// all gives what must not be changed.
+func (v *enrolledView) all() map[string]string {
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	return v.data
+}
+
+// struck says whether the node must not be on the list, whatever it was before.
+func struck(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned || n.Status.ReleasedAt != nil }
+
+// mayWrite says whether a node belongs on the list: a ticket stands, or it is a node, as the first
+// machine that had no ticket.
+func (k *Kube) mayWrite(n *v1alpha1.AttestedNode) bool {
+	return n != nil && !struck(n) && (n.Status.Ticket != nil || k.nodes.has(n.Name))
+}
+
+// list puts a node into the ConfigMap, which it gives as it is then. A merge patch of one key cannot lose another replica's, and
+// whose the key is was settled by compare-and-swap on the AttestedNode before.
+func (k *Kube) list(ctx context.Context, node, machine string) (*corev1.ConfigMap, error) {
+	// The owner's `muster init` made the ConfigMap. Without it no node may write, and to make it anew
+	// with one node would lock out all others.
+	patch, err := json.Marshal(map[string]any{"data": map[string]string{node: machine}})
+	if err != nil {
+		return nil, err
+	}
+	m, err := k.patchEnrolled(ctx, types.MergePatchType, patch)
+	if err != nil {
+		return nil, unavailable("write ConfigMap "+enrolled.ConfigMap, err)
+	}
+	return m, nil
+}
+
+// strike takes the node from the list if the machine is the one that stands there (J4): who
+// enrolled under the name meanwhile stays, and the API's error says that the test failed.
+func (k *Kube) strike(ctx context.Context, node, machine string) error {
+	path := "/data/" + node // a DNS label needs no escapes (RFC 6901)
+	type operation struct {
+		Op    string  `json:"op"`
+		Path  string  `json:"path"`
+		Value *string `json:"value,omitempty"`
+	}
+	patch, err := json.Marshal([]operation{{"test", path, &machine}, {"remove", path, nil}})
+	if err != nil {
+		return err
+	}
+	_, err = k.patchEnrolled(ctx, types.JSONPatchType, patch)
+	return err
+}
+
+// unlist is strike where it is as well if the machine stands there no more. Its error is a refusal.
+func (k *Kube) unlist(ctx context.Context, node, machine string) error {
+	err := k.strike(ctx, node, machine)
+	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsInvalid(err) {
+		return unavailable("write ConfigMap "+enrolled.ConfigMap, err)
+	}
+	return nil
+}
+
+func (k *Kube) patchEnrolled(ctx context.Context, kind types.PatchType, patch []byte) (*corev1.ConfigMap, error) {
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}}
+	return m, k.cluster.Client.Patch(ctx, m, client.RawPatch(kind, patch))
+}
+
+// settle makes the list say of a node what its AttestedNode says. It is called after the AttestedNode
+// was changed, and asks the API server rather than a view. Whoever changes an AttestedNode calls it or
+// list afterwards, and it looks again after each write. So whatever the order, the last one to write
+// has seen the last change, and no live node stays without its place.
+//
+// put is for a node whose ban was lifted: it gets its place back even without ticket and Node.
+func (k *Kube) settle(ctx context.Context, node string, put bool) error {
+	for range writeAttempts {
+		n := &v1alpha1.AttestedNode{}
+		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) {
+			n = nil
+		} else if err != nil {
+			return unavailable("read AttestedNode "+node, err)
+		}
+		m := &corev1.ConfigMap{}
+		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}, m); apierrors.IsNotFound(err) {
+			return nil // nobody may write
+		} else if err != nil {
+			return unavailable("read ConfigMap "+enrolled.ConfigMap, err)
+		}
+		have, listed := m.Data[node]
+		if n == nil && have == enrolled.Unattested {
+			return nil // the owner's word, on a node that was here before Muster
+		}
+		may := k.mayWrite(n) || put && n != nil && !struck(n)
+		if may == listed && (!may || have == n.Spec.MachineID) {
+			return nil
+		}
+		if may {
+			if _, err := k.list(ctx, node, n.Spec.MachineID); err != nil {
+				return err
+			}
+			continue
+		}
+		if err := k.unlist(ctx, node, have); err != nil {
+			return err
+		}
+		k.log.InfoContext(ctx, "node struck from those that may write", "node", node, "machine", have)
+	}
+	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("node %s changed %d times meanwhile", node, writeAttempts))
+}

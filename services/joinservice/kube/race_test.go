@@ -1,0 +1,391 @@
+package kube
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// schedule lets one of several tickets make one request at a time, in an order that a seed gives.
+// Informers and enforcers run beside it as they like.
+type schedule struct {
+	rng    *rand.Rand
+	faults float64 // share of requests that fail, before or after the API server has done them
+	ready  chan *actor
+	done   chan *actor
+}
+
+type actor struct {
+	s    *schedule
+	turn chan fault
+	dead bool
+}
+
+type fault int
+
+const (
+	noFault fault = iota
+	requestLost
+	answerLost
+	killed // with the request done, and nothing after it
+)
+
+type actorKey struct{}
+
+var errLost = errors.New("the connection broke")
+
+// run runs the tickets to their ends.
+func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
+	s.ready, s.done = make(chan *actor), make(chan *actor)
+	for _, f := range tickets {
+		a := &actor{s: s, turn: make(chan fault)}
+		go func() {
+			f(context.WithValue(ctx, actorKey{}, a))
+			s.done <- a
+		}()
+	}
+	var waiting []*actor
+	for busy, alive := len(tickets), len(tickets); alive > 0; {
+		// One that waits for an informer makes no request meanwhile; the others go on then.
+		for patience := time.After(50 * time.Millisecond); busy > 0; {
+			select {
+			case a := <-s.ready:
+				waiting, busy = append(waiting, a), busy-1
+				continue
+			case <-s.done:
+				alive, busy = alive-1, busy-1
+				continue
+			case <-patience:
+			}
+			if len(waiting) > 0 {
+				break
+			}
+			patience = time.After(50 * time.Millisecond)
+		}
+		if len(waiting) == 0 {
+			continue
+		}
+		next := s.rng.IntN(len(waiting))
+		f := noFault
+		if s.rng.Float64() < s.faults {
+			f = fault(1 + s.rng.IntN(3))
+		}
+		waiting[next].turn <- f
+		waiting, busy = slices.Delete(waiting, next, next+1), busy+1
+	}
+}
+
+// scheduled is a client whose requests wait for their turn, if a ticket makes them.
+type scheduled struct{ client.Client }
+
+func gate(ctx context.Context, request func() error) error {
+	a, ok := ctx.Value(actorKey{}).(*actor)
+	if !ok {
+		return request()
+	}
+	if a.dead {
+		return errLost
+	}
+	a.s.ready <- a
+	switch <-a.turn {
+	case requestLost:
+		return errLost
+	case answerLost:
+		return errors.Join(request(), errLost)
+	case killed:
+		a.dead = true
+		return errors.Join(request(), errLost)
+	case noFault:
+	}
+	return request()
+}
+
+func (c scheduled) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	return gate(ctx, func() error { return c.Client.Get(ctx, key, o, opts...) })
+}
+
+func (c scheduled) Create(ctx context.Context, o client.Object, opts ...client.CreateOption) error {
+	return gate(ctx, func() error { return c.Client.Create(ctx, o, opts...) })
+}
+
+func (c scheduled) Update(ctx context.Context, o client.Object, opts ...client.UpdateOption) error {
+	return gate(ctx, func() error { return c.Client.Update(ctx, o, opts...) })
+}
+
+func (c scheduled) Delete(ctx context.Context, o client.Object, opts ...client.DeleteOption) error {
+	return gate(ctx, func() error { return c.Client.Delete(ctx, o, opts...) })
+}
+
+func (c scheduled) Patch(ctx context.Context, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+	return gate(ctx, func() error { return c.Client.Patch(ctx, o, p, opts...) })
+}
+
+func (c scheduled) Status() client.SubResourceWriter {
+	return scheduledStatus{c.Client.Status()}
+}
+
+type scheduledStatus struct{ client.SubResourceWriter }
+
+func (c scheduledStatus) Update(ctx context.Context, o client.Object, opts ...client.SubResourceUpdateOption) error {
+	return gate(ctx, func() error { return c.SubResourceWriter.Update(ctx, o, opts...) })
+}
+
+// trial is one ticket of a race and what became of it.
+type trial struct {
+	id      string
+	claim   Claim
+	fails   bool // after it was enrolled
+	returns bool // after it was issued
+	k       *Kube
+
+	enrolled, issued, returned bool
+}
+
+func (r *trial) run(ctx context.Context) {
+	e, err := r.k.Enrol(ctx, r.claim, ticket(r.id))
+	if err != nil {
+		return
+	}
+	r.enrolled = true
+	if r.fails {
+		e.Undo(ctx)
+		return
+	}
+	r.issued = true
+	if r.returns {
+		_, err := r.k.Withdraw(ctx, r.claim.Machine, r.id)
+		r.returned = err == nil
+	}
+}
+
+// race is a random set of tickets, of names, machines and disks of that seed alone.
+func race(rng *rand.Rand, seed uint64, replicas []*Kube) []*trial {
+	var out []*trial
+	for i := range 2 + rng.IntN(4) {
+		machine := attest.MachineID{1 + byte(rng.IntN(2))}
+		binary.BigEndian.PutUint64(machine[8:], seed)
+		r := &trial{
+			id: fmt.Sprintf("%016x%016x", seed, i), k: replicas[rng.IntN(len(replicas))],
+			fails: rng.IntN(3) > 0, returns: rng.IntN(4) == 0,
+			claim: Claim{
+				Machine: machine, Node: fmt.Sprintf("w%d-%x", rng.IntN(2), seed), Role: v1alpha1.RoleWorker, DiskMode: v1alpha1.DiskModePlain,
+				Disk:      fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f1%d-%012x", rng.IntN(2), seed&0xffffffffffff),
+				Addresses: []netip.Addr{netip.AddrFrom4([4]byte{10, byte(seed >> 8), byte(seed), byte(1 + rng.IntN(2))})},
+			},
+		}
+		if len(out) > 0 && rng.IntN(2) == 0 { // the same machine asks again, elsewhere
+			r.claim = out[rng.IntN(len(out))].claim
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// state is what the API server has of the names of one seed.
+type state struct {
+	nodes  map[string]*v1alpha1.AttestedNode
+	listed map[string]string
+}
+
+func stateOf(t *testing.T, trials []*trial) state {
+	t.Helper()
+	s := state{map[string]*v1alpha1.AttestedNode{}, map[string]string{}}
+	listed := shared.Listed(t)
+	for _, r := range trials {
+		if n := shared.Node(t, r.claim.Node); n != nil {
+			s.nodes[n.Name] = n
+		}
+		if m, ok := listed[r.claim.Node]; ok {
+			s.listed[r.claim.Node] = m
+		}
+	}
+	return s
+}
+
+// consistent is what holds after any race, whatever failed in it: nothing belongs to two (J2, J4), an
+// issued ticket stands, and who may write are the enrolled.
+func (s state) consistent(trials []*trial) error {
+	owners := map[string]string{}
+	may := map[string]string{}
+	var errs []error
+	for _, n := range s.nodes {
+		if n.Status.Ticket == nil && n.Status.ReleasedAt == nil { // nobody got anything for it
+			continue
+		}
+		for _, unique := range append([]string{"machine " + n.Spec.MachineID, "disk " + n.Spec.DiskID}, n.Spec.Addresses...) {
+			if other, taken := owners[unique]; taken {
+				errs = append(errs, fmt.Errorf("%s belongs to %s and %s", unique, other, n.Name))
+			}
+			owners[unique] = n.Name
+		}
+		if n.Status.ReleasedAt == nil && n.Status.Ticket != nil {
+			may[n.Name] = n.Spec.MachineID
+		}
+	}
+	if !maps.Equal(may, s.listed) {
+		errs = append(errs, fmt.Errorf("%v may write, and enrolled are %v", s.listed, may))
+	}
+	for _, r := range trials {
+		n := s.nodes[r.claim.Node]
+		if r.issued && (n == nil || n.Spec.MachineID != r.claim.Machine.String() || n.Spec.DiskID != r.claim.Disk) {
+			errs = append(errs, fmt.Errorf("ticket %s is out, and its enrolment is %+v", r.id, n))
+		}
+		if r.issued && !returnedBy(trials, r.claim.Machine) && n != nil && n.Status.Ticket == nil {
+			errs = append(errs, fmt.Errorf("ticket %s is out, and does not stand", r.id))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func returnedBy(trials []*trial, m attest.MachineID) bool {
+	return slices.ContainsFunc(trials, func(r *trial) bool { return r.issued && r.returns && r.claim.Machine == m })
+}
+
+// clean is what holds beyond that if every request was answered: what no ticket came of is gone.
+func (s state) clean(trials []*trial) error {
+	for name := range s.nodes {
+		if !slices.ContainsFunc(trials, func(r *trial) bool { return r.issued && r.claim.Node == name }) {
+			return fmt.Errorf("AttestedNode %s is left, though no ticket came of it: %+v", name, s.nodes[name])
+		}
+	}
+	return nil
+}
+
+// seeds are those of MUSTER_SEED, one, or n new ones.
+func seeds(t *testing.T, n int) []uint64 {
+	t.Helper()
+	if text := os.Getenv("MUSTER_SEED"); text != "" {
+		seed, err := strconv.ParseUint(text, 0, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return []uint64{seed}
+	}
+	out := make([]uint64, n)
+	for i := range out {
+		out[i] = uint64(rand.Uint32())
+	}
+	return out
+}
+
+func racing(t *testing.T, now func() time.Time) []*Kube {
+	t.Helper()
+	shared.Reset(t)
+	var out []*Kube
+	for range 2 {
+		k, e := replica(t, func(k *Kube) { k.cluster.Client, k.now = scheduled{k.cluster.Client}, now })
+		enforce(t, e)
+		out = append(out, k)
+	}
+	return out
+}
+
+func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
+	replicas := racing(t, time.Now)
+	var total struct{ enrolled, issued, returned int }
+	for _, seed := range seeds(t, 60) {
+		rng := rand.New(rand.NewPCG(seed, 1))
+		trials := race(rng, seed, replicas)
+		var tickets []func(context.Context)
+		for _, r := range trials {
+			tickets = append(tickets, r.run)
+		}
+		(&schedule{rng: rng}).run(t.Context(), tickets...)
+		membertest.Eventually(t, func() error { // the enforcers may be on their way
+			s := stateOf(t, trials)
+			if err := errors.Join(s.consistent(trials), s.clean(trials)); err != nil {
+				return fmt.Errorf("MUSTER_SEED=%d: %w", seed, err)
+			}
+			return nil
+		})
+		for _, r := range trials {
+			count(&total.enrolled, r.enrolled)
+			count(&total.issued, r.issued)
+			count(&total.returned, r.returned)
+		}
+	}
+	t.Logf("%+v", total)
+	if os.Getenv("MUSTER_SEED") == "" && (total.issued == 0 || total.returned == 0 || total.enrolled == total.issued) {
+		t.Errorf("the races try too little: %+v", total)
+	}
+}
+
+// Requests get lost, answers too, and replicas are killed between any two of them: nothing belongs to two
+// then either, and the rest is cleaned by rule.
+func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
+	hand := &clock{at: time.Now()}
+	replicas := racing(t, hand.now)
+	log, err := audit.Open(filepath.Join(t.TempDir(), "audit.jsonl"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = log.Close() })
+	var sweepers []*Sweeper
+	for _, k := range replicas {
+		s, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		sweepers = append(sweepers, s)
+	}
+	sweep := func(d time.Duration) {
+		hand.pass(d)
+		for _, s := range sweepers {
+			s.pass(t.Context())
+		}
+	}
+	var all []*trial
+	left := 0
+	for _, seed := range seeds(t, 60) {
+		rng := rand.New(rand.NewPCG(seed, 2))
+		trials := race(rng, seed, replicas)
+		var tickets []func(context.Context)
+		for _, r := range trials {
+			tickets = append(tickets, r.run)
+		}
+		(&schedule{rng: rng, faults: 0.15}).run(t.Context(), tickets...)
+		if stateOf(t, trials).clean(trials) != nil {
+			left++
+		}
+		membertest.Eventually(t, func() error {
+			sweep(0)
+			if err := stateOf(t, trials).consistent(trials); err != nil {
+				return fmt.Errorf("MUSTER_SEED=%d: %w", seed, err)
+			}
+			return nil
+		})
+		all = append(all, trials...)
+	}
+	t.Logf("after %d of the races there was something to clean", left)
+	membertest.Eventually(t, func() error { // no Node ever comes
+		sweep(13 * time.Hour)
+		if s := stateOf(t, all); len(s.nodes) > 0 || len(s.listed) > 0 {
+			return fmt.Errorf("left: %v, listed %v", slices.Collect(maps.Keys(s.nodes)), s.listed)
+		}
+		return nil
+	})
+}
+
+func count(n *int, is bool) {
+	if is {
+		*n++
+	}
+}

@@ -1,0 +1,330 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// lookEvery is the pause between two looks at all enrolments.
+	lookEvery = time.Minute
+	// ticketTime is more than any ticket takes: what is older is on its way no more.
+	ticketTime = 5 * time.Minute
+)
+
+// The ways to vanish: reasons of the condition, and of the metric's series.
+const (
+	vanishedNeverCame = "NeverCame" // a ticket was given, or begun, and no Node came of it
+	vanishedNodeGone  = "NodeGone"  // the Node was deleted
+	vanishedSilent    = "Silent"    // there is a Node whose machine attests no more
+)
+
+// SweepConfig says when nodes count as vanished.
+type SweepConfig struct {
+	// VanishedAfter is how long a node may show no sign of life before it is reported.
+	VanishedAfter time.Duration
+	// ReleaseAfter is how much later the enrolment of a worker whose Node is gone is released, unless the
+	// owner made it; more than certificates live, or 0 for never.
+	ReleaseAfter time.Duration
+	// Audit keeps the records of releases.
+	Audit *audit.Log
+	// Metrics takes muster_nodes_vanished.
+	Metrics prometheus.Registerer
+}
+
+// Sweeper reports nodes that vanished, and cleans what nobody will use any more:
+//
+//   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is released as
+//     if its machine had returned the ticket. What the owner enrolled, control planes and bans are reported at most;
+//   - a released enrolment is deleted once its machine's certificates have expired;
+//   - one whose ticket failed before it stood is deleted after 5 minutes;
+//   - a place in the list of who may write that no enrolment accounts for is taken away;
+//   - certificate requests that a ticket left behind are deleted.
+//
+// Every replica does it. Each change is a compare-and-swap, so one of them makes it, and tells.
+type Sweeper struct {
+	kube     *Kube
+	cfg      SweepConfig
+	vanished *prometheus.GaugeVec
+	// missing is since when a node has no Node, as far as we have looked; stray is what stood in the list
+	// without an enrolment the last time.
+	missing map[string]time.Time
+	stray   map[string]string
+}
+
+// NewSweeper returns a Sweeper, or says what is wrong with cfg.
+func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
+	switch {
+	case cfg.Audit == nil || cfg.Metrics == nil:
+		return nil, errors.New("kube: audit log and metrics are required")
+	case cfg.VanishedAfter < ticketTime:
+		return nil, fmt.Errorf("kube: a node that shows no sign of life for %s has not vanished: wait %s at least", cfg.VanishedAfter, ticketTime)
+	case cfg.ReleaseAfter != 0 && cfg.ReleaseAfter <= k.life:
+		return nil, fmt.Errorf("kube: enrolments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, k.life)
+	}
+	s := &Sweeper{
+		kube: k, cfg: cfg, missing: map[string]time.Time{}, stray: map[string]string{},
+		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
+	}
+	if err := cfg.Metrics.Register(s.vanished); err != nil {
+		return nil, fmt.Errorf("kube: %w", err)
+	}
+	return s, nil
+}
+
+// Serve sweeps until ctx ends. Before the informers have synced it does nothing.
+func (s *Sweeper) Serve(ctx context.Context) error {
+	if err := s.kube.cluster.Await(ctx); err != nil {
+		return err
+	}
+	for {
+		s.pass(ctx)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(lookEvery*3/4 + rand.N(lookEvery/2)): //nolint:gosec // spreading load is no secret
+		}
+	}
+}
+
+// pass looks at everything once. What fails is tried again by the next.
+func (s *Sweeper) pass(ctx context.Context) {
+	counts := map[string]float64{vanishedNeverCame: 0, vanishedNodeGone: 0, vanishedSilent: 0}
+	nodes := s.kube.cluster.Nodes.All()
+	known := map[string]bool{}
+	for _, n := range nodes {
+		if ctx.Err() != nil {
+			return
+		}
+		known[n.Name] = true
+		how, err := s.look(ctx, n)
+		if how != "" {
+			counts[how]++
+		}
+		// A lost compare-and-swap means that somebody else has acted, or that the node is alive.
+		if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+			s.kube.log.ErrorContext(ctx, "a vanished node cannot be dealt with; trying again", "node", n.Name, "err", err)
+		}
+	}
+	for how, count := range counts {
+		s.vanished.WithLabelValues(how).Set(count)
+	}
+	for name := range s.missing {
+		if !known[name] {
+			delete(s.missing, name)
+		}
+	}
+	s.settleStrays(ctx)
+	s.discardRequests(ctx)
+}
+
+// look deals with one enrolment, and says how its node vanished; empty: it has not.
+func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how string, err error) {
+	k, now := s.kube, s.kube.now()
+	switch {
+	case k.vacant(n) && k.begun(n):
+		return "", s.drop(ctx, n, "its ticket failed before it stood")
+	case k.vacant(n):
+		return "", s.drop(ctx, n, "its machine's certificates have expired since it was released")
+	case k.begun(n) || n.Status.ReleasedAt != nil:
+		return "", nil
+	}
+	if k.nodes.has(n.Name) {
+		delete(s.missing, n.Name)
+	} else if s.missing[n.Name].IsZero() {
+		s.missing[n.Name] = now
+	}
+	how, why := s.judge(n, now)
+	if err := s.report(ctx, n, how, why); err != nil || how == "" {
+		return how, err
+	}
+	if s.mayRelease(n, now) {
+		return how, s.release(ctx, n, why)
+	}
+	return how, nil
+}
+
+// judge says how a node vanished, and since when it shows no sign of life.
+func (s *Sweeper) judge(n *v1alpha1.AttestedNode, now time.Time) (how, why string) {
+	st := n.Status
+	if st.Ticket == nil && st.LastVerdict == nil {
+		return "", "" // the owner waits for its machine
+	}
+	last := lastSign(n)
+	if since := s.missing[n.Name]; !since.IsZero() {
+		joined := st.Ticket == nil && st.LastVerdict != nil || st.Ticket != nil && st.LastVerdict != nil && st.LastVerdict.Time.Sub(st.Ticket.IssuedAt.Time) > time.Minute
+		switch {
+		case joined && now.Sub(since) > s.cfg.VanishedAfter:
+			return vanishedNodeGone, fmt.Sprintf("there is no Node since %s or before; the machine's last verdict is of %s", utc(since), utc(st.LastVerdict.Time.Time))
+		case !joined && now.Sub(last) > s.cfg.VanishedAfter:
+			return vanishedNeverCame, fmt.Sprintf("no Node came of the ticket of %s", utc(last))
+		}
+		// What was reported is not taken back because we have begun to look anew.
+		if c := meta.FindStatusCondition(st.Conditions, v1alpha1.ConditionVanished); c != nil && c.Status == metav1.ConditionTrue && c.Reason != vanishedSilent {
+			return c.Reason, c.Message
+		}
+		return "", ""
+	}
+	if now.Sub(last) > s.cfg.VanishedAfter {
+		return vanishedSilent, fmt.Sprintf("the machine attested last at %s; see muster-attester on it", utc(last))
+	}
+	return "", ""
+}
+
+func utc(t time.Time) string { return t.UTC().Format(time.RFC3339) }
+
+// lastSign is when anything of the machine was last seen.
+func lastSign(n *v1alpha1.AttestedNode) time.Time {
+	last := n.CreationTimestamp.Time
+	if t := n.Status.Ticket; t != nil && t.IssuedAt.After(last) {
+		last = t.IssuedAt.Time
+	}
+	if v := n.Status.LastVerdict; v != nil && v.Time.After(last) {
+		last = v.Time.Time
+	}
+	return last
+}
+
+// report keeps the condition, and tells when it changes.
+func (s *Sweeper) report(ctx context.Context, n *v1alpha1.AttestedNode, how, why string) error {
+	was := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
+	vanished := was != nil && was.Status == metav1.ConditionTrue
+	if how == "" && !vanished || vanished && was.Reason == how {
+		return nil
+	}
+	k := s.kube
+	next := metav1.Condition{Type: v1alpha1.ConditionVanished, Status: metav1.ConditionTrue, Reason: how, Message: why, LastTransitionTime: metav1.NewTime(k.now()), ObservedGeneration: n.Generation}
+	kind := eventWarning
+	if how == "" {
+		next.Status, next.Reason, next.Message, kind = metav1.ConditionFalse, "Present", "the node is there and its machine attests", eventNormal
+	}
+	live := n.DeepCopy()
+	// Another way to vanish begins a time of its own.
+	live.Status.Conditions = slices.DeleteFunc(live.Status.Conditions, func(c metav1.Condition) bool { return c.Type == next.Type })
+	live.Status.Conditions = append(live.Status.Conditions, next)
+	if err := k.cluster.Client.Status().Update(ctx, live); err != nil {
+		return err
+	}
+	k.log.WarnContext(ctx, "a node's signs of life changed", "node", n.Name, "machine", n.Spec.MachineID, "how", next.Reason, "why", next.Message)
+	k.tell(ctx, n, kind, next.Reason, next.Message)
+	return nil
+}
+
+// mayRelease is the rule by which enrolments are given up without their owner.
+func (s *Sweeper) mayRelease(n *v1alpha1.AttestedNode, now time.Time) bool {
+	c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
+	if s.cfg.ReleaseAfter == 0 || c == nil || c.Status != metav1.ConditionTrue || c.Reason == vanishedSilent {
+		return false
+	}
+	if n.Spec.Role != v1alpha1.RoleWorker || n.Spec.Banned || !byTicket(n) || s.kube.nodes.has(n.Name) {
+		return false
+	}
+	since := c.LastTransitionTime.Time
+	if last := lastSign(n); last.After(since) {
+		since = last // it has no Node, and yet its machine attests
+	}
+	return now.Sub(since) > s.cfg.ReleaseAfter
+}
+
+// release writes the record first (J3).
+func (s *Sweeper) release(ctx context.Context, n *v1alpha1.AttestedNode, why string) error {
+	if err := s.record("release decided", n, why); err != nil {
+		return err
+	}
+	changed := false
+	err := s.kube.release(ctx, n, func(live *v1alpha1.AttestedNode) error {
+		if changed = !s.mayRelease(live, s.kube.now()); changed {
+			return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "node %q is back", n.Name)
+		}
+		return nil
+	})
+	if err != nil {
+		if changed || attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED {
+			return nil
+		}
+		return err
+	}
+	s.kube.log.WarnContext(ctx, "the enrolment of a vanished node is released", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
+	s.kube.tell(ctx, n, eventWarning, "Released", "the enrolment is released; its name and disk stay the machine's until its certificates have expired: "+why)
+	return nil
+}
+
+// drop deletes an enrolment that holds nothing any more.
+func (s *Sweeper) drop(ctx context.Context, n *v1alpha1.AttestedNode, why string) error {
+	if err := s.record("deletion decided", n, why); err != nil {
+		return err
+	}
+	if err := s.kube.delete(ctx, n); err != nil {
+		return err
+	}
+	s.kube.log.InfoContext(ctx, "an enrolment is deleted", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
+	s.kube.tell(ctx, n, eventNormal, "Deleted", why)
+	return s.kube.settle(ctx, n.Name, false)
+}
+
+func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) error {
+	return s.cfg.Audit.Write(audit.Record{
+		Service: "joinservice", Event: event, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Detail: why,
+		Node: n.Name, Machine: n.Spec.MachineID, Role: string(n.Spec.Role), Disk: n.Spec.DiskID,
+	})
+}
+
+// settleStrays looks at what stands in the list otherwise than the enrolments say, twice in a row: the
+// views of a ticket on its way come one after the other.
+func (s *Sweeper) settleStrays(ctx context.Context) {
+	k := s.kube
+	stray, listed := map[string]string{}, k.enrolled.all()
+	for node, machine := range listed {
+		if !enrolled.IsNode(node) || machine == enrolled.Unattested { // the latter is the owner's word
+			continue
+		}
+		if n := k.cluster.Nodes.ByName(node); n == nil || n.Spec.MachineID != machine || struck(n) {
+			stray[node] = machine
+		}
+	}
+	for _, n := range k.cluster.Nodes.All() {
+		if n.Status.Ticket != nil && !struck(n) && listed[n.Name] != n.Spec.MachineID {
+			stray[n.Name] = listed[n.Name]
+		}
+	}
+	for node, machine := range stray {
+		if was, again := s.stray[node]; !again || was != machine {
+			continue
+		}
+		if err := k.settle(ctx, node, false); err != nil {
+			k.log.ErrorContext(ctx, "who may write to the API could not be changed; trying again", "node", node, "err", err)
+		}
+	}
+	s.stray = stray
+}
+
+// discardRequests deletes requests that tickets left, because their replica ended or the API did not answer.
+func (s *Sweeper) discardRequests(ctx context.Context) {
+	k := s.kube
+	for name, created := range k.requests.ours() {
+		if k.now().Sub(created) > ticketTime && ctx.Err() == nil {
+			k.discard(ctx, name)
+		}
+	}
+}
+
+// isOurs says whether a joinservice filed the request for a ticket.
+func isOurs(name, username string) bool {
+	return strings.HasPrefix(name, requestPrefix) && strings.HasPrefix(username, "system:serviceaccount:") && strings.HasSuffix(username, ":joinservice")
+}

@@ -1,0 +1,456 @@
+package kube
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+)
+
+// clock is held by its test.
+type clock struct {
+	mu sync.Mutex
+	at time.Time
+}
+
+func (c *clock) now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.at
+}
+
+func (c *clock) pass(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.at = c.at.Add(d)
+}
+
+// broom is a replica whose Sweeper sweeps when its test says so.
+type broom struct {
+	*Kube
+	*Sweeper
+	clock *clock
+	audit string
+}
+
+func newBroom(t *testing.T) *broom {
+	t.Helper()
+	shared.Reset(t)
+	if err := shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	b := &broom{clock: &clock{at: time.Now()}, audit: filepath.Join(t.TempDir(), "audit.jsonl")}
+	var e *Enforcer
+	b.Kube, e = replica(t, func(k *Kube) { k.now = b.clock.now })
+	enforce(t, e)
+	log, err := audit.Open(b.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = log.Close() })
+	if b.Sweeper, err = b.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// after lets time pass and sweeps, once the replica's view of w1 is the API server's.
+func (b *broom) after(t *testing.T, d time.Duration) {
+	t.Helper()
+	b.clock.pass(d)
+	b.current(t)
+	b.pass(t.Context())
+	b.current(t)
+}
+
+func (b *broom) current(t *testing.T) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		live, view := shared.Node(t, "w1"), b.cluster.Nodes.ByName("w1")
+		same := live == nil && view == nil || live != nil && view != nil && live.ResourceVersion == view.ResourceVersion
+		return membertest.Want(same && b.enrolled.get("w1") == shared.Listed(t)["w1"], "the replica's view is old")
+	})
+}
+
+func (b *broom) vanished(t *testing.T, how string) {
+	t.Helper()
+	c := meta.FindStatusCondition(shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionVanished)
+	switch {
+	case how == "" && c != nil && c.Status != metav1.ConditionFalse:
+		t.Errorf("reported as vanished: %+v", c)
+	case how != "" && (c == nil || c.Status != metav1.ConditionTrue || c.Reason != how || c.Message == ""):
+		t.Errorf("condition %+v, want %s", c, how)
+	}
+	for _, each := range []string{vanishedNeverCame, vanishedNodeGone, vanishedSilent} {
+		want := 0.0
+		if each == how {
+			want = 1
+		}
+		if got := testutil.ToFloat64(b.Sweeper.vanished.WithLabelValues(each)); got != want {
+			t.Errorf("the metric says %v have vanished as %s, want %v", got, each, want)
+		}
+	}
+	if how != "" {
+		b.event(t, how)
+	}
+}
+
+func (b *broom) event(t *testing.T, reason string) {
+	t.Helper()
+	l := &corev1.EventList{}
+	if err := shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range l.Items {
+		if e.InvolvedObject.Kind == "AttestedNode" && e.InvolvedObject.Name == "w1" && e.Reason == reason {
+			return
+		}
+	}
+	t.Errorf("no event %s", reason)
+}
+
+func (b *broom) recorded(t *testing.T, event string) bool {
+	t.Helper()
+	text, err := os.ReadFile(b.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		var r audit.Record
+		if json.Unmarshal([]byte(line), &r) == nil && r.Event == event && r.Node == "w1" && r.Machine != "" {
+			return true
+		}
+	}
+	return false
+}
+
+func (b *broom) attests(t *testing.T) {
+	t.Helper()
+	b.current(t)
+	v := v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(b.clock.now())}}
+	// A verdict of the future is put there by hand: the clock is the test's.
+	n := shared.Node(t, "w1")
+	n.Status.LastVerdict = v.LastVerdict
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (b *broom) object(t *testing.T, there bool) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+	var err error
+	if there {
+		err = shared.Client.Create(t.Context(), n)
+	} else {
+		err = shared.Client.Delete(t.Context(), n)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(b.nodes.has("w1") == there, "the replica does not see the Node's change")
+	})
+}
+
+func TestAWorkerWhoseNodeIsGoneIsReportedThenReleasedThenDeleted(t *testing.T) {
+	b := newBroom(t)
+	enrol(t, b.Kube, claim(1), "a")
+	b.object(t, true)
+	b.after(t, 5*time.Minute)
+	b.attests(t)
+	b.after(t, 30*time.Minute)
+	b.vanished(t, "")
+	b.object(t, false)
+	b.after(t, 0)
+	b.after(t, 59*time.Minute)
+	b.vanished(t, "")
+	b.after(t, 2*time.Minute)
+	b.vanished(t, vanishedNodeGone)
+	b.after(t, 24*time.Hour)
+	if n := shared.Node(t, "w1"); n.Status.ReleasedAt != nil || b.recorded(t, "release decided") {
+		t.Fatalf("released too early: %+v", n.Status)
+	}
+	b.after(t, 2*time.Hour)
+	if n := shared.Node(t, "w1"); n.Status.ReleasedAt == nil || n.Status.Ticket != nil || len(shared.Listed(t)) > 0 || !b.recorded(t, "release decided") {
+		t.Fatalf("status %+v, listed %v; want it released", n.Status, shared.Listed(t))
+	}
+	b.event(t, "Released")
+	other := claim(2)
+	if err := b.Check(other); err == nil {
+		t.Error("another machine could have the name while certificates of the one before may live")
+	}
+	b.after(t, 24*time.Hour)
+	if shared.Node(t, "w1") == nil {
+		t.Fatal("deleted too early")
+	}
+	b.after(t, time.Hour)
+	gone(t)
+	if !b.recorded(t, "deletion decided") {
+		t.Error("no record")
+	}
+	b.event(t, "Deleted")
+	if err := b.Check(other); err != nil {
+		t.Errorf("another machine cannot have the name: %v", err)
+	}
+}
+
+func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
+	for name, back := range map[string]func(t *testing.T, b *broom){
+		"as a Node":      func(t *testing.T, b *broom) { b.object(t, true); b.attests(t); b.after(t, 0); b.vanished(t, "") },
+		"with a verdict": func(t *testing.T, b *broom) { b.attests(t) },
+		"with another ticket": func(t *testing.T, b *broom) {
+			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.now()) })
+		},
+		"banned, which stays a ban": func(t *testing.T, _ *broom) { ban(t, true) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBroom(t)
+			enrol(t, b.Kube, claim(1), "a")
+			b.after(t, 61*time.Minute)
+			b.vanished(t, vanishedNeverCame)
+			b.clock.pass(24 * time.Hour)
+			back(t, b)
+			b.after(t, 2*time.Hour)
+			if n := shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+				t.Errorf("enrolment %+v", n)
+			}
+		})
+	}
+}
+
+func (b *broom) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) {
+	t.Helper()
+	n := shared.Node(t, "w1")
+	change(&n.Status)
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What the owner made, and control planes, are reported and never cleaned.
+func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
+	for name, role := range map[string]v1alpha1.Role{"a worker": v1alpha1.RoleWorker, "a control plane": v1alpha1.RoleControlPlane} {
+		t.Run(name, func(t *testing.T) {
+			b := newBroom(t)
+			c := claim(1)
+			c.Role = role
+			shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
+			if role == v1alpha1.RoleControlPlane { // not even one that says a ticket made it
+				n := shared.Node(t, "w1")
+				n.Annotations = map[string]string{v1alpha1.EnrolledByTicket: "true"}
+				n.Status.LastVerdict = nil
+				if err := shared.Client.Update(t.Context(), n); err != nil {
+					t.Fatal(err)
+				}
+				b.object(t, true) // else it counts as begun
+			}
+			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may come at any time
+			b.vanished(t, "")
+			enrol(t, b.Kube, c, "a")
+			if role == v1alpha1.RoleControlPlane {
+				b.object(t, false)
+			}
+			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.now()) })
+			b.after(t, 61*time.Minute)
+			b.vanished(t, vanishedNeverCame)
+			b.after(t, 1000*time.Hour)
+			if n := shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+				t.Errorf("enrolment %+v", n)
+			}
+		})
+	}
+}
+
+func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
+	b := newBroom(t)
+	enrol(t, b.Kube, claim(1), "a")
+	b.object(t, true)
+	b.attests(t)
+	b.after(t, 61*time.Minute)
+	b.vanished(t, vanishedSilent)
+	b.after(t, 1000*time.Hour) // its Node is there: no rule cleans it
+	b.vanished(t, vanishedSilent)
+	if n := shared.Node(t, "w1"); n.Status.ReleasedAt != nil {
+		t.Errorf("released: %+v", n.Status)
+	}
+	b.attests(t)
+	b.after(t, 0)
+	b.vanished(t, "")
+	b.event(t, "Present")
+}
+
+// A replica that ended between its two writes leaves an enrolment without a ticket, so without certificates.
+func TestAnEnrolmentWithoutATicketIsDeleted(t *testing.T) {
+	b := newBroom(t)
+	half(t, b.Kube, claim(1), "a")
+	b.after(t, 4*time.Minute)
+	if shared.Node(t, "w1") == nil {
+		t.Fatal("deleted too early")
+	}
+	w2 := claim(1)
+	w2.Node = "w2"
+	if err := b.Check(w2); err == nil {
+		t.Error("its machine could have another name while the ticket may be on its way")
+	}
+	b.clock.pass(2 * time.Minute)
+	if err := errors.Join(b.Check(w2), b.Check(claim(2))); err != nil {
+		t.Errorf("it keeps name and machine from others: %v", err)
+	}
+	b.after(t, 0)
+	gone(t)
+}
+
+// A backup has no status. A restored enrolment of a node is still that node's.
+func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
+	b := newBroom(t)
+	enrol(t, b.Kube, claim(1), "a")
+	b.object(t, true)
+	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
+	b.after(t, 24*time.Hour)
+	b.after(t, time.Minute)
+	if shared.Node(t, "w1") == nil || shared.Listed(t)["w1"] == "" {
+		t.Error("it is gone")
+	}
+	if _, err := b.Reattest(t.Context(), claim(1).Machine, ticket("")); err != nil {
+		t.Errorf("its machine cannot attest: %v", err)
+	}
+}
+
+func TestAPlaceInTheListWithoutAnEnrolmentIsTakenAway(t *testing.T) {
+	b := newBroom(t)
+	setListed(t, "w1", claim(1).Machine.String())
+	b.after(t, 0)
+	if shared.Listed(t)["w1"] == "" {
+		t.Error("struck at first sight: its enrolment may be on its way")
+	}
+	b.after(t, time.Minute)
+	gone(t)
+	enrol(t, b.Kube, claim(1), "a")
+	b.current(t)
+	if err := b.strike(t.Context(), "w1", claim(1).Machine.String()); err != nil {
+		t.Fatal(err)
+	}
+	b.after(t, 0)
+	b.after(t, time.Minute)
+	stays(t, "a")
+}
+
+func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
+	b := newBroom(t)
+	ours := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{Name: "muster-w1-client-0011223344556677"},
+		Spec:       certificatesv1.CertificateSigningRequestSpec{Request: request(t), SignerName: signerOf[nodecert.Client], Usages: usagesOf[nodecert.Client]},
+	}
+	others := ours.DeepCopy()
+	others.Name, others.Spec.SignerName = "muster-of-somebody-else", "example.com/signer"
+	if err := b.cluster.Client.Create(t.Context(), ours); err != nil {
+		t.Fatal(err)
+	}
+	if err := shared.Client.Create(t.Context(), others); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(len(b.requests.ours()) == 1, "the replica sees %v", b.requests.ours())
+	})
+	b.after(t, time.Minute)
+	if got := shared.CSRs(t); len(got) != 2 {
+		t.Errorf("deleted too early: left are %v", got)
+	}
+	b.after(t, 5*time.Minute)
+	if got := shared.CSRs(t); len(got) != 1 || got[0] != others.Name {
+		t.Errorf("left are %v", got)
+	}
+}
+
+func TestASweepersTimesFitTogether(t *testing.T) {
+	k, _ := replica(t)
+	log := audit.NewStream(&strings.Builder{})
+	for name, cfg := range map[string]SweepConfig{
+		"no audit log":                      {VanishedAfter: time.Hour, Metrics: prometheus.NewRegistry()},
+		"vanished while its ticket is made": {VanishedAfter: time.Minute, Audit: log, Metrics: prometheus.NewRegistry()},
+		"released while certificates live":  {VanishedAfter: time.Hour, ReleaseAfter: 24 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()},
+	} {
+		if _, err := k.NewSweeper(cfg); err == nil {
+			t.Errorf("%s: was taken", name)
+		}
+	}
+	if _, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
+		t.Error(err)
+	}
+	if _, err := New(k.cluster, k.log, time.Minute); err == nil {
+		t.Error("certificates of a minute were taken")
+	}
+}
+
+// Two replicas sweep at once: what one does the other leaves alone.
+func TestOneOfTwoSweepersActs(t *testing.T) {
+	b := newBroom(t)
+	other := *b
+	var err error
+	other.Kube, _ = replica(t, func(k *Kube) { k.now = b.clock.now })
+	if other.Sweeper, err = other.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: b.cfg.Audit, Metrics: prometheus.NewRegistry()}); err != nil {
+		t.Fatal(err)
+	}
+	enrol(t, b.Kube, claim(1), "a")
+	for range 60 {
+		b.clock.pass(time.Hour)
+		b.current(t)
+		other.current(t)
+		var both sync.WaitGroup
+		both.Go(func() { b.pass(context.WithoutCancel(t.Context())) })
+		both.Go(func() { other.pass(context.WithoutCancel(t.Context())) })
+		both.Wait()
+	}
+	gone(t)
+	l := &corev1.EventList{}
+	if err := shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	said := map[string]int{}
+	for _, e := range l.Items {
+		if e.InvolvedObject.Name == "w1" {
+			said[e.Reason]++
+		}
+	}
+	if said[vanishedNeverCame] != 1 || said["Released"] != 1 || said["Deleted"] != 1 {
+		t.Errorf("events %v", said)
+	}
+}
+
+func request(t *testing.T) []byte {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: pkix.Name{CommonName: nodecert.UserPrefix + "w1", Organization: []string{nodecert.Organization}}}, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der})
+}

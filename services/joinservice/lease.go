@@ -1,0 +1,70 @@
+package joinservice
+
+import (
+	"context"
+	"encoding/hex"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// turn gives a control plane its turn, if it is free; nil for a worker.
+func (s *Service) turn(ctx context.Context, a *attempt, c kube.Claim) (*kube.Turn, error) {
+	if c.Role != v1alpha1.RoleControlPlane {
+		return nil, nil //nolint:nilnil // workers join whenever they want
+	}
+	return s.cfg.Kube.Turn(ctx, c.Machine, c.Node, a.id)
+}
+
+// RenewJoinLease implements the RPC.
+func (s *Service) RenewJoinLease(ctx context.Context, req *joinv1.RenewJoinLeaseRequest) (*joinv1.RenewJoinLeaseResponse, error) {
+	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: time.Now()}
+	err := s.renew(ctx, a, req)
+	s.renewals.WithLabelValues(reasonOf(err)).Inc()
+	if err != nil {
+		s.refuse(ctx, a, "lease refused", err)
+		return nil, err
+	}
+	if req.GetDone() {
+		s.cfg.Log.InfoContext(ctx, "a control plane's turn has ended", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+		return &joinv1.RenewJoinLeaseResponse{}, nil
+	}
+	s.cfg.Log.DebugContext(ctx, "a control plane's turn goes on", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(kube.LeaseLife)}, nil
+}
+
+func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLeaseRequest) error {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	if len(req.GetTicketId()) != ticketIDSize {
+		a.id = ""
+		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(req.GetTicketId()))
+	}
+	// A machine that was banned, or that the policy accepts no more, keeps nobody waiting.
+	if _, err := s.cfg.Judge.Appraise(ctx, peer.Claims()); err != nil {
+		return err
+	}
+	var err error
+	if !req.GetDone() {
+		a.record.Node, err = s.cfg.Kube.RenewTurn(ctx, peer.Machine(), a.id)
+		return err
+	}
+	if a.record.Node, err = s.cfg.Kube.EndTurn(ctx, peer.Machine(), a.id); err != nil {
+		return err
+	}
+	a.record.Role = string(v1alpha1.RoleControlPlane)
+	if err := s.write(a, "turn ended"); err != nil {
+		// It has ended, and the next machine may go on: only the record is missing.
+		s.cfg.Log.ErrorContext(ctx, "the audit record of a turn that ended cannot be written", "ticket", a.id, "err", err)
+	}
+	return nil
+}

@@ -1,0 +1,49 @@
+package joinservice
+
+import (
+	"context"
+	"net"
+	"time"
+
+	"connectrpc.com/connect"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/waiting"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// refusedMachine is a refusal of a machine whose evidence is genuine: the claims name it.
+type refusedMachine struct {
+	machine attest.MachineID
+	err     error
+}
+
+func (r *refusedMachine) Error() string { return r.err.Error() }
+func (r *refusedMachine) Unwrap() error { return r.err }
+
+// waits lets the owner see whom we refused a ticket, and why. Only who has attested is listed.
+func (s *Service) waits(ctx context.Context, a *attempt, err error) {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok || attest.ReasonOf(err) == attestv1.Reason_REASON_PEER_NOT_ATTESTED {
+		return
+	}
+	e := waiting.Entry{Machine: peer.Machine().String(), Node: a.record.Node, Role: a.record.Role, Reason: reasonOf(err), Last: time.Now()}
+	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
+		e.Address = host(call.Peer().Addr)
+	}
+	s.cfg.Kube.Refused(e)
+}
+
+// admitted takes a machine off that list, and notes when its certificates end.
+func (s *Service) admitted(ctx context.Context, a *attempt, t *ticket) {
+	if peer, ok := attest.PeerFrom(ctx); ok {
+		s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)
+	}
+}
+
+func host(addr string) string {
+	if h, _, err := net.SplitHostPort(addr); err == nil {
+		return h
+	}
+	return addr
+}
