@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -183,17 +184,33 @@ func (h *host) start(killAt int) *life {
 	l.cmd = exec.Command(os.Args[0]) // it ends with the test: see below
 	l.cmd.Env = append(os.Environ(), planVariable+"="+string(text))
 	l.cmd.Stderr = l.log
-	l.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := l.cmd.Start(); err != nil {
+	if err := start(l.cmd, func(err error) {
+		l.err = err
+		close(l.over)
+	}); err != nil {
 		h.t.Fatal(err)
 	}
 	h.lives++
-	go func() {
-		l.err = l.cmd.Wait()
-		close(l.over)
-	}()
 	h.t.Cleanup(l.kill)
 	return l
+}
+
+// start starts a process that ends with the test's, also with one that is killed. over is told
+// what its Wait says.
+func start(cmd *exec.Cmd, over func(error)) error {
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started := make(chan error)
+	go func() {
+		// The signal comes when the thread ends that started the process, so that thread stays.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			over(cmd.Wait())
+		}
+	}()
+	return <-started
 }
 
 // kill ends the process at once, if it still runs, and waits for its end.

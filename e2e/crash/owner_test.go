@@ -21,7 +21,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -221,14 +220,12 @@ func (s *seat) init(folder, endpoint string) *program {
 	p.cmd = exec.Command(s.muster, "init", "--directory", s.file(folder), "--name", "demo", "--endpoint", endpoint, "--init-secret-file", "secret.hex", "--policy", "policy.yaml",
 		"--control-plane-endpoint", s.apiURL, "--components", "components.yaml", "--joinservice-image", "example.com/joinservice"+digest, "--kms-image", "example.com/kms"+digest)
 	p.cmd.Dir, p.cmd.Stdout, p.cmd.Stderr = s.dir, p.out, p.out
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := p.cmd.Start(); err != nil {
+	if err := start(p.cmd, func(err error) {
+		p.err = err
+		close(p.over)
+	}); err != nil {
 		s.t.Fatalf("%v: make build makes it", err)
 	}
-	go func() {
-		p.err = p.cmd.Wait()
-		close(p.over)
-	}()
 	s.t.Cleanup(p.kill)
 	return p
 }

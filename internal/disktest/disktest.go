@@ -2,48 +2,49 @@
 package disktest
 
 import (
+	"bufio"
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
-	"runtime"
 	"syscall"
 	"testing"
 )
 
-// Small gives a folder that is a file system of so many bytes. It is mounted in a mount
-// namespace of its own, which ends with the test, also with one that is killed: the
-// machine's mounts stay as they are. Other processes can use the path as long as this one
-// lives. It needs root.
+// Small gives a folder that is a file system of so many bytes. It is mounted in the mount
+// namespace of a process that ends with the test, also with one that is killed: the
+// machine's mounts stay as they are. Other processes can use the path until then. It needs
+// root.
 func Small(t testing.TB, bytes int) string {
 	t.Helper()
 	at := t.TempDir()
-	type made struct {
-		path string
-		err  error
+	// It ends when its standard input does, and the kernel closes that with this process. A thread
+	// of this process with a namespace of its own would have to end with the test, and the kernel
+	// ends with a thread what it started with Pdeathsig: other tests' TPMs.
+	cmd := exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-ec",
+		`mount -t tmpfs -o "size=$1,mode=700" small "$0"; echo; exec cat`, at, fmt.Sprint(bytes))
+	cmd.Stderr = os.Stderr
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
 	}
-	mounted, over, gone := make(chan made), make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(gone)
-		// The thread has the namespace. It is never unlocked, so it ends with this goroutine.
-		runtime.LockOSThread()
-		err := errors.Join(
-			syscall.Unshare(syscall.CLONE_NEWNS|syscall.CLONE_FS),
-			syscall.Mount("", "/", "", syscall.MS_PRIVATE|syscall.MS_REC, ""),
-			syscall.Mount("small", at, "tmpfs", 0, fmt.Sprintf("size=%d,mode=700", bytes)),
-		)
-		mounted <- made{fmt.Sprintf("/proc/%d/task/%d/root%s", os.Getpid(), syscall.Gettid(), at), err}
-		<-over
-	}()
-	m := <-mounted
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() {
-		close(over)
-		<-gone
+		if err := errors.Join(in.Close(), cmd.Wait()); err != nil {
+			t.Errorf("unmount a small disk: %v", err)
+		}
 	})
-	if m.err != nil {
-		t.Fatalf("mount a small disk, which needs root: %v", m.err)
+	if _, err := bufio.NewReader(out).ReadByte(); err != nil {
+		t.Fatalf("mount a small disk, which needs root: %v", err)
 	}
-	return m.path
+	return fmt.Sprintf("/proc/%d/root%s", cmd.Process.Pid, at)
 }
 
 // Fill takes all that is free of the file system that dir is on, and gives what frees it

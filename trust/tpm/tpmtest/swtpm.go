@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -36,7 +37,8 @@ type Emulator struct {
 	dir   string
 	banks string
 	bare  bool
-	proc  *exec.Cmd
+	proc  *os.Process
+	over  chan struct{} // closed when proc has ended
 }
 
 // An Option changes how an [Emulator] is made.
@@ -136,10 +138,22 @@ func (e *Emulator) start() {
 		"--flags", "not-need-init,startup-clear")
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // a crashed test leaves nothing behind
-	if err := cmd.Start(); err != nil {
+	started, over := make(chan error), make(chan struct{})
+	go func() {
+		defer close(over)
+		// The signal comes when the thread ends that started the process, so that thread stays.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			_ = cmd.Wait() // it is killed, and says so
+		}
+	}()
+	if err := <-started; err != nil {
 		e.t.Fatalf("swtpm: %v", err)
 	}
-	e.proc = cmd
+	e.proc, e.over = cmd.Process, over
 	deadline := time.NewTimer(20 * time.Second)
 	defer deadline.Stop()
 	tick := time.NewTicker(2 * time.Millisecond)
@@ -164,10 +178,11 @@ func (e *Emulator) stop() {
 	if e.proc == nil {
 		return
 	}
-	if err := e.proc.Process.Kill(); err != nil {
+	// One that has ended by itself was no TPM for as long as its test needed it.
+	if err := e.proc.Kill(); err != nil {
 		e.t.Errorf("end swtpm: %v", err)
 	}
-	_ = e.proc.Wait() // it was killed, and says so
+	<-e.over
 	e.proc = nil
 	for _, path := range []string{e.Socket, e.Socket + ".ctrl"} {
 		os.Remove(path)
