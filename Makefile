@@ -57,9 +57,13 @@ generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from a
 .PHONY: test
 test: deps check unit e2e ## Everything that CI runs: checks, unit and integration tests, and real clusters
 
+# Without what a debugger needs, binaries are linked quicker; vet is the linter's; packages wait more for
+# API servers than they compute, so more of them run than there are cores.
+GOTEST := go test -race -vet=off -ldflags=-w
+
 .PHONY: unit
 unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
-	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go test -race -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
 # Those with the most machines have the computer to themselves: the others run two at a time.
 E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade
@@ -67,16 +71,16 @@ space := $(subst ,, )
 
 .PHONY: e2e
 e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real machines and a real cluster
-	go test -race -count=1 -timeout 40m -p 1 $(E2E_LARGE)
-	go test -race -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE))))$$')
+	$(GOTEST) -count=1 -timeout 40m -p 1 $(E2E_LARGE)
+	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE))))$$')
 
 .PHONY: test-renewal
 test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates, in 12 minutes (as root); not part of test
-	go test -race -count=1 -timeout 25m -tags renewal -v ./e2e/renewal/
+	$(GOTEST) -count=1 -timeout 25m -tags renewal -v ./e2e/renewal/
 
 .PHONY: test-crash
 test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
-	MUSTER_CRASH_LONG=1 go test -race -count=1 -timeout 90m -v ./e2e/crash
+	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -74,7 +74,7 @@ func programs(t *testing.T) string {
 		{dir: root, what: "./cmd/muster"},
 		{dir: filepath.Join(root, "tools", "grpcurl"), what: "tool", env: []string{"GOWORK=off", "GOFLAGS="}},
 	} {
-		cmd := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", bin+"/", p.what)
+		cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-o", bin+"/", p.what)
 		cmd.Dir = p.dir
 		cmd.Env = append(append(os.Environ(), "CGO_ENABLED=0"), p.env...)
 		if out, err := cmd.CombinedOutput(); err != nil {

@@ -317,6 +317,7 @@ func sample(t *testing.T, chance *rand.Rand, all []point) (some []point) {
 // killed in each of its phases in turn, and started again by its unit. The owner's program is
 // called once and sees only that it had to wait; kubectl shows both nodes Ready.
 func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
+	t.Parallel() // it mostly waits
 	chance := seeded(t)
 	r := newLab(t)
 	r.addFirst()
@@ -372,7 +373,8 @@ func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
 	out := r.must("node1", "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "get", "nodes,attestednodes")
 	t.Log(out)
 	if !long() {
-		return // the outages take minutes: make test-crash
+		return // the rest takes minutes: make test-crash
 	}
 	t.Run("three workers join while what they need is killed", func(t *testing.T) { r.joinsWhileServicesDie(t, chance) })
+	t.Run("a control plane is killed in each phase of its join", func(t *testing.T) { r.killsAControlPlane(t) })
 }

@@ -25,7 +25,10 @@ func TestUpgrade(t *testing.T) {
 	helm := filepath.Join(t.TempDir(), "helm")
 	var built sync.WaitGroup
 	built.Go(func() {
-		if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", helm, "helm.sh/helm/v4/cmd/helm").CombinedOutput(); err != nil {
+		// The flags of `make build`, so that what muster has of it is not compiled twice.
+		cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-o", helm, "helm.sh/helm/v4/cmd/helm")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Errorf("build helm: %v\n%s", err, out)
 		}
 	})
