@@ -4,8 +4,8 @@ LAB_DIR ?= /var/lib/muster-lab
 
 .PHONY: lab-test
 lab-test: deps kube ## Test the lab: two machines, a cluster by hand, nothing left behind (as root)
-	go test -race -timeout 15m ./lab/...
-	go test -race -count=1 -timeout 20m ./e2e/lab/
+	$(GOTEST) -timeout 15m ./lab/...
+	$(GOTEST) -count=1 -timeout 20m ./e2e/lab/
 
 .PHONY: lab-down
 lab-down: lab-bin ## Take down the lab in LAB_DIR, also one whose daemon was killed
@@ -17,4 +17,4 @@ bench-cluster: deps kube images lab-bin ## Measure clusters through Muster and b
 
 .PHONY: control-planes
 control-planes: deps kube images lab-bin ## Five control planes, and one that is cut off in the middle of its join (as root, 10 minutes)
-	MUSTER_E2E_CONTROL_PLANES=5 go test -race -count=1 -timeout 30m -tags long -v ./e2e/controlplane
+	MUSTER_E2E_CONTROL_PLANES=5 $(GOTEST) -count=1 -timeout 30m -tags long -v ./e2e/controlplane
