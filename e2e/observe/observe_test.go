@@ -162,7 +162,7 @@ func (w *world) policyAlertComesAndGoes(t *testing.T) {
 var quiet = []string{"Tickets given back", "Turns of control planes", "Connections closed before TLS", "Requests of kubelets for certificates"}
 
 func (w *world) dashboardsShowData(t *testing.T) {
-	files, err := filepath.Glob(filepath.Join(root, "deploy", "dashboards", "*.json"))
+	files, err := filepath.Glob(filepath.Join(root, "deploy", "charts", "muster", "files", "*.json"))
 	if err != nil || len(files) < 2 {
 		t.Fatalf("%v %v", files, err)
 	}
