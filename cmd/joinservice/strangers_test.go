@@ -2,12 +2,14 @@ package main
 
 import (
 	"testing"
+	"time"
 
 	gotpm "github.com/google/go-tpm/tpm2"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -91,4 +93,45 @@ func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 		})
 		s.ticketFor(t, m, worker(t))
 	})
+}
+
+// An accepted machine may ask for what it doesn't get in a loop: the records of others, and of what is
+// handed out, stay.
+func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
+	s := setUp(t)
+	loud, quiet := s.machine(t), s.machine(t)
+	const calls, burst = 150, 50
+	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 16)}
+	client := s.dial(t, loud.Attester(attest.PurposeMachine))
+	began := time.Now()
+	for range calls {
+		if _, err := client.ReturnJoinTicket(t.Context(), unknown); rpc.ReasonFrom(err) != attestv1.Reason_REASON_TICKET_UNKNOWN {
+			t.Fatal(err)
+		}
+	}
+	ration := burst + int(time.Since(began)/(10*time.Second)) + 1
+	recorded := 0
+	for _, r := range s.records(t) {
+		if r.Event == "return refused" && r.Machine == loud.ID().String() {
+			recorded++
+		}
+	}
+	if recorded < burst || recorded > ration {
+		t.Errorf("%d of %d refusals are recorded one by one, want %d to %d", recorded, calls, burst, ration)
+	}
+	if n := s.join.Metric(t, "muster_join_returns_total", "reason", "TICKET_UNKNOWN"); n != calls {
+		t.Errorf("%v refusals are counted, want %d", n, calls)
+	}
+	if n := s.join.Metric(t, "muster_refusals_unrecorded_total"); int(n) != calls-recorded {
+		t.Errorf("%v are counted as unrecorded, want %d", n, calls-recorded)
+	}
+	places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: []string{"event", "return refused"}, Audit: []string{"event", "return refused", "machine", quiet.ID().String()}}
+	refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+		_, err := s.dial(t, quiet.Attester(attest.PurposeMachine)).ReturnJoinTicket(t.Context(), unknown)
+		return err
+	})
+	s.ticketFor(t, loud, worker(t))
+	if !s.recorded(t, func(r audit.Record) bool { return r.Event == "ticket issued" && r.Machine == loud.ID().String() }) {
+		t.Error("a ticket left without its record")
+	}
 }

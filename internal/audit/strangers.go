@@ -38,8 +38,7 @@ type Strangers struct {
 	now     func() time.Time
 
 	unrecorded atomic.Int64 // since the last record that tells their number
-	tokens     float64      // of Serve alone, as at
-	at         time.Time
+	ration     ration       // of Serve alone
 }
 
 // NewStrangers returns Strangers whose records are those of the service.
@@ -51,7 +50,7 @@ func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registe
 	if err := r.Register(dropped); err != nil {
 		return nil, fmt.Errorf("audit: %w", err)
 	}
-	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, tokens: recordBurst}, nil
+	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, ration: newRation(recordRate, recordBurst)}, nil
 }
 
 // Connection is for [atls.ServerConfig]'s Observe: it takes a connection that we refused. machine is
@@ -109,15 +108,11 @@ func (s *Strangers) Serve(ctx context.Context) error {
 
 // take records one refusal, if the ration allows it.
 func (s *Strangers) take(r Record) {
-	now := s.now()
-	if d := now.Sub(s.at); d > 0 {
-		s.tokens, s.at = min(recordBurst, s.tokens+d.Seconds()*recordRate), now
-	}
-	if s.tokens < 1 {
+	if !s.ration.left(s.now()) {
 		s.Skip()
 		return
 	}
-	s.tokens--
+	s.ration.tokens--
 	s.write(r)
 }
 

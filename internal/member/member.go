@@ -61,6 +61,8 @@ type Member struct {
 	// Strangers keeps the records of who is refused before it reaches the service: its Connection is
 	// for the service's [atls.ServerConfig], and Refused for its [rpc.Config].
 	Strangers *audit.Strangers
+	// Rations keeps the records of what those are refused who reach the service.
+	Rations *audit.Rations
 
 	probe *evidence.Probe
 }
@@ -80,6 +82,9 @@ func New(cfg Config) (*Member, error) {
 		return nil, err
 	}
 	if m.Strangers, err = audit.NewStrangers(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
+		return nil, err
+	}
+	if m.Rations, err = audit.NewRations(m.Strangers); err != nil {
 		return nil, err
 	}
 	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: m.Policy.Roots, Now: time.Now})
@@ -155,6 +160,7 @@ func (m *Member) Parts() []serve.Part {
 		{Name: "own evidence", Run: m.probe.Serve},
 		{Name: "health", Run: m.followHealth},
 		{Name: "records of strangers", Run: m.Strangers.Serve},
+		{Name: "numbers of refusals", Run: m.Rations.Serve},
 	}
 }
 

@@ -72,7 +72,7 @@ func Run(ctx context.Context, o Options) error {
 	}
 	// Clean-up that a ticket left to the background ends before the process does.
 	defer k.Wait()
-	approver, err := k.NewApprover(o.Audit, m.Policy, o.VerdictMaxAge, m.Registry)
+	approver, err := k.NewApprover(o.Audit, m.Rations, m.Policy, o.VerdictMaxAge, m.Registry)
 	if err != nil {
 		return err
 	}
@@ -119,7 +119,7 @@ func Run(ctx context.Context, o Options) error {
 	svc, err := New(Config{
 		Policy: m.Policy, Judge: joiners, Members: members, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
-		PKI:  o.PKI, Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
+		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

@@ -71,8 +71,9 @@ type Config struct {
 	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
-	// Audit keeps the records.
+	// Audit keeps the records, those of refusals by Rations.
 	Audit   *audit.Log
+	Rations *audit.Rations
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
 }
@@ -90,7 +91,7 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
@@ -195,12 +196,13 @@ func (s *Service) write(a *attempt, event string) error {
 	return nil
 }
 
-// refuse tells log and audit log the one reason that caller and metric get (R1).
+// refuse tells log and audit log the one reason that caller and metric get (R1). Above the machine's
+// ration the audit log has no more than the number.
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
-	if werr := s.cfg.Audit.Write(r); werr != nil {
+	if werr := s.cfg.Rations.Write(r.Machine, r); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)
 	}
 }

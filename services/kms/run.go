@@ -59,7 +59,7 @@ func Run(ctx context.Context, o Options) error {
 			id, err := attest.ParseMachineID(n.Spec.MachineID)
 			return Enrolled{Machine: id, Banned: n.Spec.Banned, ControlPlane: n.Spec.Role == v1alpha1.RoleControlPlane}, err == nil
 		},
-		Audit: o.Audit, Log: o.Log, Metrics: m.Registry,
+		Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

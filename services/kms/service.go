@@ -71,8 +71,9 @@ type Config struct {
 	// Judge judges the caller's claims by the policy in force now, which may be another than the
 	// one that let the caller in.
 	Judge attest.Appraiser
-	// Audit keeps the records.
+	// Audit keeps the records, those of refusals by Rations.
 	Audit   *audit.Log
+	Rations *audit.Rations
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
 }
@@ -85,7 +86,7 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Root == nil || cfg.Review == nil || cfg.Node == nil || cfg.Judge == nil || cfg.Audit == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Root == nil || cfg.Review == nil || cfg.Node == nil || cfg.Judge == nil || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("kms: every field of Config is required")
 	}
 	calls := prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -216,11 +217,13 @@ func (s *Service) conclude(ctx context.Context, c call, err error) error {
 		Service: "kms", Event: "key derived", Purpose: c.purpose, Disk: c.disk, Machine: c.machine, Node: c.node,
 		PolicySerial: c.appraisal.PolicySerial, PolicyGeneration: c.appraisal.Generation,
 	}
+	write := s.cfg.Audit.Write
 	if err != nil {
+		write = func(r audit.Record) error { return s.cfg.Rations.Write(r.Machine, r) }
 		record.Event, record.Detail = "key refused", err.Error()
 	}
 	record.Reason = attest.ReasonName(rpc.ReasonOf(err))
-	if werr := s.cfg.Audit.Write(record); werr != nil {
+	if werr := write(record); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record cannot be written", "err", werr)
 		if err == nil {
 			err = attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", werr)

@@ -228,6 +228,6 @@ func (d *doctor) auditOf(pod string, metrics []byte) {
 		d.Add(CheckAudit, checkup.Fail, "Make room on the disk of its node: without a record nothing is issued.", "%s refused %.0f tickets since it could not write its audit log", pod, failed)
 	}
 	if dropped > 0 {
-		d.Add(CheckAudit, checkup.Warn, "Find out who knocks that often: muster status and joinservice's log have addresses.", "%s recorded %.0f refused connections by their number only", pod, dropped)
+		d.Add(CheckAudit, checkup.Warn, "Find out who asks that often: muster status and joinservice's log have machines and addresses.", "%s recorded %.0f refusals by their number only", pod, dropped)
 	}
 }

@@ -38,6 +38,7 @@ const (
 type Approver struct {
 	kube      *Kube
 	audit     *audit.Log
+	rations   *audit.Rations
 	policy    *policy.Store
 	maxAge    time.Duration
 	grace     time.Duration
@@ -46,10 +47,10 @@ type Approver struct {
 }
 
 // NewApprover returns an Approver that takes verdicts of up to maxAge under the policy in force of p,
-// or says what is missing.
-func (k *Kube) NewApprover(log *audit.Log, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
-	if log == nil || p == nil || maxAge <= 0 || r == nil {
-		return nil, errors.New("kube: audit log, policy, the age of verdicts and metrics are required")
+// or says what is missing. What it approves goes to log, what it denies to the node's ration.
+func (k *Kube) NewApprover(log *audit.Log, rations *audit.Rations, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
+	if log == nil || rations == nil || p == nil || maxAge <= 0 || r == nil {
+		return nil, errors.New("kube: audit log, rations, policy, the age of verdicts and metrics are required")
 	}
 	d := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "muster_node_certificate_requests_total", Help: "Requests filed by kubelets that were approved, denied, or wait for that reason, by signer and reason.",
@@ -57,7 +58,7 @@ func (k *Kube) NewApprover(log *audit.Log, p *policy.Store, maxAge time.Duration
 	if err := r.Register(d); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
-	return &Approver{kube: k, audit: log, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, waiting: map[string]string{}}, nil
+	return &Approver{kube: k, audit: log, rations: rations, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, waiting: map[string]string{}}, nil
 }
 
 // Serve decides until ctx ends. Before the informers have synced it decides nothing.
@@ -217,7 +218,8 @@ func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 	return nil
 }
 
-// decide writes the record, then the decision (J3).
+// decide writes the record, then the decision (J3). A node that is denied again and again is recorded
+// by a number above its ration.
 func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, refusal error) error {
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{
@@ -230,11 +232,13 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	condition := certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",
 	}
+	write := a.audit.Write
 	if refusal != nil {
+		write = func(r audit.Record) error { return a.rations.Write(r.Node, r) }
 		record.Event, record.Detail = "certificate denied", refusal.Error()
 		condition.Type, condition.Reason, condition.Message = certificatesv1.CertificateDenied, reason, refusal.Error()
 	}
-	if err := a.audit.Write(record); err != nil {
+	if err := write(record); err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%w", err)
 	}
 	next := o.DeepCopy()
