@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
@@ -208,10 +209,10 @@ func (c *cluster) turnsDoNotOverlap(t *testing.T) {
 }
 
 // alike compares what the static pods of all control planes are started with: the second and third
-// must not be weaker than the first (J5).
+// must not be weaker than the first (J5), and one that encrypts under another key reads no Secret of the first.
 func (c *cluster) alike(t *testing.T) {
 	hardened := map[string][]string{
-		"kube-apiserver":          {"--authorization-config=/etc/kubernetes/authz/config.yaml", "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt"},
+		"kube-apiserver":          {"--authorization-config=/etc/kubernetes/authz/config.yaml", "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt", "--encryption-provider-config=" + etcdencryption.File},
 		"kube-controller-manager": {"--controllers=*,-certificatesigningrequest-approving-controller", "--cluster-signing-duration=24h"},
 		"kube-scheduler":          nil,
 	}
@@ -228,7 +229,7 @@ func (c *cluster) alike(t *testing.T) {
 			}
 		}
 	}
-	for _, file := range []string{"/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key"} {
+	for _, file := range []string{"/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key", etcdencryption.File} {
 		var first string
 		for i := range c.planes {
 			out, err := c.at(node(i+1), "sh", "-c", "sha256sum "+file+" && stat -c '%a %u %g' "+file)
