@@ -180,9 +180,9 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error)
 	var end time.Time
 	var err error
 	if d.to == nil {
-		end, err = d.kube.Forget(ctx, d.found, note)
+		end, err = d.kube.Forget(ctx, d.found, time.Now(), note)
 	} else {
-		end, err = d.kube.Replace(ctx, d.found, *d.to, note)
+		end, err = d.kube.Replace(ctx, d.found, *d.to, time.Now(), note)
 		if d.to.MachineID != "" {
 			out.MachineID = d.to.MachineID
 		}

@@ -149,13 +149,14 @@ func (c *Client) FreeFor(ctx context.Context, name string, to Replacement) error
 }
 
 // Forget takes all out of the cluster that p found of its name, so that the name is free. It tells
-// say what it has done; retired is when the last certificate of the machine has expired.
+// say what it has done; now is what the owner's clock shows; retired is when the last certificate of the
+// machine has expired.
 //
 // The order makes every interruption safe, and calling it again finish the work: first the enrolment is
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
 // enrolment itself goes last.
-func (c *Client) Forget(ctx context.Context, p *Presence, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, say); err != nil {
+func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
 		return retired, err
 	}
 	if p.Node != nil {
@@ -184,12 +185,13 @@ type Replacement struct {
 }
 
 // Replace gives the name's enrolment another machine or disk in place, so that at no moment the name
-// is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over.
+// is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over. now and
+// retired are as with Forget.
 //
 // The enrolment is banned until the last write. An interruption leaves it so, and calling it again
 // finishes the work.
-func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, say); err != nil {
+func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
@@ -218,7 +220,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, say f
 }
 
 // shutOut ends all access of the name's machine but the reads that its certificates allow.
-func (c *Client) shutOut(ctx context.Context, p *Presence, say func(string)) (retired time.Time, err error) {
+func (c *Client) shutOut(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if p.Enrolment != nil {
 		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Spec.Banned
@@ -229,7 +231,7 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, say func(string)) (re
 		}
 		say("machine banned: it gets no ticket, no key and no certificate any more")
 	}
-	if retired, err = c.strike(ctx, p.Name); err != nil {
+	if retired, err = c.strike(ctx, p.Name, now); err != nil {
 		return retired, fmt.Errorf("ConfigMap %s: %w", enrolled.ConfigMap, err)
 	}
 	say("writes refused, and its certificates retired until " + retired.Format(time.RFC3339))
@@ -275,10 +277,13 @@ func (c *Client) changeEnrolment(ctx context.Context, p *Presence, change func(*
 const maxSkew = 5 * time.Minute
 
 // strike takes the name from those that may write, and retires its certificates, in one write. A
-// retirement that lasts longer already stays as long. How long is by the API server's clock: its answer has it.
-func (c *Client) strike(ctx context.Context, node string) (until time.Time, err error) {
-	now := time.Now()
+// retirement that lasts longer already stays as long. How long is by the API server's clock: its answer
+// has it, and where the owner's, which shows now, differs, a second write puts the time right.
+func (c *Client) strike(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
 	until = enrolled.Retire(now).Until
+	retire := enrolled.Retire
+	var before enrolled.Retirement // what was there already, and not by this
+	var ours string
 	err = once(ctx, func(ctx context.Context) error {
 		m, err := c.enrolled(ctx)
 		if apierrors.IsNotFound(err) {
@@ -290,17 +295,20 @@ func (c *Client) strike(ctx context.Context, node string) (until time.Time, err 
 		if m.Data == nil {
 			m.Data = map[string]string{}
 		}
+		if m.Data[node] == enrolled.Unattested {
+			retire = enrolled.RetireForeign
+		}
+		if have := m.Data[enrolled.Key(node)]; have != ours {
+			before, _ = enrolled.ParseRetirement(have) // what is none has nothing to say
+		}
 		for range 2 {
-			r := enrolled.Retire(now)
-			if m.Data[node] == enrolled.Unattested {
-				r = enrolled.RetireForeign(now)
-			}
-			if old, err := enrolled.ParseRetirement(m.Data[enrolled.Key(node)]); err == nil && old.Until.After(r.Until) && old.Until.Before(now.Add(2*enrolled.ForeignLife)) {
-				r.Until = old.Until
+			r := retire(now)
+			if before.Until.After(r.Until) && before.Until.Before(now.Add(2*enrolled.ForeignLife)) {
+				r.Until = before.Until
 			}
 			delete(m.Data, node)
-			m.Data[enrolled.Key(node)] = r.String()
-			until = r.Until
+			ours, until = r.String(), r.Until
+			m.Data[enrolled.Key(node)] = ours
 			if err := c.client.Update(ctx, m); err != nil {
 				return err
 			}
