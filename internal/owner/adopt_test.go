@@ -2,18 +2,24 @@ package owner
 
 import (
 	"context"
+	"errors"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/progress"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -50,44 +56,117 @@ func TestARefusedAdoptionSaysWhatTheMachineMustBe(t *testing.T) {
 	}
 }
 
-// Nodes that were there when Muster came may go on; one that turned up later without being enrolled may not.
-func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	kube, err := cluster.Connect(kubeconfig(t))
-	if err != nil {
+// add makes a Node, until the test ends.
+func add(t *testing.T, name string) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	if err := shared.Client.Create(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	add := func(name string) {
-		t.Helper()
-		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
-		if err := shared.Client.Create(ctx, n); err != nil {
+	t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), n) })
+}
+
+func enrol(t *testing.T, name string) {
+	t.Helper()
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
+	if err := shared.Client.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), n) })
+}
+
+// Nodes that were there when Muster came may go on, unless they have left since or are attested; one that
+// turned up later may not.
+func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
+	kube := defined(t)
+	list(t, map[string]string{"listed": enrolled.Unattested, "joined": "m1", enrolled.Key("forgotten"): enrolled.Retire(time.Now()).String()})
+	for _, name := range []string{"listed", "before", "joined", "forgotten", "enrolled", "later"} {
+		add(t, name)
+	}
+	enrol(t, "enrolled")
+	for want, before := range map[string][]string{"listed": nil, "before listed": {"listed", "before", "joined", "forgotten", "enrolled", "gone"}} {
+		names, err := kube.Unattested(t.Context(), before)
+		if err != nil || strings.Join(names, " ") != want {
+			t.Errorf("of %q, %q may go on, want %s; %v", before, names, want, err)
+		}
+	}
+}
+
+// cut ends a run where a step of it begins.
+type cut struct {
+	progress.Reporter
+	at     string
+	cancel func()
+}
+
+func (c cut) Begin(step string) {
+	if c.Reporter.Begin(step); step == c.at {
+		c.cancel()
+	}
+}
+
+// A run that goes on where an earlier one stopped takes nobody for a node of before who came in between.
+func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	for _, first := range []string{"define Muster's objects", "enrol the first machine", "set the policy"} {
+		t.Run("stopped at "+first, func(t *testing.T) {
+			m := attesttest.NewMachine(t, ca, attesttest.Options{})
+			f := serveFirst(t, m, succeed(m, kubeconfig(t), nil))
+			f.adopted = true
+			o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+			defined(t)
+			list(t, nil)
+			t.Cleanup(func() {
+				n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}
+				_ = shared.Client.Delete(context.WithoutCancel(t.Context()), n)
+			})
+			add(t, "node1")
+			add(t, "before")
+			run := func(until string) {
+				t.Helper()
+				ctx, cancel := context.WithTimeout(t.Context(), patience)
+				defer cancel()
+				cfg := o.config()
+				cfg.Report = cut{cfg.Report, until, cancel}
+				if err := Init(ctx, cfg); !errors.Is(err, context.Canceled) {
+					t.Fatalf("it was not stopped at %q: %v\n%s", until, err, o.out)
+				}
+			}
+			run(first)
+			add(t, "between")
+			run("set the policy")
+			var have corev1.ConfigMap
+			if err := shared.Client.Get(t.Context(), client.ObjectKey{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}, &have); err != nil {
+				t.Fatal(err)
+			}
+			if want := map[string]string{"node1": m.ID().String(), "before": enrolled.Unattested}; !maps.Equal(have.Data, want) {
+				t.Errorf("%v may write, want %v", have.Data, want)
+			}
+			if c := o.Cluster(); !slices.Equal(c.NodesBefore, []string{"before"}) {
+				t.Errorf("%q are said to have been there before", c.NodesBefore)
+			}
+		})
+	}
+}
+
+// That there was no other node is known, too, and not asked for again.
+func TestAnAdoptedClusterOfOneMachineStaysOne(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	f := serveFirst(t, m, succeed(m, kubeconfig(t), nil))
+	f.adopted = true
+	o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	if err := o.machine(t); err != nil {
+		t.Fatal(err)
+	}
+	kube, i := defined(t), &initialiser{InitConfig: o.config()}
+	for _, name := range []string{"node1", "between"} {
+		add(t, name)
+		if _, err := i.noteNodes(t.Context(), kube); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), n) })
-	}
-	definitions, err := Definitions()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := kube.Apply(ctx, definitions, func(string) {}); err != nil {
-		t.Fatal(err)
-	}
-	if err := kube.EnsureNamespace(ctx); err != nil {
-		t.Fatal(err)
-	}
-	add("before")
-	names, err := kube.Unattested(ctx, true)
-	if err != nil || !slices.Contains(names, "before") {
-		t.Fatalf("%q %v", names, err)
-	}
-	if err := kube.EnsureEnrolled(ctx, map[string]string{"before": enrolled.Unattested}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = kube.EnsureEnrolled(context.WithoutCancel(t.Context()), nil) })
-	add("later")
-	names, err = kube.Unattested(ctx, false)
-	if err != nil || !slices.Equal(names, []string{"before"}) {
-		t.Errorf("%q %v", names, err)
+		if c := o.Cluster(); c.NodesBefore == nil || len(c.NodesBefore) > 0 {
+			t.Errorf("%q are said to have been there before", c.NodesBefore)
+		}
 	}
 }

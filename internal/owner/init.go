@@ -58,7 +58,7 @@ type InitConfig struct {
 const Steps = 11
 
 // InstallSteps is the same for a cluster that was there before: [Init] of a folder that says so.
-const InstallSteps = 9
+const InstallSteps = 10
 
 // Init makes a cluster, or goes on where an earlier call stopped.
 func Init(ctx context.Context, cfg InitConfig) error {

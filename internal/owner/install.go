@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"time"
 
@@ -59,6 +60,7 @@ func (i *initialiser) install(ctx context.Context) error {
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
 		}},
+		{"note which nodes are there", func() (string, error) { return i.noteNodes(ctx, kube) }},
 		{"apply the owner's manifests", func() (string, error) {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
 		}},
@@ -82,6 +84,9 @@ func (i *initialiser) install(ctx context.Context) error {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
 			continue
 		}
+		if s.name == "note which nodes are there" && !c.Adopted {
+			continue // there is none but the first
+		}
 		if s.name == "approve its kubelet's certificates" && c.Adopted {
 			continue // it has those that its cluster gave it
 		}
@@ -97,6 +102,23 @@ func (i *initialiser) install(ctx context.Context) error {
 // deadline bounds a step; the cause says what did not come.
 func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
+}
+
+// noteNodes writes down which nodes an adopted cluster has before anything is done to it, once: a run that
+// goes on where an earlier one stopped takes nobody for one of before who came in between (J4).
+func (i *initialiser) noteNodes(ctx context.Context, kube *cluster.Client) (string, error) {
+	c := i.dir()
+	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
+		names, err := kube.Present(ctx)
+		if err != nil {
+			return "", err
+		}
+		c.NodesBefore = slices.DeleteFunc(names, func(name string) bool { return name == c.FirstMachine.NodeName })
+		if err := i.Dir.Save(c); err != nil {
+			return "", err
+		}
+	}
+	return fmt.Sprintf("%d beside the first machine", len(c.NodesBefore)), nil
 }
 
 func (i *initialiser) define(ctx context.Context, kube *cluster.Client) (string, error) {
@@ -161,8 +183,12 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 	}
 	may := map[string]string{m.NodeName: m.ID}
 	if i.dir().Adopted {
-		// All that are there when Muster comes may go on. Once it has come, a Node that is not enrolled is nobody's friend.
-		others, err := kube.Unattested(ctx, i.dir().Stage != ownerdir.StageInstalled)
+		// All that were there when Muster came may go on. Once it has come, a Node that is not enrolled is nobody's friend.
+		var before []string
+		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
+			before = c.NodesBefore
+		}
+		others, err := kube.Unattested(ctx, before)
 		if err != nil {
 			return err
 		}

@@ -74,15 +74,41 @@ func (c *Client) Free(ctx context.Context, name, machineID string) error {
 	})
 }
 
-// Unattested gives the nodes that may go on writing although nobody judged their machines: those that are listed as such
-// and, with present, all Nodes there are now that are not enrolled.
-func (c *Client) Unattested(ctx context.Context, present bool) ([]string, error) {
-	var out []string
+// Present gives the names of all Nodes there are now, sorted.
+func (c *Client) Present(ctx context.Context) ([]string, error) {
+	names := []string{}
 	err := once(ctx, func(ctx context.Context) error {
+		var nodes corev1.NodeList
+		if err := c.client.List(ctx, &nodes); err != nil {
+			return err
+		}
+		names = names[:0]
+		for _, n := range nodes.Items {
+			names = append(names, n.Name)
+		}
+		return nil
+	})
+	slices.Sort(names)
+	return names, err
+}
+
+// Unattested gives the nodes that may go on writing although nobody judged their machines: those that are listed as such
+// and those of before that still are Nodes, unless their name was enrolled or forgotten since.
+func (c *Client) Unattested(ctx context.Context, before []string) ([]string, error) {
+	present, err := c.Present(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	err = once(ctx, func(ctx context.Context) error {
 		out = nil
 		var list corev1.ConfigMap
 		err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: enrolledConfigMap}, &list)
 		if err != nil && !apierrors.IsNotFound(err) {
+			return err
+		}
+		var attested v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &attested); err != nil {
 			return err
 		}
 		for name, machine := range list.Data {
@@ -90,24 +116,12 @@ func (c *Client) Unattested(ctx context.Context, present bool) ([]string, error)
 				out = append(out, name)
 			}
 		}
-		if !present {
-			return nil
-		}
-		var attested v1alpha1.AttestedNodeList
-		if err := c.client.List(ctx, &attested); err != nil {
-			return err
-		}
-		known := slices.Clone(out)
-		for _, n := range attested.Items {
-			known = append(known, n.Name)
-		}
-		var nodes corev1.NodeList
-		if err := c.client.List(ctx, &nodes); err != nil {
-			return err
-		}
-		for _, n := range nodes.Items {
-			if !slices.Contains(known, n.Name) {
-				out = append(out, n.Name)
+		for _, name := range before {
+			_, listed := list.Data[name]
+			_, forgotten := list.Data[enrolled.Key(name)]
+			known := slices.ContainsFunc(attested.Items, func(n v1alpha1.AttestedNode) bool { return n.Name == name })
+			if slices.Contains(present, name) && !listed && !forgotten && !known { // J4
+				out = append(out, name)
 			}
 		}
 		return nil

@@ -56,6 +56,9 @@ type Cluster struct {
 	ClusterID string `json:"clusterID,omitempty"`
 	// FirstMachine is the machine that init was judged and done on.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
+	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached;
+	// nil until then. It is never written again: who comes between two runs was not there before Muster.
+	NodesBefore []string `json:"nodesBefore,omitzero"`
 }
 
 // Machine is the first machine as its owner judged it.
