@@ -8,19 +8,16 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"log/slog"
-	"net"
 	"os"
 	"os/signal"
 	"syscall"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/buildinfo"
 	"github.com/muster-k8s/muster/internal/member"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 func main() {
@@ -39,10 +36,7 @@ func main() {
 func run(ctx context.Context, args []string, stderr io.Writer) error {
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	listen := flags.String("listen", ":9090", "address of the RPCs, over attested TLS")
-	metrics := flags.String("metrics", ":9464", "address of metrics and probes, in plain HTTP: pod network or loopback only")
-	socket := flags.String("attester", "/run/muster/attest/joinservice/attest.sock", "socket of this machine's attester for the purpose joinservice")
-	owner := flags.String("owner-key", "", "the cluster owner's Ed25519 public key, 32 bytes in base64 (required)")
+	common := member.NewFlags(flags, attest.PurposeJoinservice, ":9090")
 	kms := flags.String("kms", "https://muster-kms.muster-system.svc:9001", "URL of the key service")
 	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
@@ -52,45 +46,24 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrolment of a worker that enrolled itself, and whose Node is gone, is released; more than --certificate-life, or 0: never")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
-	node := flags.String("node-name", "", "name of the node that this pod runs on, for the log")
-	kubeconfig := flags.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod")
 	if err := flags.Parse(args); err != nil {
 		return err
-	}
-	log := slog.New(slog.NewJSONHandler(stderr, nil)).With("service", "joinservice", "node", *node)
-	key, err := member.ParseOwnerKey(*owner)
-	if err != nil {
-		return fmt.Errorf("--owner-key: %w", err)
 	}
 	join, err := kube.ParseJoinCredential(*credential)
 	if err != nil {
 		return fmt.Errorf("--join-credential: %w", err)
 	}
-	api, err := member.API(*kubeconfig)
+	p, err := common.Open(ctx, stderr)
 	if err != nil {
 		return err
 	}
-	api.UserAgent = "muster-joinservice/" + buildinfo.Read().Version
-	client, err := attester.New(*socket)
-	if err != nil {
-		return err
-	}
-	defer client.Close()
+	defer p.Close()
 	auditLog, err := audit.Open(*records)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = auditLog.Close() }()
-	probes, err := new(net.ListenConfig).Listen(ctx, "tcp", *metrics)
-	if err != nil {
-		return fmt.Errorf("--metrics: %w", err)
-	}
-	rpcs, err := new(net.ListenConfig).Listen(ctx, "tcp", *listen)
-	if err != nil {
-		return errors.Join(fmt.Errorf("--listen: %w", err), probes.Close())
-	}
-	log.Info("starting", "version", buildinfo.Read().String(), "listen", rpcs.Addr().String(), "metrics", probes.Addr().String())
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: rpcs, Metrics: probes, Attester: client, Owner: key, API: api, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: log,
+		Listener: p.Listener, Metrics: p.Metrics, Attester: p.Attester, Owner: p.Owner, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

@@ -1,0 +1,83 @@
+package member
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/muster-k8s/muster/internal/attester"
+	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Flags are those that the programs of all services have.
+type Flags struct {
+	service                                          string
+	listen, metrics, socket, owner, node, kubeconfig *string
+}
+
+// NewFlags adds them to set. The service has the name of its purpose; listen is where its RPCs are by default.
+func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
+	return &Flags{
+		service:    string(service),
+		listen:     set.String("listen", listen, "address of the RPCs, over attested TLS"),
+		metrics:    set.String("metrics", ":9464", "address of metrics and probes, in plain HTTP: pod network or loopback only"),
+		socket:     set.String("attester", attester.Socket(attester.Dir, service), "socket of this machine's attester for the purpose "+string(service)),
+		owner:      set.String("owner-key", "", "the cluster owner's Ed25519 public key, 32 bytes in base64 (required)"),
+		node:       set.String("node-name", "", "name of the node that this pod runs on, for the log"),
+		kubeconfig: set.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod"),
+	}
+}
+
+// Process is what a service's program has by its flags before the service itself is made.
+type Process struct {
+	// Listener is where RPCs are served, Metrics where metrics and probes are.
+	Listener, Metrics net.Listener
+	// Attester makes evidence of this machine with the service's purpose.
+	Attester *attester.Client
+	// Owner is the public key that policies are signed with.
+	Owner ed25519.PublicKey
+	// API is how to reach the Kubernetes API.
+	API *rest.Config
+	Log *slog.Logger
+}
+
+// Open opens what the flags name, once they are parsed; its log goes to stderr. An error names the flag.
+func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
+	p := &Process{Log: slog.New(slog.NewJSONHandler(stderr, nil)).With("service", f.service, "node", *f.node)}
+	var err error
+	if p.Owner, err = ParseOwnerKey(*f.owner); err != nil {
+		return nil, fmt.Errorf("--owner-key: %w", err)
+	}
+	if p.API, err = API(*f.kubeconfig); err != nil {
+		return nil, err
+	}
+	build := buildinfo.Read()
+	p.API.UserAgent = "muster-" + f.service + "/" + build.Version
+	if p.Attester, err = attester.New(*f.socket); err != nil {
+		return nil, err
+	}
+	if p.Metrics, err = new(net.ListenConfig).Listen(ctx, "tcp", *f.metrics); err != nil {
+		p.Attester.Close()
+		return nil, fmt.Errorf("--metrics: %w", err)
+	}
+	if p.Listener, err = new(net.ListenConfig).Listen(ctx, "tcp", *f.listen); err != nil {
+		p.Attester.Close()
+		return nil, errors.Join(fmt.Errorf("--listen: %w", err), p.Metrics.Close())
+	}
+	p.Log.InfoContext(ctx, "starting", "version", build.String(), "listen", p.Listener.Addr().String(), "metrics", p.Metrics.Addr().String())
+	return p, nil
+}
+
+// Close closes all of it; what the service has closed by then stays closed.
+func (p *Process) Close() {
+	_, _ = p.Listener.Close(), p.Metrics.Close()
+	p.Attester.Close()
+}
