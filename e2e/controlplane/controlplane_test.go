@@ -2,6 +2,7 @@ package controlplane
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -18,10 +19,8 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
-
-// patience is how long a step may take on a machine that is busy with other things.
-const patience = 5 * time.Minute
 
 // planesEnv names the environment variable that says how many control planes there are; three
 // without it.
@@ -46,18 +45,18 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	for i := range c.planes {
 		all = append(all, node(i+1))
 	}
-	c.ready(patience, all...)
-	c.say("%d control planes are Ready", c.planes)
-	c.until(patience, func() error {
-		voters, learners, err := c.members(2)
+	c.ready(t, all...)
+	c.say(t, "%d control planes are Ready", c.planes)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		voters, learners, err := c.Members(ctx, node(2))
 		if err == nil && (!slices.Equal(voters, all) || len(learners) > 0) {
 			err = fmt.Errorf("etcd has voters %v, learners %v", voters, learners)
 		}
 		return err
 	})
-	c.until(patience, c.servicesEverywhere)
-	c.say("etcd has %d members; joinservice and kms run on each", c.planes)
-	c.show()
+	labtest.Eventually(t, c.servicesEverywhere)
+	c.say(t, "etcd has %d members; joinservice and kms run on each", c.planes)
+	c.show(t)
 	t.Run("they joined one after another", c.turnsDoNotOverlap)
 	t.Run("each runs as hardened as the first", c.alike)
 
@@ -65,49 +64,18 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 		t.Fatal(err)
 	}
 	killed := time.Now()
-	c.say("node1 has lost its power")
+	c.say(t, "node1 has lost its power")
 	last := c.planes + 1
-	if _, err := c.AddNode(t.Context(), driver.Node{Name: node(last), JoinEndpoints: c.endpoints()}); err != nil {
-		t.Fatal(err)
-	}
-	c.ready(patience, node(last))
-	c.say("%s is Ready, %.1f s after node1 was killed", node(last), time.Since(killed).Seconds())
+	c.Add(t, driver.Node{Name: node(last), JoinEndpoints: c.endpoints()})
+	c.ready(t, node(last))
+	c.say(t, "%s is Ready, %.1f s after node1 was killed", node(last), time.Since(killed).Seconds())
 	t.Run("another control plane admitted it", c.admitted)
-	c.show()
-}
-
-// members asks the etcd of a control plane for its members, over its JSON gateway and with the
-// certificate that kubeadm made for such questions.
-func (c *cluster) members(number int) (voters, learners []string, err error) {
-	const pki = "/etc/kubernetes/pki/etcd/"
-	out, err := c.at(node(number), "curl", "-sS", "--max-time", "5", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",
-		"-d", "{}", "https://127.0.0.1:2379/v3/cluster/member/list")
-	if err != nil {
-		return nil, nil, err
-	}
-	var list struct {
-		Members []struct {
-			Name      string `json:"name"`
-			IsLearner bool   `json:"isLearner"`
-		} `json:"members"`
-	}
-	if err := json.Unmarshal([]byte(out), &list); err != nil {
-		return nil, nil, fmt.Errorf("%w: %s", err, out)
-	}
-	for _, m := range list.Members {
-		if m.IsLearner {
-			learners = append(learners, m.Name)
-		} else {
-			voters = append(voters, m.Name)
-		}
-	}
-	slices.Sort(voters)
-	return voters, learners, nil
+	c.show(t)
 }
 
 // servicesEverywhere gives nil once every control plane runs both services.
-func (c *cluster) servicesEverywhere() error {
-	out, err := c.kubectl("-n", "muster-system", "get", "daemonsets", "-o", `jsonpath={range .items[*]}{.metadata.name}={.status.numberReady}{"\n"}{end}`)
+func (c *cluster) servicesEverywhere(ctx context.Context) error {
+	out, err := c.kubectl(ctx, "-n", "muster-system", "get", "daemonsets", "-o", `jsonpath={range .items[*]}{.metadata.name}={.status.numberReady}{"\n"}{end}`)
 	if err != nil {
 		return err
 	}
@@ -120,17 +88,11 @@ func (c *cluster) servicesEverywhere() error {
 }
 
 // show prints what an operator sees.
-func (c *cluster) show() {
-	c.t.Helper()
-	for _, argv := range [][]string{{"kubectl", "--kubeconfig", ownersKubeconfig, "get", "nodes", "-o", "wide"}, {"muster", "status"}} {
-		out, err := c.at(driver.Owner, argv...)
-		if err != nil {
-			c.t.Errorf("%v: %v", argv, err)
-		}
-		c.t.Logf("owner$ %s\n%s", strings.Join(argv, " "), out)
-	}
-	if !strings.Contains(c.muster("status"), node(2)) {
-		c.t.Error("muster status does not know node2")
+func (c *cluster) show(t *testing.T) {
+	t.Helper()
+	t.Logf("kubectl get nodes\n%s", c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", ownersKubeconfig, "get", "nodes", "-o", "wide"))
+	if !strings.Contains(c.Muster(t, "status"), node(2)) {
+		t.Error("muster status does not know node2")
 	}
 }
 
@@ -232,10 +194,7 @@ func (c *cluster) alike(t *testing.T) {
 	for _, file := range []string{"/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key", etcdencryption.File} {
 		var first string
 		for i := range c.planes {
-			out, err := c.at(node(i+1), "sh", "-c", "sha256sum "+file+" && stat -c '%a %u %g' "+file)
-			if err != nil {
-				t.Fatal(err)
-			}
+			out := c.Must(t, node(i+1), "", "sh", "-c", "sha256sum "+file+" && stat -c '%a %u %g' "+file)
 			if i == 0 {
 				first = out
 			}
@@ -250,10 +209,7 @@ func (c *cluster) alike(t *testing.T) {
 // left open.
 func (c *cluster) flags(t *testing.T, number int, program string) []string {
 	t.Helper()
-	out, err := c.at(node(number), "cat", "/etc/kubernetes/manifests/"+program+".yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	out := c.Must(t, node(number), "", "cat", "/etc/kubernetes/manifests/"+program+".yaml")
 	var pod corev1.Pod
 	if err := yaml.Unmarshal([]byte(out), &pod); err != nil {
 		t.Fatal(err)

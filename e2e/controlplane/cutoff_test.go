@@ -3,6 +3,7 @@
 package controlplane
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -10,13 +11,15 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 // The power goes when etcd has just given the second member its vote: the first one alone is half of
 // them and answers nobody, so the second must come back by itself before anything can be repaired.
 func TestAControlPlaneCutOffInTheMiddleOfItsJoinComesBack(t *testing.T) {
 	c := bringUp(t, 2)
-	c.until(patience, func() error {
+	labtest.Eventually(t, func(context.Context) error {
 		if log := c.bootstrapperLog(t, 2); !strings.Contains(log, "Waiting for the new etcd member to join the cluster") {
 			return fmt.Errorf("node2's join has not got that far: %s", log[max(0, len(log)-300):])
 		}
@@ -26,13 +29,13 @@ func TestAControlPlaneCutOffInTheMiddleOfItsJoinComesBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	cut := time.Now()
-	c.say("node2 lost its power as a member of etcd, and boots")
-	c.until(patience, func() error {
-		out, err := c.kubectl("get", "nodes", "-o", "wide")
+	c.say(t, "node2 lost its power as a member of etcd, and boots")
+	labtest.Eventually(t, func(ctx context.Context) error {
+		out, err := c.kubectl(ctx, "get", "nodes", "-o", "wide")
 		if err != nil {
 			return err
 		}
-		voters, learners, err := c.members(1)
+		voters, learners, err := c.Members(ctx, node(1))
 		if err == nil && (!slices.Equal(voters, []string{node(1), node(2)}) || len(learners) > 0) {
 			err = fmt.Errorf("etcd has voters %v, learners %v", voters, learners)
 		}
@@ -41,15 +44,15 @@ func TestAControlPlaneCutOffInTheMiddleOfItsJoinComesBack(t *testing.T) {
 		}
 		return err
 	})
-	c.ready(patience, node(1), node(2))
-	c.say("node2 is a control plane %.1f s after its power was cut", time.Since(cut).Seconds())
+	c.ready(t, node(1), node(2))
+	c.say(t, "node2 is a control plane %.1f s after its power was cut", time.Since(cut).Seconds())
 	log := c.bootstrapperLog(t, 2)
 	for _, want := range []string{"starting what the unfinished join has left", "removed an etcd member that an unfinished join had left", "cleaning up after an earlier try"} {
 		if !strings.Contains(log, want) {
 			t.Errorf("node2's log does not say: %s", want)
 		}
 	}
-	c.show()
+	c.show(t)
 }
 
 func (c *cluster) bootstrapperLog(t *testing.T, number int) string {

@@ -2,11 +2,12 @@ package crash
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
+	"slices"
 	"testing"
 
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 // killsAControlPlane kills the bootstrapper of a second control plane in each phase of its join,
@@ -15,22 +16,13 @@ import (
 func (r *realLab) killsAControlPlane(t *testing.T) {
 	r.t = t
 	const name = "node6"
-	m, err := r.AddNode(t.Context(), driver.Node{Name: name, Role: "control-plane", JoinEndpoints: []string{"192.168.77.11:30090"}})
+	m, err := r.AddNode(t.Context(), driver.Node{Name: name, Role: "control-plane", JoinEndpoints: []string{labtest.Joinservice}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	var seen struct {
-		Machine string `json:"machine"`
-	}
-	r.until(name+" listens", func(ctx context.Context) error {
-		out, err := r.at(ctx, driver.Owner, r.muster(), "verify", m.Address+":9000", "--policy", "policy.yaml", "--output", "json")
-		if err != nil {
-			return err
-		}
-		return json.Unmarshal([]byte(out), &seen)
-	})
+	id := r.MachineID(t, m.Address)
 	v := r.victim(name)
-	r.must(driver.Owner, r.muster(), "enroll", name, "--role", "control-plane", "--machine-id", seen.Machine)
+	r.Muster(t, "enroll", name, "--role", "control-plane", "--machine-id", id)
 	for _, at := range []point{
 		{"waiting", phase("WAITING")},
 		{"locked", phase("LOCKED")},
@@ -49,32 +41,13 @@ func (r *realLab) killsAControlPlane(t *testing.T) {
 		v.killAt(at.what, at.fits)
 	}
 	v.joined()
-	r.ready(name)
-	r.until("etcd has two voters and no learner", func(ctx context.Context) error {
-		const pki = "/etc/kubernetes/pki/etcd/"
-		out, err := r.at(ctx, "node1", "curl", "-sS", "--max-time", "5", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",
-			"-d", "{}", "https://127.0.0.1:2379/v3/cluster/member/list")
-		if err != nil {
-			return err
+	r.Ready(t, name)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		voters, learners, err := r.Members(ctx, "node1")
+		if err == nil && (!slices.Equal(voters, []string{"node1", name}) || len(learners) > 0) {
+			err = fmt.Errorf("etcd has voters %v, learners %v", voters, learners)
 		}
-		var list struct {
-			Members []struct {
-				Name      string `json:"name"`
-				IsLearner bool   `json:"isLearner"`
-			} `json:"members"`
-		}
-		if err := json.Unmarshal([]byte(out), &list); err != nil {
-			return fmt.Errorf("%w: %s", err, out)
-		}
-		for _, m := range list.Members {
-			if m.IsLearner {
-				return fmt.Errorf("%s is a learner", m.Name)
-			}
-		}
-		if len(list.Members) != 2 {
-			return fmt.Errorf("%d members: %s", len(list.Members), out)
-		}
-		return nil
+		return err
 	})
-	t.Log(r.must("node1", "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "get", "nodes,attestednodes"))
+	t.Log(r.MustKubectl(t, "get", "nodes,attestednodes"))
 }

@@ -3,10 +3,7 @@ package crash
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -25,80 +22,14 @@ import (
 // realLab is a lab with real machines: the owner's program, kubeadm, kubelet and the rest are
 // the real ones.
 type realLab struct {
-	*driver.Lab
-	t    *testing.T
-	root string // of the checkout
-}
-
-// labPatience bounds what real machines need, on a machine that does other things too.
-const labPatience = 5 * time.Minute
-
-// newLab brings a lab up, with a policy in the owner's folder that accepts its machines.
-func newLab(t *testing.T) *realLab {
-	t.Helper()
-	lab, root := labtest.New(t, "crash")
-	r := &realLab{Lab: lab, t: t, root: root}
-	images := filepath.Join(root, "dist", "images")
-	err := lab.Up(t.Context(), driver.Up{
-		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
-		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.must(driver.Owner, r.muster(), "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--operator",
-		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", "policy.yaml")
-	return r
-}
-
-func (r *realLab) muster() string { return filepath.Join(r.root, "bin", "muster") }
-
-// at runs a command in a machine or on the owner's seat and gives what it printed.
-func (r *realLab) at(ctx context.Context, where string, argv ...string) (string, error) {
-	cmd, err := r.Command(ctx, where, argv...)
-	if err != nil {
-		return "", err
-	}
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		return string(out), fmt.Errorf("%s on %s: %w\n%s", argv[0], where, err, out)
-	}
-	return string(out), nil
-}
-
-func (r *realLab) must(where string, argv ...string) string {
-	r.t.Helper()
-	out, err := r.at(r.t.Context(), where, argv...)
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	return out
-}
-
-func (r *realLab) kubectl(ctx context.Context, args ...string) (string, error) {
-	return r.at(ctx, "node1", append([]string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "--request-timeout=10s"}, args...)...)
-}
-
-// addFirst boots node1, which allows an init.
-func (r *realLab) addFirst() {
-	r.t.Helper()
-	hash := sha256.Sum256(initSecret)
-	if err := os.WriteFile(filepath.Join(r.OwnerDir(), "init-secret.hex"), []byte(hex.EncodeToString(initSecret)+"\n"), 0o600); err != nil {
-		r.t.Fatal(err)
-	}
-	if _, err := r.AddNode(r.t.Context(), driver.Node{Name: "node1", Role: "control-plane", InitSecretHash: hex.EncodeToString(hash[:])}); err != nil {
-		r.t.Fatal(err)
-	}
+	*labtest.Cluster
+	t *testing.T
 }
 
 // init starts `muster init` and gives what to wait with.
 func (r *realLab) init() func() error {
 	r.t.Helper()
-	images := filepath.Join(r.root, "dist", "images")
-	cmd, err := r.Command(r.t.Context(), driver.Owner, r.muster(), "init",
-		"--name", "demo", "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--policy", "policy.yaml",
-		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
-		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(images, "digests.json"))
+	cmd, err := r.Command(r.t.Context(), driver.Owner, append([]string{"muster"}, r.InitArgs("demo")...)...)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -111,38 +42,6 @@ func (r *realLab) init() func() error {
 		err := cmd.Wait()
 		r.t.Logf("muster init:\n%s", out.String())
 		return err
-	}
-}
-
-// ready waits until a node is.
-func (r *realLab) ready(name string) {
-	r.t.Helper()
-	r.until(name+" is Ready", func(ctx context.Context) error {
-		out, err := r.kubectl(ctx, "get", "node", name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status}`)
-		if err == nil && out != "True" {
-			err = fmt.Errorf("%s is there, Ready=%q", name, out)
-		}
-		return err
-	})
-}
-
-// until repeats a check until it succeeds.
-func (r *realLab) until(what string, check func(context.Context) error) {
-	r.t.Helper()
-	ctx, cancel := context.WithTimeout(r.t.Context(), labPatience)
-	defer cancel()
-	tick := time.NewTicker(300 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		err := check(ctx)
-		if err == nil {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			r.t.Fatalf("not within %s: %s: %v", labPatience, what, err)
-		}
 	}
 }
 
@@ -230,7 +129,7 @@ func (v *victim) news() []line {
 // fits, and says which step the journal was at when it was dead.
 func (v *victim) killAt(what string, fits func(line) bool) journal.Step {
 	v.r.t.Helper()
-	deadline := time.After(labPatience)
+	deadline := time.After(labtest.Patience)
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -242,9 +141,9 @@ func (v *victim) killAt(what string, fits func(line) bool) journal.Step {
 			if pid == 0 || syscall.Kill(pid, syscall.SIGKILL) != nil {
 				v.r.t.Fatalf("%s: %s: no bootstrapper to kill", v.name, what)
 			}
-			v.r.until(v.name+"'s bootstrapper is dead", func(context.Context) error {
+			labtest.Eventually(v.r.t, func(context.Context) error {
 				if v.pid() == pid {
-					return errors.New("it runs")
+					return fmt.Errorf("%s's bootstrapper was killed and runs", v.name)
 				}
 				return nil
 			})
@@ -267,10 +166,10 @@ func (v *victim) killAt(what string, fits func(line) bool) journal.Step {
 // joined waits until the journal says that the machine is a node.
 func (v *victim) joined() {
 	v.r.t.Helper()
-	v.r.until(v.name+" is done", func(context.Context) error {
+	labtest.Eventually(v.r.t, func(context.Context) error {
 		rec, err := journal.Open(fmt.Sprintf("/proc/%d/root/var/lib/muster/journal", v.init)).Load()
 		if err == nil && rec.Step != journal.StepDone {
-			err = fmt.Errorf("the journal says %s", rec.Step)
+			err = fmt.Errorf("%s is not done: the journal says %s", v.name, rec.Step)
 		}
 		return err
 	})
@@ -319,8 +218,8 @@ func sample(t *testing.T, chance *rand.Rand, all []point) (some []point) {
 func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
 	t.Parallel() // it mostly waits
 	chance := seeded(t)
-	r := newLab(t)
-	r.addFirst()
+	r := &realLab{labtest.Up(t, "crash"), t}
+	r.Add(t, r.First(t))
 	node1 := r.victim("node1")
 	wait := r.init()
 	ended := make(chan error, 1)
@@ -343,11 +242,9 @@ func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Fatal(err)
 	}
-	r.ready("node1")
+	r.Ready(t, "node1")
 
-	if _, err := r.AddNode(t.Context(), driver.Node{Name: "node2", JoinEndpoints: []string{"192.168.77.11:30090"}}); err != nil {
-		t.Fatal(err)
-	}
+	r.Add(t, labtest.Worker("node2"))
 	node2 := r.victim("node2")
 	inKubeadmJoin := []string{"preflight", "kubelet-start"}[chance.IntN(2)]
 	for _, at := range sample(t, chance, []point{
@@ -362,16 +259,15 @@ func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
 		node2.killAt(at.what, at.fits)
 	}
 	node2.joined()
-	r.ready("node2")
+	r.Ready(t, "node2")
 	for _, m := range []string{"node1", "node2"} {
 		for _, u := range []string{"kubelet", "muster-attester"} {
-			if out, err := r.at(t.Context(), m, "systemctl", "is-active", u); err != nil {
+			if out, err := r.At(t.Context(), m, "", "systemctl", "is-active", u); err != nil {
 				t.Errorf("%s: %s is %s", m, u, out)
 			}
 		}
 	}
-	out := r.must("node1", "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "get", "nodes,attestednodes")
-	t.Log(out)
+	t.Log(r.MustKubectl(t, "get", "nodes,attestednodes"))
 	if !long() {
 		return // the rest takes minutes: make test-crash
 	}

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 // processes gives the processes of a program in a machine, its pods included, as the host
@@ -71,14 +71,14 @@ func (r *realLab) kill(program string) bool {
 func (v *victim) refusedWith(reasons ...string) line {
 	v.r.t.Helper()
 	var got line
-	v.r.until(fmt.Sprintf("%s is refused with %v", v.name, reasons), func(context.Context) error {
+	labtest.Eventually(v.r.t, func(context.Context) error {
 		for _, l := range v.lines() {
 			if l.Msg == "not joined yet" && slices.Contains(reasons, l.Reason) {
 				got = l
 				return nil
 			}
 		}
-		return errors.New("not refused with that yet")
+		return fmt.Errorf("%s is not refused with %v yet", v.name, reasons)
 	})
 	return got
 }
@@ -115,9 +115,7 @@ func (v *victim) hintsHonoured() map[string]int {
 
 func (r *realLab) addWorker(name string) *victim {
 	r.t.Helper()
-	if _, err := r.AddNode(r.t.Context(), driver.Node{Name: name, JoinEndpoints: []string{"192.168.77.11:30090"}}); err != nil {
-		r.t.Fatal(err)
-	}
+	r.Add(r.t, labtest.Worker(name))
 	return r.victim(name)
 }
 
@@ -129,9 +127,9 @@ func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 
 	// Killed a second time, kms comes back with the kubelet's first back-off, 10 s later.
 	for range 2 {
-		r.until("kms is killed", func(context.Context) error {
+		labtest.Eventually(t, func(context.Context) error {
 			if !r.kill("kms") {
-				return errors.New("it is not running")
+				return errors.New("kms is to be killed, and is not running")
 			}
 			return nil
 		})
@@ -144,17 +142,17 @@ func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 
 	// etcd is taken away for as long as it takes: kubelet ends a static pod without a manifest.
 	const manifest, aside = "/etc/kubernetes/manifests/etcd.yaml", "/etc/kubernetes/etcd.yaml.aside"
-	r.must("node1", "mv", manifest, aside)
-	r.until("etcd ends", func(context.Context) error {
+	r.Must(t, "node1", "", "mv", manifest, aside)
+	labtest.Eventually(t, func(context.Context) error {
 		if len(r.processes("node1", "etcd")) > 0 {
-			return errors.New("it runs")
+			return errors.New("etcd has no manifest any more, and runs")
 		}
 		return nil
 	})
 	victims = append(victims, r.addWorker("node4"), r.addWorker("node5"))
 	l = victims[1].refusedWith("API_UNAVAILABLE")
 	t.Logf("node4, while etcd is down: %s, retry after %s", l.Reason, l.RetryAfter)
-	r.must("node1", "mv", aside, manifest)
+	r.Must(t, "node1", "", "mv", aside, manifest)
 
 	programs := []string{"kube-apiserver", "etcd", "kms", "joinservice"}
 	for range 6 {
@@ -165,12 +163,12 @@ func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 	}
 	for _, v := range victims {
 		v.joined()
-		r.ready(v.name)
+		r.Ready(t, v.name)
 		hints := v.hintsHonoured()
 		t.Logf("%s is in; refused before with a hint: %v", v.name, hints)
 		if v != victims[2] && len(hints) == 0 {
 			t.Errorf("%s was never told when to come back", v.name)
 		}
 	}
-	t.Log(r.must("node1", "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "get", "nodes,attestednodes"))
+	t.Log(r.MustKubectl(t, "get", "nodes,attestednodes"))
 }

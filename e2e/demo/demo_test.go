@@ -5,7 +5,6 @@ package demo
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -13,7 +12,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 	"sigs.k8s.io/yaml"
@@ -27,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestDemonstration(t *testing.T) {
 	lab, root := labtest.New(t, "muster-e2e")
-	c := &cluster{lab: lab}
+	c := &cluster{&labtest.Cluster{Lab: lab, Root: root}}
 	report, err := demo.Run(t.Context(), demo.Options{
 		Lab: lab, Bin: filepath.Join(root, "bin"), Images: filepath.Join(root, "dist", "images"), Out: t.Output(), Keep: true,
 		WhileTokenWorks: c.withoutAdmissionTheTokenGetsACertificateRequest,
@@ -54,54 +52,36 @@ func TestDemonstration(t *testing.T) {
 	t.Run("the owner enrols a control plane beforehand", c.enroll)
 	for _, name := range []string{"node3", "node4", "node9"} {
 		t.Run(name+" is admitted once its one fault is repaired", func(t *testing.T) {
-			if err := lab.RemoveNode(t.Context(), name); err != nil {
+			if err := c.RemoveNode(t.Context(), name); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := lab.AddNode(t.Context(), driver.Node{Name: name, JoinEndpoints: []string{"192.168.77.11:30090"}}); err != nil {
-				t.Fatal(err)
-			}
-			if err := ready(t.Context(), lab, name); err != nil {
-				t.Error(err)
-			}
+			c.Add(t, labtest.Worker(name))
+			c.Ready(t, name)
 		})
 	}
 }
 
 // cluster is what the demonstration has left up.
-type cluster struct{ lab *driver.Lab }
-
-func (c *cluster) at(ctx context.Context, where, stdin string, argv ...string) (string, error) {
-	cmd, err := c.lab.Command(ctx, where, argv...)
-	if err != nil {
-		return "", err
-	}
-	cmd.Stdin = strings.NewReader(stdin)
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		return string(out), fmt.Errorf("%s: %w: %s", argv[0], err, out)
-	}
-	return string(out), nil
-}
-
-func (c *cluster) kubectl(ctx context.Context, stdin string, args ...string) (string, error) {
-	return c.at(ctx, "node1", stdin, append([]string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf"}, args...)...)
+type cluster struct {
+	*labtest.Cluster
 }
 
 // withoutAdmissionTheTokenGetsACertificateRequest takes away the one thing that refuses the
 // intruder's token, Muster's admission policy, and puts it back.
 func (c *cluster) withoutAdmissionTheTokenGetsACertificateRequest(ctx context.Context) error {
 	const binding = "muster-node-certificates"
-	saved, err := c.kubectl(ctx, "", "get", "validatingadmissionpolicybinding", binding, "-o", "json")
+	saved, err := c.Kubectl(ctx, "get", "validatingadmissionpolicybinding", binding, "-o", "json")
 	if err != nil {
 		return err
 	}
-	if _, err := c.kubectl(ctx, "", "delete", "validatingadmissionpolicybinding", binding); err != nil {
+	if _, err := c.Kubectl(ctx, "delete", "validatingadmissionpolicybinding", binding); err != nil {
 		return err
 	}
-	if err := until(ctx, func() error { return c.requestWithToken(ctx, "201") }); err != nil {
+	// The demonstration restarts the API server, and the controllers that lost it come back one back-off later.
+	if err := labtest.Within(ctx, labtest.Patience, func(ctx context.Context) error { return c.requestWithToken(ctx, "201") }); err != nil {
 		return err
 	}
-	if _, err := c.kubectl(ctx, "", "delete", "csr", "-l", "by=intruder"); err != nil {
+	if _, err := c.Kubectl(ctx, "delete", "csr", "-l", "by=intruder"); err != nil {
 		return err
 	}
 	var object map[string]any
@@ -115,13 +95,13 @@ func (c *cluster) withoutAdmissionTheTokenGetsACertificateRequest(ctx context.Co
 	if err != nil {
 		return err
 	}
-	if _, err := c.kubectl(ctx, string(again), "create", "-f", "-"); err != nil {
+	if _, err := c.At(ctx, "node1", string(again), "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "create", "-f", "-"); err != nil {
 		return err
 	}
-	return until(ctx, func() error {
+	return labtest.Within(ctx, labtest.Patience, func(ctx context.Context) error {
 		err := c.requestWithToken(ctx, "422")
 		if err != nil { // what got through before the policy was in force again
-			_, _ = c.kubectl(ctx, "", "delete", "csr", "-l", "by=intruder")
+			_, _ = c.Kubectl(ctx, "delete", "csr", "-l", "by=intruder")
 		}
 		return err
 	})
@@ -134,7 +114,7 @@ func (c *cluster) requestWithToken(ctx context.Context, want string) error {
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout /dev/null -subj /O=system:nodes/CN=system:node:intruder -out /root/i.csr 2>/dev/null
 printf '{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"generateName":"intruder-","labels":{"by":"intruder"}},"spec":{"signerName":"kubernetes.io/kube-apiserver-client-kubelet","usages":["digital signature","client auth"],"request":"%s"}}' "$(base64 -w0 /root/i.csr)" |
 curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.0123456789abcdef" -H 'Content-Type: application/json' -o /dev/null -w '%{http_code}' --data-binary @- https://192.168.77.11:6443/apis/certificates.k8s.io/v1/certificatesigningrequests`
-	out, err := c.at(ctx, "node9", "", "sh", "-c", script)
+	out, err := c.At(ctx, "node9", "", "sh", "-c", script)
 	if err != nil {
 		return err
 	}
@@ -147,11 +127,11 @@ curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.012
 // policyIsTheManifests fails if the policy's values were read back from a machine: they are
 // those of the image's manifest, and the file was there before any machine was.
 func (c *cluster) policyIsTheManifests(t *testing.T) {
-	m, err := c.lab.Measurements()
+	m, err := c.Measurements()
 	if err != nil {
 		t.Fatal(err)
 	}
-	path := filepath.Join(c.lab.OwnerDir(), "policy.yaml")
+	path := filepath.Join(c.OwnerDir(), "policy.yaml")
 	b, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -182,7 +162,7 @@ func (c *cluster) policyIsTheManifests(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	machines, err := filepath.Glob(filepath.Join(c.lab.Dir, "machines", "*", "machine.json"))
+	machines, err := filepath.Glob(filepath.Join(c.Dir, "machines", "*", "machine.json"))
 	if err != nil || len(machines) < 2 {
 		t.Fatalf("machines %v: %v", machines, err)
 	}
@@ -201,7 +181,7 @@ func (c *cluster) policyIsTheManifests(t *testing.T) {
 func (c *cluster) keyMakesTheDifference(t *testing.T) {
 	const url = "https://192.168.77.1:6443/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
 	get := func(where, cert, key, ca string) (string, error) {
-		return c.at(t.Context(), where, "", "curl", "-sS", "--max-time", "5", "--cacert", ca, "--cert", cert, "--key", key, "-o", "/dev/null", "-w", "%{http_code}", url)
+		return c.At(t.Context(), where, "", "curl", "-sS", "--max-time", "5", "--cacert", ca, "--cert", cert, "--key", key, "-o", "/dev/null", "-w", "%{http_code}", url)
 	}
 	const current = "/var/lib/kubelet/pki/kubelet-client-current.pem"
 	if out, err := get("node2", current, current, "/etc/kubernetes/pki/ca.crt"); err != nil || out != "200" {
@@ -214,7 +194,7 @@ func (c *cluster) keyMakesTheDifference(t *testing.T) {
 
 func (c *cluster) ownersSeat(t *testing.T) {
 	for _, argv := range [][]string{{"muster", "version"}, {"muster", "status", "--output", "json"}, {"kubectl", "version", "--client"}} {
-		if out, err := c.at(t.Context(), driver.Owner, "", argv...); err != nil || out == "" {
+		if out, err := c.At(t.Context(), driver.Owner, "", argv...); err != nil || out == "" {
 			t.Errorf("%v: %q %v", argv, out, err)
 		}
 	}
@@ -222,51 +202,20 @@ func (c *cluster) ownersSeat(t *testing.T) {
 
 func (c *cluster) enroll(t *testing.T) {
 	id := strings.Repeat("ab", 32)
-	enroll := func(id string) (string, error) {
-		return c.at(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id)
+	enroll := func(id string) error {
+		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id)
+		return err
 	}
 	for range 2 { // the same again changes nothing
-		if _, err := enroll(id); err != nil {
+		if err := enroll(id); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if out, err := enroll(strings.Repeat("cd", 32)); err == nil || !strings.Contains(out, "NAME_TAKEN") {
-		t.Errorf("another machine took the name: %s %v", out, err)
+	if err := enroll(strings.Repeat("cd", 32)); err == nil || !strings.Contains(err.Error(), "NAME_TAKEN") {
+		t.Errorf("another machine took the name: %v", err)
 	}
-	out, err := c.kubectl(t.Context(), "", "get", "attestednode", "node6", "-o", "jsonpath={.spec.machineID} {.spec.role}")
+	out, err := c.Kubectl(t.Context(), "get", "attestednode", "node6", "-o", "jsonpath={.spec.machineID} {.spec.role}")
 	if err != nil || out != id+" control-plane" {
 		t.Errorf("enrolled: %q %v", out, err)
 	}
-}
-
-// until repeats a check for at most three minutes: the demonstration restarts the API server, and
-// the controllers that lost it come back one back-off later.
-func until(ctx context.Context, check func() error) error {
-	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
-	defer cancel()
-	tick := time.NewTicker(300 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		err := check()
-		if err == nil {
-			return nil
-		}
-		select {
-		case <-ctx.Done():
-			return errors.Join(ctx.Err(), err)
-		case <-tick.C:
-		}
-	}
-}
-
-// ready waits until the node is.
-func ready(ctx context.Context, lab *driver.Lab, name string) error {
-	c := &cluster{lab: lab}
-	return until(ctx, func() error {
-		out, err := c.kubectl(ctx, "", "get", "node", name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status}`)
-		if err == nil && out != "True" {
-			err = fmt.Errorf("%s is not Ready: %q", name, out)
-		}
-		return err
-	})
 }

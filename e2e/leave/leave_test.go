@@ -2,7 +2,6 @@ package leave
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -51,21 +50,17 @@ func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 }
 
 func TestNamesLeaveTheirMachines(t *testing.T) {
-	c := bringUp(t, "node2", "node3")
+	c := bringUp(t)
 	oldKey := c.Must(t, "node2", "", "cat", certificate)
 	oldDisk, oldCheck := c.Must(t, "node3", "", "cat", diskID), c.Must(t, "node3", "", "cat", diskCheck)
 	oldKey3 := c.Must(t, "node3", "", "cat", certificate)
 	if err := errors.Join(c.RemoveNode(t.Context(), "node2"), c.RemoveNode(t.Context(), "node3")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.Kubectl(t.Context(), "label", "node", "node3", "rack=seven"); err != nil {
-		t.Fatal(err)
-	}
+	c.MustKubectl(t, "label", "node", "node3", "rack=seven")
 
 	// node3's mainboard is exchanged: the disk is the old one.
-	if _, err := c.AddNode(t.Context(), driver.Node{Name: "node3"}); err != nil {
-		t.Fatal(err)
-	}
+	c.Add(t, driver.Node{Name: "node3"})
 	t.Run("a forgotten name goes to another machine", func(t *testing.T) {
 		if err := c.writes(t.Context(), "node2", oldKey); err != nil {
 			t.Fatalf("before it is forgotten: %v", err)
@@ -75,9 +70,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
 			t.Fatalf("left: %s %v", out, err)
 		}
-		if _, err := c.AddNode(t.Context(), driver.Node{Name: "node2", JoinEndpoints: []string{joinservice1}}); err != nil {
-			t.Fatal(err)
-		}
+		c.Add(t, labtest.Worker("node2"))
 		c.Ready(t, "node2")
 		if err := c.refused(t.Context(), "node2", oldKey, "had the node's name before"); err != nil {
 			t.Error(err)
@@ -88,14 +81,9 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 	})
 	t.Run("a machine with a new TPM takes its name and disk over", func(t *testing.T) {
 		c.Must(t, "node3", oldDisk, "sh", "-c", "mkdir -p "+diskID[:strings.LastIndexByte(diskID, '/')]+" && cat > "+diskID)
-		var seen struct {
-			MachineID string `json:"machine"`
-		}
-		if err := json.Unmarshal([]byte(c.Muster(t, "verify", "192.168.77.13:9000", "--policy", "policy.yaml", "--output", "json")), &seen); err != nil || seen.MachineID == "" {
-			t.Fatalf("which machine is it? %v", err)
-		}
-		c.Muster(t, "replace", "node3", "--tpm", seen.MachineID, "--yes")
-		c.Must(t, "node3", "", "sed", "-i", `s/joinEndpoints: \[\]/joinEndpoints: ["`+joinservice1+`"]/`, metadata)
+		id := c.MachineID(t, "192.168.77.13")
+		c.Muster(t, "replace", "node3", "--tpm", id, "--yes")
+		c.Must(t, "node3", "", "sed", "-i", `s/joinEndpoints: \[\]/joinEndpoints: ["`+labtest.Joinservice+`"]/`, metadata)
 		c.Must(t, "node3", "", "systemctl", "restart", "muster-bootstrapper")
 		labtest.Eventually(t, func(ctx context.Context) error {
 			out, err := c.At(ctx, "node3", "", "cat", diskCheck)
@@ -106,7 +94,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 		})
 		labtest.Eventually(t, func(ctx context.Context) error { // its Node is the old one's, so that it is Ready says nothing yet
 			out, err := c.Kubectl(ctx, "get", "attestednode", "node3", "-o", "jsonpath={.spec.machineID} {.spec.diskID}")
-			if want := seen.MachineID + " " + strings.TrimSpace(oldDisk); err == nil && out != want {
+			if want := id + " " + strings.TrimSpace(oldDisk); err == nil && out != want {
 				t.Fatalf("enrolled: %s, want %s", out, want)
 			}
 			if err != nil {

@@ -3,8 +3,10 @@
 package observe
 
 import (
+	"context"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/url"
 	"os"
@@ -17,16 +19,18 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestAClusterIsWatched(t *testing.T) {
-	w := newWorld(t)
+	w := &world{labtest.Up(t, "muster-obs")}
 	w.startPrometheus(t)
-	w.initialise(t)
+	w.add(t, w.First(t), labtest.Worker("node2"))
+	w.Init(t, "watched")
 	w.scrape(t)
-	w.add(t, driver.Node{Name: "node3", JoinEndpoints: []string{joins}, TamperBootstrapper: true}) // it will be refused
+	w.add(t, driver.Node{Name: "node3", JoinEndpoints: []string{labtest.Joinservice}, TamperBootstrapper: true}) // it will be refused
 	t.Run("every process is scraped", w.targetsAreUp)
 	t.Run("the rules are loaded and none fails", w.rulesAreLoaded)
 	t.Run("a refused machine and a switch raise alerts", w.refusalsRaiseAlerts)
@@ -38,8 +42,8 @@ func (w *world) targetsAreUp(t *testing.T) {
 	// A bootstrapper ends when its machine is a node, and the attester begins; node3 will be none.
 	want := []string{"muster-attester node1 1", "muster-attester node2 1", "muster-bootstrapper node3 1", "muster-joinservice node1 1", "muster-kms node1 1"}
 	var got []string
-	w.until(t, func() error {
-		up, err := w.query(t, "up")
+	labtest.Eventually(t, func(ctx context.Context) error {
+		up, err := w.query(ctx, "up")
 		if err != nil {
 			return err
 		}
@@ -55,7 +59,7 @@ func (w *world) targetsAreUp(t *testing.T) {
 		return nil
 	})
 	t.Logf("targets: %q", got)
-	instances, err := w.query(t, `count by (job) (count by (job, instance) (up))`)
+	instances, err := w.query(t.Context(), `count by (job) (count by (job, instance) (up))`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,33 +75,32 @@ type alert struct {
 	State  string
 }
 
-func (w *world) alerts(t *testing.T) ([]alert, error) {
-	t.Helper()
+func (w *world) alerts(ctx context.Context) ([]alert, error) {
 	var data struct{ Alerts []alert }
-	err := w.ask(t, "alerts", nil, &data)
+	err := w.ask(ctx, "alerts", nil, &data)
 	return data.Alerts, err
 }
 
 // firing gives nil if an alert with these labels fires.
-func (w *world) firing(t *testing.T, name, label, value string) error {
-	t.Helper()
-	alerts, err := w.alerts(t)
-	if err != nil {
-		return err
+func (w *world) firing(ctx context.Context, name, label, value string) error {
+	alerts, err := w.alerts(ctx)
+	if err == nil && !slices.ContainsFunc(alerts, fires(name, label, value)) {
+		err = fmt.Errorf("%s with %s=%s does not fire; these do: %v", name, label, value, alerts)
 	}
-	for _, a := range alerts {
-		if a.Labels["alertname"] == name && a.Labels[label] == value && a.State == "firing" {
-			return nil
-		}
+	return err
+}
+
+func fires(name, label, value string) func(alert) bool {
+	return func(a alert) bool {
+		return a.Labels["alertname"] == name && a.Labels[label] == value && a.State == "firing"
 	}
-	return fmt.Errorf("%s with %s=%s does not fire; these do: %v", name, label, value, alerts)
 }
 
 func (w *world) rulesAreLoaded(t *testing.T) {
 	type rule struct{ Name, Health, LastError string }
-	w.until(t, func() error {
+	labtest.Eventually(t, func(ctx context.Context) error {
 		var data struct{ Groups []struct{ Rules []rule } }
-		if err := w.ask(t, "rules", nil, &data); err != nil {
+		if err := w.ask(ctx, "rules", nil, &data); err != nil {
 			return err
 		}
 		n := 0
@@ -117,10 +120,14 @@ func (w *world) rulesAreLoaded(t *testing.T) {
 }
 
 func (w *world) refusalsRaiseAlerts(t *testing.T) {
-	w.until(t, func() error { return w.firing(t, "MusterMachinesRefused", "reason", "POLICY_REFUSED") })
+	labtest.Eventually(t, func(ctx context.Context) error {
+		return w.firing(ctx, "MusterMachinesRefused", "reason", "POLICY_REFUSED")
+	})
 	// The lab's machines have no encrypted disk, and its policy says that this is all right.
-	w.until(t, func() error { return w.firing(t, "MusterInsecureSwitch", "reason", "allowPlainState") })
-	alerts, err := w.alerts(t)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		return w.firing(ctx, "MusterInsecureSwitch", "reason", "allowPlainState")
+	})
+	alerts, err := w.alerts(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -132,28 +139,31 @@ func (w *world) refusalsRaiseAlerts(t *testing.T) {
 }
 
 func (w *world) policyAlertComesAndGoes(t *testing.T) {
-	good := w.kubectl(t, "", "get", "attestationpolicy", "default", "-o", "jsonpath={.spec.signature}")
+	good := w.MustKubectl(t, "get", "attestationpolicy", "default", "-o", "jsonpath={.spec.signature}")
 	sign := func(signature string) {
 		patch, err := json.Marshal(object{"spec": object{"signature": signature}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		w.kubectl(t, "", "patch", "attestationpolicy", "default", "--type=merge", "-p", string(patch))
+		w.MustKubectl(t, "patch", "attestationpolicy", "default", "--type=merge", "-p", string(patch))
 	}
-	if err := w.firing(t, "MusterPolicyRejected", "reason", "POLICY_SIGNATURE"); err == nil {
+	if err := w.firing(t.Context(), "MusterPolicyRejected", "reason", "POLICY_SIGNATURE"); err == nil {
 		t.Fatal("the alert fires before anything is wrong")
 	}
 	sign(base64.StdEncoding.EncodeToString(make([]byte, 64)))
 	start := time.Now()
-	w.until(t, func() error { return w.firing(t, "MusterPolicyRejected", "reason", "POLICY_SIGNATURE") })
+	labtest.Eventually(t, func(ctx context.Context) error {
+		return w.firing(ctx, "MusterPolicyRejected", "reason", "POLICY_SIGNATURE")
+	})
 	t.Logf("it fired after %.1f s", time.Since(start).Seconds())
 	sign(good)
 	start = time.Now()
-	w.until(t, func() error {
-		if w.firing(t, "MusterPolicyRejected", "reason", "POLICY_SIGNATURE") == nil {
-			return fmt.Errorf("it still fires")
+	labtest.Eventually(t, func(ctx context.Context) error {
+		alerts, err := w.alerts(ctx)
+		if err == nil && slices.ContainsFunc(alerts, fires("MusterPolicyRejected", "reason", "POLICY_SIGNATURE")) {
+			err = errors.New("it still fires")
 		}
-		return nil
+		return err
 	})
 	t.Logf("it ended after %.1f s", time.Since(start).Seconds())
 }
@@ -162,7 +172,7 @@ func (w *world) policyAlertComesAndGoes(t *testing.T) {
 var quiet = []string{"Tickets given back", "Turns of control planes", "Connections closed before TLS", "Requests of kubelets for certificates"}
 
 func (w *world) dashboardsShowData(t *testing.T) {
-	files, err := filepath.Glob(filepath.Join(root, "deploy", "charts", "muster", "files", "*.json"))
+	files, err := filepath.Glob(filepath.Join(w.Root, "deploy", "charts", "muster", "files", "*.json"))
 	if err != nil || len(files) < 2 {
 		t.Fatalf("%v %v", files, err)
 	}
@@ -205,6 +215,6 @@ func (w *world) series(t *testing.T, expr string) (int, error) {
 	t.Helper()
 	now := time.Now()
 	var data struct{ Result []sample }
-	err := w.ask(t, "query_range", url.Values{"query": {expr}, "start": {now.Add(-10 * time.Minute).Format(time.RFC3339)}, "end": {now.Format(time.RFC3339)}, "step": {"1"}}, &data)
+	err := w.ask(t.Context(), "query_range", url.Values{"query": {expr}, "start": {now.Add(-10 * time.Minute).Format(time.RFC3339)}, "end": {now.Format(time.RFC3339)}, "step": {"1"}}, &data)
 	return len(data.Result), err
 }

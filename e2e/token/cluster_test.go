@@ -3,10 +3,6 @@
 package token
 
 import (
-	"crypto/rand"
-	"crypto/sha256"
-	"encoding/hex"
-	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -20,8 +16,6 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-const joinservice1 = "192.168.77.11:30090"
-
 // cluster is a lab with a control plane, node1.
 type cluster struct {
 	*labtest.Cluster
@@ -31,28 +25,8 @@ type cluster struct {
 // taken down when the test ends.
 func bringUp(t *testing.T) *cluster {
 	t.Helper()
-	lab, root := labtest.New(t, "muster-token")
-	c := &cluster{&labtest.Cluster{Lab: lab, Root: root}}
-	images := filepath.Join(root, "dist", "images")
-	if err := lab.Up(t.Context(), driver.Up{
-		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet", "kubeadm", "kubectl"},
-		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
-	}); err != nil {
-		t.Fatal(err)
-	}
-	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--operator",
-		"--node-cidr", driver.NodeSubnet, "--allow-plain-state", "-o", "policy.yaml")
-	var secret [32]byte
-	_, _ = rand.Read(secret[:]) // never fails
-	if err := os.WriteFile(filepath.Join(lab.OwnerDir(), "init-secret.hex"), fmt.Appendf(nil, "%x\n", secret), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	hash := sha256.Sum256(secret[:])
-	for _, n := range []driver.Node{{Name: "node1", Role: "control-plane", InitSecretHash: hex.EncodeToString(hash[:])}, {Name: "node4", NoBootstrapper: true}} {
-		if _, err := lab.AddNode(t.Context(), n); err != nil {
-			t.Fatal(err)
-		}
-	}
+	c := &cluster{labtest.Up(t, "muster-token", "kubeadm", "kubectl")}
+	c.Add(t, c.First(t), driver.Node{Name: "node4", NoBootstrapper: true})
 	return c
 }
 
@@ -68,16 +42,11 @@ func (c *cluster) byHand(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.apply(t, string(network))
+	c.Apply(t, string(network))
 	if config, err = byhand.Join([]byte(c.Must(t, "node1", "", "cat", "/etc/kubernetes/pki/ca.crt")), byhand.Node{Name: "node4", Address: "192.168.77.14"}); err != nil {
 		t.Fatal(err)
 	}
 	c.Must(t, "node4", string(config), "kubeadm", "join", "--config", "/dev/stdin")
 	c.Ready(t, "node1")
 	c.Ready(t, "node4")
-}
-
-func (c *cluster) apply(t *testing.T, manifest string) {
-	t.Helper()
-	c.Must(t, "node1", manifest, "kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf", "apply", "-f", "-")
 }

@@ -105,7 +105,7 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 		if why := c.Must(t, "node1", "", "cat", "/root/answer"); !strings.Contains(why, "node certificates come from Muster's joinservice only") {
 			t.Errorf("refused for another reason: %s", why)
 		}
-		c.apply(t, ownSecret)
+		c.Apply(t, ownSecret)
 		c.answers(t, ownToken, "403") // RBAC's
 	})
 	t.Run("doctor names what the hand has left, and is content without it", func(t *testing.T) {
@@ -115,12 +115,8 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 				t.Errorf("it does not name %s: %v\n%s", left, err, out)
 			}
 		}
-		if _, err := c.Kubectl(t.Context(), "-n", "kube-system", "delete", "secret", "bootstrap-token-mustrx", "bootstrap-token-"+byhand.Token[:6]); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := c.Kubectl(t.Context(), "delete", "clusterrolebinding", "kubeadm:kubelet-bootstrap", "kubeadm:node-autoapprove-bootstrap", "kubeadm:node-autoapprove-certificate-rotation"); err != nil {
-			t.Fatal(err)
-		}
+		c.MustKubectl(t, "-n", "kube-system", "delete", "secret", "bootstrap-token-mustrx", "bootstrap-token-"+byhand.Token[:6])
+		c.MustKubectl(t, "delete", "clusterrolebinding", "kubeadm:kubelet-bootstrap", "kubeadm:node-autoapprove-bootstrap", "kubeadm:node-autoapprove-certificate-rotation")
 		labtest.Eventually(t, func(ctx context.Context) error {
 			out, err := c.doctor(ctx)
 			if err != nil {
@@ -131,9 +127,7 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 	})
 	t.Run("an attested machine joins, and its token ends", func(t *testing.T) {
 		stop := c.watchTokens(t)
-		if _, err := c.AddNode(t.Context(), driver.Node{Name: "node2", JoinEndpoints: []string{joinservice1}}); err != nil {
-			t.Fatal(err)
-		}
+		c.Add(t, labtest.Worker("node2"))
 		c.Ready(t, "node2")
 		labtest.Eventually(t, func(ctx context.Context) error {
 			left, err := c.tokens(ctx)
@@ -151,11 +145,9 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 		}
 	})
 	t.Run("a machine with a changed bootstrapper is refused", func(t *testing.T) {
-		if _, err := c.AddNode(t.Context(), driver.Node{Name: "node3", JoinEndpoints: []string{joinservice1}, TamperBootstrapper: true}); err != nil {
-			t.Fatal(err)
-		}
+		c.Add(t, driver.Node{Name: "node3", JoinEndpoints: []string{labtest.Joinservice}, TamperBootstrapper: true})
 		labtest.Eventually(t, func(ctx context.Context) error {
-			out, err := c.At(ctx, driver.Owner, "", filepath.Join(c.Root, "bin", "muster"), "status", "--directory", "muster-token", "--output", "json")
+			out, err := c.At(ctx, driver.Owner, "", "muster", "status", "--directory", "muster-token", "--output", "json")
 			if !strings.Contains(out, "POLICY_REFUSED") {
 				return fmt.Errorf("not refused: %w\n%s", err, out)
 			}
@@ -211,13 +203,9 @@ func (c *cluster) install(t *testing.T, more ...string) {
 // alive gives when a node last said that it is; empty if it has yet to.
 func (c *cluster) alive(t *testing.T, node string) string {
 	t.Helper()
-	out, err := c.Kubectl(t.Context(), "-n", "kube-node-lease", "get", "lease", node, "--ignore-not-found", "-o", "jsonpath={.spec.renewTime}")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return out
+	return c.MustKubectl(t, "-n", "kube-node-lease", "get", "lease", node, "--ignore-not-found", "-o", "jsonpath={.spec.renewTime}")
 }
 
 func (c *cluster) doctor(ctx context.Context) (string, error) {
-	return c.At(ctx, driver.Owner, "", filepath.Join(c.Root, "bin", "muster"), "doctor", "--directory", "muster-token")
+	return c.At(ctx, driver.Owner, "", "muster", "doctor", "--directory", "muster-token")
 }

@@ -14,8 +14,10 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 )
 
 // TestUpgrade is one cluster's life: an upgrade that fails, one while machines join, one that is
@@ -35,7 +37,7 @@ func TestUpgrade(t *testing.T) {
 	t.Cleanup(built.Wait)
 	c := &release{cluster: bringUp(t), helm: helm}
 	t.Run("no Secret is in etcd in the clear", c.etcdHoldsNoSecret)
-	next := c.images(t, filepath.Join(c.root, "bin"), "next")
+	next := c.images(t, filepath.Join(c.Root, "bin"), "next")
 	built.Wait()
 	t.Run("a dry run shows what changes and changes nothing", func(t *testing.T) { c.dryRun(t, next) })
 	t.Run("an upgrade to an image that is not there goes back by itself, and machines join", c.missingImage)
@@ -69,7 +71,7 @@ func (c *release) history(t *testing.T) []revision {
 }
 
 func (c *release) plain(ctx context.Context, args ...string) (string, error) {
-	return c.at(ctx, driver.Owner, append([]string{c.helm, "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "-n", "muster-system"}, args...)...)
+	return c.At(ctx, driver.Owner, "", append([]string{c.helm, "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "-n", "muster-system"}, args...)...)
 }
 
 func (c *release) wantHistory(t *testing.T, want ...string) {
@@ -94,12 +96,9 @@ func (c *release) etcdHoldsNoSecret(t *testing.T) {
 		t.Fatal(n, err)
 	}
 	const key, prefix = "/registry/secrets/muster-system/muster-kms-root", "k8s:enc:secretbox:v1:muster-v1:"
-	out, err := c.at(t.Context(), "node1", "curl", "-sS", "--max-time", "20", "--cacert", "/etc/kubernetes/pki/etcd/ca.crt",
+	out := c.Must(t, "node1", "", "curl", "-sS", "--max-time", "20", "--cacert", "/etc/kubernetes/pki/etcd/ca.crt",
 		"--cert", "/etc/kubernetes/pki/etcd/healthcheck-client.crt", "--key", "/etc/kubernetes/pki/etcd/healthcheck-client.key",
 		"-d", `{"key":"`+base64.StdEncoding.EncodeToString([]byte(key))+`"}`, "https://127.0.0.1:2379/v3/kv/range")
-	if err != nil {
-		t.Fatal(err)
-	}
 	var answer struct {
 		KVs []struct{ Value []byte }
 	}
@@ -110,10 +109,7 @@ func (c *release) etcdHoldsNoSecret(t *testing.T) {
 	if !bytes.HasPrefix(value, []byte(prefix)) || bytes.Contains(value, root) {
 		t.Errorf("etcd holds %q…", value[:min(len(value), 60)])
 	}
-	files, err := c.at(t.Context(), "node1", "sh", "-c", "cat /var/lib/etcd/member/snap/db /var/lib/etcd/member/wal/*.wal")
-	if err != nil {
-		t.Fatal(err)
-	}
+	files := c.Must(t, "node1", "", "sh", "-c", "cat /var/lib/etcd/member/snap/db /var/lib/etcd/member/wal/*.wal")
 	if !strings.Contains(files, key) || !strings.Contains(files, prefix) {
 		t.Fatal("the value is not found in etcd's files: this test looks at the wrong ones")
 	}
@@ -121,14 +117,14 @@ func (c *release) etcdHoldsNoSecret(t *testing.T) {
 		t.Error("the root secret is in etcd's files in the clear")
 	}
 	t.Logf("%d bytes of etcd's files; %s begins %q", len(files), key, value[:len(prefix)])
-	mode, err := c.at(t.Context(), "node1", "stat", "-c", "%a %U", "/etc/kubernetes/pki/encryption.yaml")
+	mode, err := c.At(t.Context(), "node1", "", "stat", "-c", "%a %U", "/etc/kubernetes/pki/encryption.yaml")
 	if err != nil || strings.TrimSpace(mode) != "600 root" {
 		t.Errorf("encryption.yaml: %q %v", mode, err)
 	}
 }
 
 func (c *release) dryRun(t *testing.T, images string) {
-	out := c.mustMuster(t, "upgrade", "--dry-run", "--images", images)
+	out := c.Muster(t, "upgrade", "--dry-run", "--images", images)
 	for _, want := range []string{"Value     kms.image: ", "DaemonSet muster-system/muster-joinservice", "+        image: ", "Nothing was changed."} {
 		if !strings.Contains(out, want) {
 			t.Errorf("%q is not in it", want)
@@ -141,41 +137,40 @@ func (c *release) dryRun(t *testing.T, images string) {
 }
 
 func (c *release) missingImage(t *testing.T) {
-	out, err := c.muster(t.Context(), "upgrade", "--kms-image", "ghcr.io/muster-k8s/kms@sha256:"+strings.Repeat("0", 64), "--wait", "20s")
-	if err == nil || !strings.Contains(out, "revision 2 did not get ready and was rolled back, by revision 3") || !strings.Contains(out, "What to do:") {
-		t.Fatalf("%v\n%s", err, out)
+	_, err := c.At(t.Context(), driver.Owner, "", "muster", "upgrade", "--kms-image", "ghcr.io/muster-k8s/kms@sha256:"+strings.Repeat("0", 64), "--wait", "20s")
+	if err == nil || !strings.Contains(err.Error(), "revision 2 did not get ready and was rolled back, by revision 3") || !strings.Contains(err.Error(), "What to do:") {
+		t.Fatal(err)
 	}
-	t.Logf("muster upgrade\n%s", out)
+	t.Log(err)
 	c.wantHistory(t, "superseded", "failed", "deployed")
-	c.add(t, "node2")
-	if err := c.ready(t.Context(), "node2"); err != nil {
-		t.Error(err)
-	}
+	c.Add(t, labtest.Worker("node2"))
+	c.Ready(t, "node2")
 }
 
 func (c *release) whileMachinesJoin(t *testing.T, images string) {
-	var wg sync.WaitGroup
-	wg.Go(func() { c.add(t, "node3") })
-	out := c.mustMuster(t, "upgrade", "--images", images)
-	wg.Go(func() { c.add(t, "node4") })
-	wg.Wait()
-	for _, name := range []string{"node3", "node4"} {
-		if err := c.ready(t.Context(), name); err != nil {
-			t.Error(err)
-		}
+	var joins sync.WaitGroup
+	var err error
+	joins.Go(func() { _, err = c.AddNode(t.Context(), labtest.Worker("node3")) })
+	out := c.Muster(t, "upgrade", "--images", images)
+	c.Add(t, labtest.Worker("node4"))
+	joins.Wait()
+	if err != nil {
+		t.Fatal(err)
 	}
+	c.Ready(t, "node3")
+	c.Ready(t, "node4")
 	c.wantHistory(t, "superseded", "failed", "superseded", "deployed")
 	digests, err := os.ReadFile(images)
 	if err != nil {
 		t.Fatal(err)
 	}
-	running, err := c.kubectl(t.Context(), "-n", "muster-system", "get", "pods", "-l", "app.kubernetes.io/name=muster-joinservice", "-o", `jsonpath={.items[*].spec.containers[0].image}`)
+	running, err := c.Kubectl(t.Context(), "-n", "muster-system", "get", "pods", "-l", "app.kubernetes.io/name=muster-joinservice", "-o", `jsonpath={.items[*].spec.containers[0].image}`)
 	if err != nil || running == "" || !strings.Contains(string(digests), `"`+running+`"`) {
 		t.Errorf("%q runs, %v", running, err)
 	}
 	_, backup, _ := strings.Cut(out, "What was there before is in ")
 	c.checkBackup(t, strings.TrimSuffix(strings.TrimSpace(backup), "."))
-	if out := c.mustMuster(t, "upgrade", "--images", images); !strings.Contains(out, "Nothing to change") {
+	if out := c.Muster(t, "upgrade", "--images", images); !strings.Contains(out, "Nothing to change") {
 		t.Error("the same upgrade again changes something")
 	}
 }
@@ -189,11 +184,8 @@ func (c *release) checkBackup(t *testing.T, dir string) {
 			t.Errorf("%s: %v, %v", f, st, err)
 		}
 	}
-	out, err := c.at(t.Context(), driver.Owner, "kubectl", "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "apply", "--server-side", "--force-conflicts", "--dry-run=server",
+	out := c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "apply", "--server-side", "--force-conflicts", "--dry-run=server",
 		"-f", filepath.Join(dir, "definitions.yaml"), "-f", filepath.Join(dir, "objects.yaml"), "-f", filepath.Join(dir, "configmaps.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
 	for _, want := range []string{"attestednodes.muster.dev", "attestednode.muster.dev/node1", "attestationpolicy.muster.dev/default", "configmap/muster-cluster", "configmap/muster-enrolled"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("the backup has no %s", want)
@@ -205,19 +197,19 @@ func (c *release) checkBackup(t *testing.T, dir string) {
 func (c *release) killed(t *testing.T, images string) {
 	crashes := t.TempDir()
 	for _, name := range []string{"joinservice", "kms"} { // a program that does not know their flags
-		if err := os.Symlink(filepath.Join(c.root, "bin", "bootstrapper"), filepath.Join(crashes, name)); err != nil {
+		if err := os.Symlink(filepath.Join(c.Root, "bin", "bootstrapper"), filepath.Join(crashes, name)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	cmd, err := c.Command(t.Context(), driver.Owner, filepath.Join(c.root, "bin", "muster"), "upgrade", "--images", c.images(t, crashes, "crashes"))
+	cmd, err := c.Command(t.Context(), driver.Owner, "muster", "upgrade", "--images", c.images(t, crashes, "crashes"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	err = until(t.Context(), func() error {
-		out, err := c.kubectl(t.Context(), "-n", "muster-system", "get", "pods", "-o", "jsonpath={.items[*].status.containerStatuses[0].restartCount}")
+	err = labtest.Within(t.Context(), 3*time.Minute, func(ctx context.Context) error {
+		out, err := c.Kubectl(ctx, "-n", "muster-system", "get", "pods", "-o", "jsonpath={.items[*].status.containerStatuses[0].restartCount}")
 		if err == nil && strings.Trim(out, "0 ") == "" {
 			err = fmt.Errorf("nothing crashed yet: %q", out)
 		}
@@ -232,14 +224,13 @@ func (c *release) killed(t *testing.T, images string) {
 	}
 	c.wantHistory(t, "superseded", "failed", "superseded", "deployed", "pending-upgrade")
 	// The pods of before still serve beside those that crash.
-	c.add(t, "node5")
-	if err := c.ready(t.Context(), "node5"); err != nil {
-		t.Error(err)
+	c.Add(t, labtest.Worker("node5"))
+	c.Ready(t, "node5")
+	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images)
+	if err != nil || !strings.Contains(progress, "revision 5 was interrupted and is taken up") {
+		t.Fatalf("it doesn't say so: %v\n%s", err, progress)
 	}
-	out := c.mustMuster(t, "upgrade", "--images", images)
-	if !strings.Contains(out, "revision 5 was interrupted and is taken up") {
-		t.Errorf("it doesn't say so")
-	}
+	t.Logf("muster upgrade\n%s", progress)
 	c.wantHistory(t, "superseded", "failed", "superseded", "superseded", "failed", "deployed")
 }
 
@@ -249,16 +240,16 @@ func (c *release) plainHelm(t *testing.T) {
 	if err != nil || !strings.Contains(values, "publicKey:") || strings.Contains(strings.ToLower(values), "secret") {
 		t.Errorf("%v\n%s", err, values)
 	}
-	chart := filepath.Join(c.root, "deploy", "charts", "muster")
+	chart := filepath.Join(c.Root, "deploy", "charts", "muster")
 	if out, err := c.plain(ctx, "upgrade", "muster", chart, "--reuse-values", "--set", "kms.resources.requests.cpu=11m", "--wait", "--timeout", "3m"); err != nil {
 		t.Fatal(err)
 	} else {
 		t.Log(out)
 	}
-	if out, err := c.plain(ctx, "upgrade", "muster", chart, "--reuse-values", "--set", "kms.image=ghcr.io/muster-k8s/kms:next"); err == nil || !strings.Contains(out, "kms/image") {
+	if out, err := c.plain(ctx, "upgrade", "muster", chart, "--reuse-values", "--set", "kms.image=ghcr.io/muster-k8s/kms:next"); err == nil || !strings.Contains(err.Error(), "kms/image") {
 		t.Errorf("an image by its tag alone: %v\n%s", err, out)
 	}
-	if out := c.mustMuster(t, "upgrade", "--dry-run"); !strings.Contains(out, "Nothing would change: revision 7") {
+	if out := c.Muster(t, "upgrade", "--dry-run"); !strings.Contains(out, "Nothing would change: revision 7") {
 		t.Error("what plain helm set does not stay")
 	}
 	if out, err := c.plain(ctx, "rollback", "muster", "6", "--wait", "--timeout", "3m"); err != nil {

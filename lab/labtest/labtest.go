@@ -32,3 +32,22 @@ func New(t *testing.T, prefix string) (lab *driver.Lab, root string) {
 	})
 	return lab, root
 }
+
+// Up brings a lab up, named as by [New], with the images of Muster's services. Its owner has a policy.yaml,
+// older than every machine, that accepts its machines as workers and as control planes. Kubelet and the
+// programs named are in the machines' image; the others are components.
+func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
+	t.Helper()
+	lab, root := New(t, prefix)
+	c := &Cluster{Lab: lab, Root: root}
+	images := filepath.Join(root, "dist", "images")
+	if err := lab.Up(t.Context(), driver.Up{
+		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: append([]string{"kubelet"}, preinstalled...),
+		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+	}); err != nil {
+		t.Fatal(err)
+	}
+	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--operator",
+		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", "policy.yaml")
+	return c
+}
