@@ -72,5 +72,6 @@ var dashboards = []dashboard{
 		{"Machines that are locked", "none", "1 once an init or a join has taken the node lock.", one(`muster_node_locked`, "{{instance}}")},
 		{"Tries to join", "cps", "By outcome.", one(rate("muster_join_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 		{"Tries to init", "cps", "By outcome; INIT_SECRET_INVALID: somebody guesses.", one(rate("muster_init_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
+		{"Recoveries", "cps", "By outcome; RECOVERY_SECRET_INVALID: wrong files, or somebody guesses.", one(rate("muster_recovery_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 	}},
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -125,6 +126,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, initv1connect.UnimplementedInitServiceHandler{}, initv1connect.NewInitServiceHandler),
 			rpc.Serve[joinv1connect.JoinServiceHandler](joinv1connect.JoinServiceName, joinv1connect.UnimplementedJoinServiceHandler{}, joinv1connect.NewJoinServiceHandler),
 			rpc.Serve[kmsv1connect.KeyServiceHandler](kmsv1connect.KeyServiceName, kmsv1connect.UnimplementedKeyServiceHandler{}, kmsv1connect.NewKeyServiceHandler),
+			rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, recoverv1connect.UnimplementedRecoverServiceHandler{}, recoverv1connect.NewRecoverServiceHandler),
 			rpc.Serve[attestv1connect.EvidenceServiceHandler](attestv1connect.EvidenceServiceName, evidence, attestv1connect.NewEvidenceServiceHandler),
 		},
 		Health:  rpc.NewHealth(),

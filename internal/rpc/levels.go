@@ -10,6 +10,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -67,6 +68,8 @@ var levels = map[string]Level{
 
 	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,
 	kmsv1connect.KeyServiceDeriveClusterIdProcedure: Attested,
+
+	recoverv1connect.RecoverServiceRecoverProcedure: Session,
 }
 
 // streams lists the RPCs whose answer is a stream, so that it may take its time. A test
@@ -77,6 +80,8 @@ var streams = map[string]bool{
 	reflectionV1Alpha:                       true,
 	initv1connect.InitServiceInitProcedure:  true,
 	initv1connect.InitServiceAdoptProcedure: true,
+
+	recoverv1connect.RecoverServiceRecoverProcedure: true,
 }
 
 // LevelOf gives the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket";

@@ -104,6 +104,9 @@ type Kubeadm struct {
 type Listen struct {
 	// Init is where the init server listens. Default ":9000".
 	Init string `json:"init,omitempty"`
+	// Recover is where the recovery server of a control plane listens while the state disk waits for
+	// its key. Default ":9999".
+	Recover string `json:"recover,omitempty"`
 	// Metrics is where metrics and probes are served, in plain HTTP. Default
 	// "127.0.0.1:9466".
 	Metrics string `json:"metrics,omitempty"`
@@ -138,6 +141,7 @@ func ParseImage(b []byte) (*Image, error) {
 	setDefault(&img.TPM.Bank, "sha256")
 	setDefault(&img.Kubeadm.CRISocket, "unix:///run/containerd/containerd.sock")
 	setDefault(&img.Listen.Init, ":9000")
+	setDefault(&img.Listen.Recover, ":9999")
 	setDefault(&img.Listen.Metrics, "127.0.0.1:9466")
 	setDefault(&img.Listen.AttesterMetrics, "127.0.0.1:9465")
 	if err := img.validate(); err != nil {
@@ -180,7 +184,7 @@ func (img *Image) validate() error {
 		return fmt.Errorf("kubeadm.criSocket: want unix:///PATH, not %q", img.Kubeadm.CRISocket)
 	}
 	for _, a := range []struct{ field, addr string }{
-		{"listen.init", img.Listen.Init}, {"listen.metrics", img.Listen.Metrics}, {"listen.attesterMetrics", img.Listen.AttesterMetrics},
+		{"listen.init", img.Listen.Init}, {"listen.recover", img.Listen.Recover}, {"listen.metrics", img.Listen.Metrics}, {"listen.attesterMetrics", img.Listen.AttesterMetrics},
 	} {
 		if _, _, err := net.SplitHostPort(a.addr); err != nil {
 			return fmt.Errorf("%s: want HOST:PORT: %w", a.field, err)

@@ -56,7 +56,7 @@ kubeadm:
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(img.OwnerKey) != 32 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
+	if len(img.OwnerKey) != 32 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
 		t.Fatalf("got %+v", img)
 	}
 }
@@ -79,6 +79,7 @@ func TestAnImageIsRefused(t *testing.T) {
 		"a root that is no CA":      {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
 		"a runtime over TCP":        {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},
 		"a listener without a port": {imageHead + disk + "listen: {init: localhost}\n", "listen.init"},
+		"recovery without a port":   {imageHead + disk + "listen: {recover: localhost}\n", "listen.recover"},
 	} {
 		if _, err := ParseImage([]byte(tt.yaml)); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s: got %v, want an error with %q", name, err, tt.want)

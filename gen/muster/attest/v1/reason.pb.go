@@ -78,7 +78,8 @@ const (
 	Reason_REASON_POLICY_SIGNATURE Reason = 43
 	// The init secret is wrong.
 	Reason_REASON_INIT_SECRET_INVALID Reason = 60
-	// The init secret is wrong, as others were before it; the right one is still admitted.
+	// The secret is wrong, as others were before it. The right one is still admitted: of an init at any
+	// time, of a recovery once the retry_after that came with this has passed.
 	Reason_REASON_TOO_MANY_ATTEMPTS Reason = 61
 	// The machine is or was taken by another init or a join.
 	Reason_REASON_NODE_LOCKED Reason = 62
@@ -143,6 +144,8 @@ const (
 	// By this machine's clock, a certificate that was made just now is not valid: its clock and
 	// the cluster's differ.
 	Reason_REASON_CLOCK_SKEW Reason = 120
+	// The key that follows from the root secret and the salt does not open the state disk.
+	Reason_REASON_RECOVERY_SECRET_INVALID Reason = 130
 )
 
 // Enum value maps for Reason.
@@ -205,65 +208,67 @@ var (
 		111: "REASON_WORKLOAD_NODE",
 		112: "REASON_ROOT_SEALED",
 		120: "REASON_CLOCK_SKEW",
+		130: "REASON_RECOVERY_SECRET_INVALID",
 	}
 	Reason_value = map[string]int32{
-		"REASON_UNSPECIFIED":           0,
-		"REASON_ACCEPTED":              1,
-		"REASON_FORMAT_NONE":           10,
-		"REASON_PEER_WILL_NOT_ATTEST":  11,
-		"REASON_FRAME_INVALID":         12,
-		"REASON_EVIDENCE_MALFORMED":    13,
-		"REASON_BINDING_MISMATCH":      14,
-		"REASON_SIGNATURE_INVALID":     15,
-		"REASON_AK_TEMPLATE":           16,
-		"REASON_EK_UNTRUSTED":          17,
-		"REASON_ACTIVATION_FAILED":     18,
-		"REASON_EVENTLOG_REPLAY":       19,
-		"REASON_CLOCK_WENT_BACK":       20,
-		"REASON_POLICY_REFUSED":        21,
-		"REASON_BANNED":                22,
-		"REASON_BUSY":                  23,
-		"REASON_DEADLINE":              24,
-		"REASON_INTERNAL":              25,
-		"REASON_SESSION_REQUIRED":      26,
-		"REASON_PEER_NOT_ATTESTED":     27,
-		"REASON_LOCK_FOREIGN":          28,
-		"REASON_REQUEST_INVALID":       40,
-		"REASON_NOT_READY":             41,
-		"REASON_POLICY_INVALID":        42,
-		"REASON_POLICY_SIGNATURE":      43,
-		"REASON_INIT_SECRET_INVALID":   60,
-		"REASON_TOO_MANY_ATTEMPTS":     61,
-		"REASON_NODE_LOCKED":           62,
-		"REASON_INIT_NOT_ALLOWED":      63,
-		"REASON_COMPONENT_HASH":        64,
-		"REASON_COMPONENT_PATH":        65,
-		"REASON_COMPONENT_UNAVAILABLE": 66,
-		"REASON_KUBEADM_FAILED":        67,
-		"REASON_STATE_DISK":            68,
-		"REASON_MACHINE_CONFIG":        69,
-		"REASON_PLAIN_STATE_REFUSED":   80,
-		"REASON_NOT_ENROLLED":          81,
-		"REASON_NAME_TAKEN":            82,
-		"REASON_NODE_EXISTS":           83,
-		"REASON_ROLE_REFUSED":          84,
-		"REASON_DISK_MISMATCH":         85,
-		"REASON_NAME_MISMATCH":         86,
-		"REASON_CSR_INVALID":           87,
-		"REASON_ADDRESS_REFUSED":       88,
-		"REASON_KMS_UNAVAILABLE":       89,
-		"REASON_API_UNAVAILABLE":       90,
-		"REASON_AUDIT_UNAVAILABLE":     91,
-		"REASON_TICKET_UNKNOWN":        92,
-		"REASON_TICKET_FILE":           93,
-		"REASON_CERTIFICATE_PENDING":   94,
-		"REASON_VERDICT_OLD":           95,
-		"REASON_CONTROL_PLANE_BUSY":    96,
-		"REASON_CERTIFICATE_RETIRED":   98,
-		"REASON_WORKLOAD_IDENTITY":     110,
-		"REASON_WORKLOAD_NODE":         111,
-		"REASON_ROOT_SEALED":           112,
-		"REASON_CLOCK_SKEW":            120,
+		"REASON_UNSPECIFIED":             0,
+		"REASON_ACCEPTED":                1,
+		"REASON_FORMAT_NONE":             10,
+		"REASON_PEER_WILL_NOT_ATTEST":    11,
+		"REASON_FRAME_INVALID":           12,
+		"REASON_EVIDENCE_MALFORMED":      13,
+		"REASON_BINDING_MISMATCH":        14,
+		"REASON_SIGNATURE_INVALID":       15,
+		"REASON_AK_TEMPLATE":             16,
+		"REASON_EK_UNTRUSTED":            17,
+		"REASON_ACTIVATION_FAILED":       18,
+		"REASON_EVENTLOG_REPLAY":         19,
+		"REASON_CLOCK_WENT_BACK":         20,
+		"REASON_POLICY_REFUSED":          21,
+		"REASON_BANNED":                  22,
+		"REASON_BUSY":                    23,
+		"REASON_DEADLINE":                24,
+		"REASON_INTERNAL":                25,
+		"REASON_SESSION_REQUIRED":        26,
+		"REASON_PEER_NOT_ATTESTED":       27,
+		"REASON_LOCK_FOREIGN":            28,
+		"REASON_REQUEST_INVALID":         40,
+		"REASON_NOT_READY":               41,
+		"REASON_POLICY_INVALID":          42,
+		"REASON_POLICY_SIGNATURE":        43,
+		"REASON_INIT_SECRET_INVALID":     60,
+		"REASON_TOO_MANY_ATTEMPTS":       61,
+		"REASON_NODE_LOCKED":             62,
+		"REASON_INIT_NOT_ALLOWED":        63,
+		"REASON_COMPONENT_HASH":          64,
+		"REASON_COMPONENT_PATH":          65,
+		"REASON_COMPONENT_UNAVAILABLE":   66,
+		"REASON_KUBEADM_FAILED":          67,
+		"REASON_STATE_DISK":              68,
+		"REASON_MACHINE_CONFIG":          69,
+		"REASON_PLAIN_STATE_REFUSED":     80,
+		"REASON_NOT_ENROLLED":            81,
+		"REASON_NAME_TAKEN":              82,
+		"REASON_NODE_EXISTS":             83,
+		"REASON_ROLE_REFUSED":            84,
+		"REASON_DISK_MISMATCH":           85,
+		"REASON_NAME_MISMATCH":           86,
+		"REASON_CSR_INVALID":             87,
+		"REASON_ADDRESS_REFUSED":         88,
+		"REASON_KMS_UNAVAILABLE":         89,
+		"REASON_API_UNAVAILABLE":         90,
+		"REASON_AUDIT_UNAVAILABLE":       91,
+		"REASON_TICKET_UNKNOWN":          92,
+		"REASON_TICKET_FILE":             93,
+		"REASON_CERTIFICATE_PENDING":     94,
+		"REASON_VERDICT_OLD":             95,
+		"REASON_CONTROL_PLANE_BUSY":      96,
+		"REASON_CERTIFICATE_RETIRED":     98,
+		"REASON_WORKLOAD_IDENTITY":       110,
+		"REASON_WORKLOAD_NODE":           111,
+		"REASON_ROOT_SEALED":             112,
+		"REASON_CLOCK_SKEW":              120,
+		"REASON_RECOVERY_SECRET_INVALID": 130,
 	}
 )
 
@@ -298,7 +303,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xf8\v\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\x9d\f\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -357,7 +362,8 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x18REASON_WORKLOAD_IDENTITY\x10n\x12\x18\n" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
 	"\x12REASON_ROOT_SEALED\x10p\x12\x15\n" +
-	"\x11REASON_CLOCK_SKEW\x10xB\xc1\x01\n" +
+	"\x11REASON_CLOCK_SKEW\x10x\x12#\n" +
+	"\x1eREASON_RECOVERY_SECRET_INVALID\x10\x82\x01B\xc1\x01\n" +
 	"\x14com.muster.attest.v1B\vReasonProtoP\x01Z:github.com/muster-k8s/muster/gen/muster/attest/v1;attestv1\xa2\x02\x03MAX\xaa\x02\x10Muster.Attest.V1\xca\x02\x10Muster\\Attest\\V1\xe2\x02\x1cMuster\\Attest\\V1\\GPBMetadata\xea\x02\x12Muster::Attest::V1b\x06proto3"
 
 var (

@@ -1,0 +1,224 @@
+// Package recovery lets the owner open a control plane's state disk when no joinservice can.
+//
+// Think of it as a door with a lock that only the right key turns. Whoever comes is a stranger: the
+// caller has judged this machine, and shows nothing of itself but a root secret and a salt. The key
+// of this machine's own disk follows from them, and what opens the disk is the proof. Nothing else is
+// asked and nothing is believed, so there is nothing to guess but 256 bits.
+//
+// What strangers could do is to keep the owner from the door. So nobody is locked out: each network
+// address has tries by the minute, one turn at a time, and keeps its place in the queue when it is
+// sent away; see turns. The machine's own tries to rejoin go on beside all of this, and a key is tried by the
+// one function that both share.
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// What the error of Config.Try wraps if no fault of the disk's is the cause.
+var (
+	// ErrWrongKey says that the key opens nothing.
+	ErrWrongKey = errors.New("the key does not open the disk")
+	// ErrOpen says that the disk was open before the key was tried.
+	ErrOpen = errors.New("the disk is open already")
+)
+
+const (
+	// maxRequest bounds a request, in bytes: two secrets with their tags are 68.
+	maxRequest = 1 << 10
+	// requestTimeout bounds how long a request may take to come in.
+	requestTimeout = 10 * time.Second
+	// tryTimeout bounds one try of a key.
+	tryTimeout = 2 * time.Minute
+	// quotes is how many callers' evidence is made at one time at most, so that the machine's own evidence
+	// for a joinservice never waits for more than those.
+	quotes = 2
+)
+
+// limits are narrower than those of a service in the cluster: an initramfs has little memory, and
+// the machine's owner is one caller.
+var limits = atls.Limits{SetUp: 64, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
+
+// Config lists what a Server needs. All fields are required.
+type Config struct {
+	// DiskID names this machine's state disk, whose key is derived.
+	DiskID keys.DiskID
+	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key opens nothing, and [ErrOpen]
+	// if the disk was open; any other is the disk's fault. It is never called twice at one time from
+	// here; what else calls it is its own to put in order.
+	Try func(ctx context.Context, key keys.Disk) error
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// Calls counts connections and calls; a process has one for all of its servers.
+	Calls *rpc.Metrics
+	// Metrics takes the server's own.
+	Metrics prometheus.Registerer
+	// Log takes what callers are not told.
+	Log *slog.Logger
+}
+
+// Server implements muster.recover.v1.
+type Server struct {
+	cfg       Config
+	turns     *turns
+	attempts  *prometheus.CounterVec
+	recovered chan struct{}
+	once      sync.Once
+}
+
+var _ recoverv1connect.RecoverServiceHandler = (*Server)(nil)
+
+// New returns a Server, or says which part of cfg is missing.
+func New(cfg Config) (*Server, error) {
+	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
+		return nil, errors.New("recovery: DiskID, Try, Attester, Calls, Metrics and Log are required")
+	}
+	s := &Server{
+		cfg: cfg, turns: newTurns(time.Now, betweenTries), recovered: make(chan struct{}),
+		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
+		}, []string{"reason"}),
+	}
+	if err := cfg.Metrics.Register(s.attempts); err != nil {
+		return nil, fmt.Errorf("recovery: %w", err)
+	}
+	return s, nil
+}
+
+// Recovered is closed once a caller's key has opened the disk, and the caller was told.
+func (s *Server) Recovered() <-chan struct{} { return s.recovered }
+
+// Service is what Run serves, for a server of another make.
+func (s *Server) Service() rpc.Service {
+	return rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, s, recoverv1connect.NewRecoverServiceHandler)
+}
+
+// Run serves on l until ctx ends; calls that are under way are then answered within the time of grace
+// of [rpc.Config].
+func (s *Server) Run(ctx context.Context, l net.Listener) error {
+	health := rpc.NewHealth()
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log, MaxRequest: maxRequest, Timeout: requestTimeout,
+		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
+		// the secrets.
+		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, quotes), Appraiser: atls.JudgeNobody, Limits: limits},
+		Services: []rpc.Service{s.Service()},
+	})
+	if err != nil {
+		return err
+	}
+	health.SetAll(true)
+	s.cfg.Log.InfoContext(ctx, "waiting for the owner's recovery beside the tries to rejoin", "recover", l.Addr().String(), "disk", s.cfg.DiskID.String())
+	return server.Run(ctx)
+}
+
+// Recover implements [recoverv1connect.RecoverServiceHandler].
+func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, stream *connect.ServerStream[recoverv1.RecoverResponse]) error {
+	err := s.recover(ctx, req, func(state recoverv1.State) error {
+		return stream.Send(&recoverv1.RecoverResponse{State: state, DiskId: s.cfg.DiskID.String()})
+	})
+	s.attempts.WithLabelValues(attest.ReasonName(rpc.ReasonOf(err))).Inc() // R1
+	return err
+}
+
+func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tell func(recoverv1.State) error) error {
+	key, err := diskKey(req, s.cfg.DiskID)
+	if err != nil {
+		return err
+	}
+	if err := tell(recoverv1.State_STATE_RECEIVED); err != nil {
+		return err
+	}
+	var told error
+	done, err := s.turns.take(ctx, sourceOf(ctx), func() { told = tell(recoverv1.State_STATE_WAITING) })
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(told, tell(recoverv1.State_STATE_TRYING), ctx.Err()); err != nil {
+		done(false)
+		return err // whoever hung up in the queue costs no try
+	}
+	err = s.try(ctx, key)
+	done(errors.Is(err, ErrWrongKey))
+	switch {
+	case err == nil:
+		s.cfg.Log.InfoContext(ctx, "the owner's secrets opened the state disk", "disk", s.cfg.DiskID.String())
+		// Whether the caller still listens changes nothing: the disk is open.
+		_ = tell(recoverv1.State_STATE_OPENED)
+		s.once.Do(func() { close(s.recovered) })
+		return nil
+	case errors.Is(err, ErrOpen):
+		return tell(recoverv1.State_STATE_OPEN_ALREADY)
+	case errors.Is(err, ErrWrongKey):
+		return attest.Refuse(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, "the secrets do not open disk %s", s.cfg.DiskID)
+	}
+	if _, ok := errors.AsType[*attest.Refusal](err); ok {
+		return err
+	}
+	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w", err)
+}
+
+// try tries the key to its end, whether or not its caller waits for it: a half-done opening would be
+// nobody's.
+func (s *Server) try(ctx context.Context, key keys.Disk) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
+	defer cancel()
+	return s.cfg.Try(ctx, key)
+}
+
+// diskKey derives the key of this machine's disk, and wipes what it was derived from (K3).
+func diskKey(req *recoverv1.RecoverRequest, id keys.DiskID) (keys.Disk, error) {
+	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	clear(req.GetRootSecret())
+	clear(req.GetSalt())
+	req.RootSecret, req.Salt = nil, nil
+	if err != nil {
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "root_secret, salt: %w", err)
+	}
+	return root.Disk(id)
+}
+
+// sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177).
+// Callers without one are one source.
+func sourceOf(ctx context.Context) netip.Prefix {
+	call, ok := connect.CallInfoForHandlerContext(ctx)
+	if !ok {
+		return netip.Prefix{}
+	}
+	at, err := netip.ParseAddrPort(call.Peer().Addr)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	return network(at.Addr())
+}
+
+func network(a netip.Addr) netip.Prefix {
+	a = a.Unmap().WithZone("")
+	bits := 32
+	if a.Is6() {
+		bits = 64
+	}
+	p, err := a.Prefix(bits)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	return p
+}

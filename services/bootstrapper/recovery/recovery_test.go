@@ -1,0 +1,401 @@
+package recovery
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/hex"
+	"io"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func TestTheOwnersSecretsOpenTheDisk(t *testing.T) {
+	w := newWorld(t)
+	owner := w.from("127.0.0.1")
+	states, err := w.recover(t.Context(), owner, request(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []recoverv1.State{recoverv1.State_STATE_RECEIVED, recoverv1.State_STATE_TRYING, recoverv1.State_STATE_OPENED}
+	if !slices.Equal(states, want) {
+		t.Errorf("%v, want %v", states, want)
+	}
+	<-w.server.Recovered()
+	// Whoever comes later learns that there is nothing left to do; the key is not called right.
+	states, err = w.recover(t.Context(), owner, wrong(), nil)
+	if err != nil || states[len(states)-1] != recoverv1.State_STATE_OPEN_ALREADY {
+		t.Errorf("%v %v, want that it is open already", states, err)
+	}
+}
+
+func TestWrongSecretsAreLimitedAndKeepNobodyElseOut(t *testing.T) {
+	w := newWorld(t)
+	stranger := w.from("127.0.0.9")
+	for range maxWrong {
+		refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, refusedPlaces(), func() error {
+			_, err := w.recover(t.Context(), stranger, wrong(), nil)
+			return err
+		})
+	}
+	places := refusedPlaces()
+	places.Log = []string{"msg", "call refused", "level", "DEBUG"}
+	for range 20 {
+		err := refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error {
+			_, err := w.recover(t.Context(), stranger, wrong(), nil)
+			return err
+		})
+		if d := rpc.RetryAfterFrom(err); d <= 0 || d > perWrong {
+			t.Fatalf("come back in %s", d)
+		}
+	}
+	if _, tried := w.lock.state(); tried != maxWrong {
+		t.Errorf("%d keys were tried, want %d", tried, maxWrong)
+	}
+	w.opens(t, w.from("127.0.0.1"))
+}
+
+func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
+	w := newWorld(t)
+	now, mu := time.Now(), sync.Mutex{}
+	w.server.turns = newTurns(func() time.Time { mu.Lock(); defer mu.Unlock(); return now }, 0)
+	c := w.from("127.0.0.1")
+	for range maxWrong {
+		_, _ = w.recover(t.Context(), c, wrong(), nil)
+	}
+	_, err := w.recover(t.Context(), c, request(), nil)
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_TOO_MANY_ATTEMPTS {
+		t.Fatalf("%v, want TOO_MANY_ATTEMPTS", err)
+	}
+	mu.Lock()
+	now = now.Add(rpc.RetryAfterFrom(err))
+	mu.Unlock()
+	w.opens(t, c) // the very secrets that were refused
+}
+
+func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
+	for name, change := range map[string]func(*recoverv1.RecoverRequest){
+		"no root secret":        func(r *recoverv1.RecoverRequest) { r.RootSecret = nil },
+		"a short root secret":   func(r *recoverv1.RecoverRequest) { r.RootSecret = r.GetRootSecret()[:31] },
+		"a long root secret":    func(r *recoverv1.RecoverRequest) { r.RootSecret = append(r.RootSecret, 0) },
+		"a root secret of none": func(r *recoverv1.RecoverRequest) { r.RootSecret = make([]byte, 32) },
+		"no salt":               func(r *recoverv1.RecoverRequest) { r.Salt = nil },
+		"a long salt":           func(r *recoverv1.RecoverRequest) { r.Salt = append(r.Salt, 0) },
+		"a request of 4 KiB":    func(r *recoverv1.RecoverRequest) { r.Salt = make([]byte, 4<<10) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			c := w.from("127.0.0.1")
+			req := request()
+			change(req)
+			places := refusedPlaces()
+			if len(req.GetSalt()) > maxRequest {
+				places = refusaltest.Call(recoverv1connect.RecoverServiceRecoverProcedure) // it reaches no handler
+				places.Audit = nil
+			}
+			refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
+				_, err := w.recover(t.Context(), c, req, nil)
+				return err
+			})
+			if _, tried := w.lock.state(); tried != 0 {
+				t.Error("a key was tried")
+			}
+			w.opens(t, c)
+		})
+	}
+}
+
+func TestADiskThatCannotBeReadSaysSoAndCostsNoTry(t *testing.T) {
+	for name, fault := range map[string]error{
+		"a refusal of the disk's": attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the header is damaged"),
+		"another error":           errDisk,
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			fault := fault
+			w.lock.before = func(context.Context) error { return fault }
+			c := w.from("127.0.0.1")
+			for range maxWrong + 1 {
+				refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_STATE_DISK, refusedPlaces(), func() error {
+					_, err := w.recover(t.Context(), c, request(), nil)
+					return err
+				})
+			}
+			fault = nil
+			w.opens(t, c)
+		})
+	}
+}
+
+func TestARecoveryWantsASession(t *testing.T) {
+	w := newWorld(t)
+	refusaltest.EveryProcedure(t, w.witnesses(), refusaltest.Plain(t), "https://"+w.addr, attestv1.Reason_REASON_SESSION_REQUIRED, recoverv1connect.RecoverServiceName)
+}
+
+// One source has one call at a time; another waits for its turn, and is told so.
+func TestCallsWaitForTheirTurn(t *testing.T) {
+	w := newWorld(t)
+	trying, release := make(chan struct{}), make(chan struct{})
+	first := true
+	w.lock.before = func(context.Context) error {
+		if first {
+			first = false
+			close(trying)
+			<-release
+		}
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	stranger, owner := w.from("127.0.0.9"), w.from("127.0.0.1")
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if _, err := w.recover(ctx, stranger, wrong(), nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+			t.Errorf("the stranger: %v", err)
+		}
+	})
+	<-trying
+	refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_BUSY, refusedPlaces(), func() error {
+		_, err := w.recover(ctx, stranger, wrong(), nil)
+		return err
+	})
+	// Whoever hangs up while waiting costs nobody anything.
+	hungUp, hangUp := context.WithCancel(ctx)
+	_, err := w.recover(hungUp, w.from("127.0.0.8"), wrong(), func(s recoverv1.State) {
+		if s == recoverv1.State_STATE_WAITING {
+			hangUp()
+		}
+	})
+	if connect.CodeOf(err) != connect.CodeCanceled {
+		t.Errorf("hung up: %v", err)
+	}
+	states, err := w.recover(ctx, owner, request(), func(s recoverv1.State) {
+		if s == recoverv1.State_STATE_WAITING {
+			close(release)
+		}
+	})
+	want := []recoverv1.State{recoverv1.State_STATE_RECEIVED, recoverv1.State_STATE_WAITING, recoverv1.State_STATE_TRYING, recoverv1.State_STATE_OPENED}
+	if err != nil || !slices.Equal(states, want) {
+		t.Errorf("%v %v, want %v", states, err, want)
+	}
+	wg.Wait()
+	if _, tried := w.lock.state(); tried != 2 {
+		t.Errorf("%d keys were tried, want 2", tried)
+	}
+}
+
+// The connection breaks while the key is tried: the disk opens all the same.
+func TestAKeyIsTriedToItsEndWithoutItsCaller(t *testing.T) {
+	w := newWorld(t)
+	ctx, hangUp := context.WithCancel(t.Context())
+	released := make(chan struct{})
+	w.lock.before = func(ctx context.Context) error {
+		select {
+		case <-released:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	_, err := w.recover(ctx, w.from("127.0.0.1"), request(), func(s recoverv1.State) {
+		if s == recoverv1.State_STATE_TRYING {
+			hangUp()
+		}
+	})
+	if err == nil {
+		t.Error("the caller was answered")
+	}
+	close(released)
+	select {
+	case <-w.server.Recovered():
+	case <-time.After(patience):
+		t.Fatal("the disk stays closed")
+	}
+}
+
+// Strangers do all that they can think of; the owner comes to the door, and what else the machine
+// does (here: a piece of evidence of its own) goes on meanwhile.
+func TestStrangersDoNotKeepTheOwnerOut(t *testing.T) {
+	w := newWorld(t)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	for i := range 24 {
+		c := w.from("127.0.1." + string(rune('1'+i%9)))
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				_, _ = w.recover(ctx, c, wrong(), nil)
+			}
+		})
+	}
+	for name, hostile := range map[string]func(conn net.Conn) error{
+		"silence":      func(net.Conn) error { return nil },
+		"half a hello": func(c net.Conn) error { _, err := c.Write([]byte{0x16, 3, 1, 2, 0, 1}); return err },
+		"no TLS": func(c net.Conn) error {
+			_, err := c.Write(bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 1000))
+			return err
+		},
+	} {
+		dialer := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP("127.0.2.1")}}
+		for range 40 {
+			conn, err := dialer.DialContext(ctx, "tcp", w.addr)
+			if err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			defer func() { _ = conn.Close() }()
+			_ = hostile(conn) // the server may have closed it by now
+		}
+	}
+	slow := w.from("127.0.2.2")
+	slow.Transport = stalling{slow.Transport}
+	wg.Go(func() { _, _ = w.recover(ctx, slow, wrong(), nil) })
+	if _, err := w.tpm.Attester(attest.PurposeMachine).Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{1}, false); err != nil {
+		t.Errorf("the machine's own evidence: %v", err)
+	}
+	w.opens(t, w.from("127.0.0.1"))
+}
+
+// stalling sends the beginning of a body, and then nothing until the body is closed.
+type stalling struct{ http.RoundTripper }
+
+func (s stalling) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	_ = r.Body.Close()
+	body, begin := io.Pipe()
+	go func() { _, _ = begin.Write([]byte{0}) }()
+	r.Body, r.ContentLength, r.GetBody = body, -1, nil
+	return s.RoundTripper.RoundTrip(r)
+}
+
+// What a session carried means nothing to another: bytes that somebody recorded open nothing.
+func TestRecordedBytesOpenNothing(t *testing.T) {
+	w := newWorld(t)
+	var mu sync.Mutex
+	var sent bytes.Buffer
+	taps := &net.Dialer{}
+	record := w.fromDialer(func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := taps.DialContext(ctx, network, addr)
+		return &tap{c, &mu, &sent}, err
+	})
+	if _, err := w.recover(t.Context(), record, wrong(), nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+		t.Fatal(err)
+	}
+	_, tried := w.lock.state()
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", w.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	mu.Lock()
+	_, _ = conn.Write(sent.Bytes())
+	mu.Unlock()
+	_ = conn.SetReadDeadline(time.Now().Add(patience))
+	_, _ = io.Copy(io.Discard, conn) // until the server has closed it
+	if _, again := w.lock.state(); again != tried {
+		t.Error("a key was tried again")
+	}
+	w.opens(t, w.from("127.0.0.1"))
+}
+
+type tap struct {
+	net.Conn
+	mu   *sync.Mutex
+	sent *bytes.Buffer
+}
+
+func (c *tap) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	c.sent.Write(p)
+	c.mu.Unlock()
+	return c.Conn.Write(p)
+}
+
+// K3: nothing of the secrets is in a log line, a metric or an error, and the request's bytes are wiped.
+func TestSecretsLeaveNoTrace(t *testing.T) {
+	w := newWorld(t)
+	c := w.from("127.0.0.1")
+	var told []byte
+	for _, req := range []*recoverv1.RecoverRequest{wrong(), {RootSecret: bytes.Repeat([]byte{0xAB}, 33), Salt: salt}, {RootSecret: bytes.Repeat([]byte{0xEE}, 4000)}, request()} {
+		if _, err := w.recover(t.Context(), c, req, nil); err != nil {
+			told = append(told, err.Error()...)
+		}
+	}
+	told = append(told, w.logged.bytes()...)
+	for _, secret := range [][]byte{bytes.Repeat([]byte{0xAB}, 8), bytes.Repeat([]byte{0xCD}, 8), bytes.Repeat([]byte{0xEE}, 8), w.lock.key} {
+		for _, form := range []string{string(secret), hex.EncodeToString(secret), strings.TrimRight(base64.StdEncoding.EncodeToString(secret[:6]), "=")} {
+			if bytes.Contains(told, []byte(form)) {
+				t.Errorf("%x is in what was told", secret)
+			}
+		}
+	}
+	req := request()
+	root, s := req.GetRootSecret(), req.GetSalt()
+	id, _ := keys.ParseDiskID(diskID)
+	if _, err := diskKey(req, id); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(root, make([]byte, 32)) || !bytes.Equal(s, make([]byte, 32)) || req.GetRootSecret() != nil {
+		t.Error("the request still holds the secrets")
+	}
+}
+
+// The machine goes on to boot, or is shut down, while callers wait: they are answered or cut, and
+// nothing is left behind.
+func TestTheServerEndsWhileCallersWait(t *testing.T) {
+	w := newWorld(t)
+	trying, release := make(chan struct{}), make(chan struct{})
+	w.lock.before = func(context.Context) error { close(trying); <-release; return nil }
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if _, err := w.recover(t.Context(), w.from("127.0.0.1"), request(), nil); err != nil {
+			t.Errorf("who was being tried: %v", err)
+		}
+	})
+	<-trying
+	stopped := make(chan error, 1)
+	go func() { stopped <- w.stop() }()
+	eventually(t, "the port is closed", func() bool {
+		c, err := new(net.Dialer).DialContext(t.Context(), "tcp", w.addr)
+		if err == nil {
+			_ = c.Close()
+		}
+		return err != nil
+	})
+	close(release)
+	wg.Wait()
+	if err := <-stopped; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestNewSaysWhatIsMissing(t *testing.T) {
+	w := newWorld(t)
+	good := w.server.cfg
+	for name, change := range map[string]func(*Config){
+		"DiskID": func(c *Config) { c.DiskID = keys.DiskID{} }, "Try": func(c *Config) { c.Try = nil }, "Attester": func(c *Config) { c.Attester = nil },
+		"Calls": func(c *Config) { c.Calls = nil }, "Metrics": func(c *Config) { c.Metrics = nil }, "Log": func(c *Config) { c.Log = nil },
+		"metrics twice": func(*Config) {},
+	} {
+		cfg := good
+		change(&cfg)
+		if _, err := New(cfg); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+}

@@ -1,0 +1,283 @@
+package recovery
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+	"go.uber.org/goleak"
+
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience is how long a condition may take on a machine that builds at the same time.
+const patience = 60 * time.Second
+
+const diskID = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
+
+// lock is a disk that one key opens.
+type lock struct {
+	key []byte
+	// before, if not nil, runs before a key is tried, and can fail in the disk's place.
+	before func(context.Context) error
+
+	mu    sync.Mutex
+	open  bool
+	tried int
+	trial bool
+}
+
+func (l *lock) try(ctx context.Context, key keys.Disk) error {
+	l.mu.Lock()
+	if l.trial {
+		panic("two keys are tried at one time")
+	}
+	l.trial = true
+	l.tried++
+	open := l.open
+	l.mu.Unlock()
+	defer func() {
+		l.mu.Lock()
+		l.trial = false
+		l.mu.Unlock()
+	}()
+	if l.before != nil {
+		if err := l.before(ctx); err != nil {
+			return err
+		}
+	}
+	switch {
+	case open:
+		return ErrOpen
+	case !bytes.Equal(key.Expose(), l.key):
+		return ErrWrongKey
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.open = true
+	return nil
+}
+
+func (l *lock) state() (open bool, tried int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.open, l.tried
+}
+
+type logBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *logBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *logBuffer) bytes() []byte {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return bytes.Clone(b.buf.Bytes())
+}
+
+// world is a machine in its initramfs, with its recovery server on loopback, and its owner's secrets.
+type world struct {
+	t       testing.TB
+	ca      *attesttest.CA
+	tpm     *attesttest.Machine
+	lock    *lock
+	logged  *logBuffer
+	metrics *prometheus.Registry
+	server  *Server
+	addr    string
+	stop    func() error
+}
+
+var (
+	rootSecret = bytes.Repeat([]byte{0xAB}, 32)
+	salt       = bytes.Repeat([]byte{0xCD}, 32)
+)
+
+func request() *recoverv1.RecoverRequest {
+	return &recoverv1.RecoverRequest{RootSecret: bytes.Clone(rootSecret), Salt: bytes.Clone(salt)}
+}
+
+func wrong() *recoverv1.RecoverRequest {
+	return &recoverv1.RecoverRequest{RootSecret: bytes.Repeat([]byte{0xEE}, 32), Salt: bytes.Clone(salt)}
+}
+
+func newWorld(t testing.TB) *world {
+	t.Helper()
+	ca := attesttest.NewCA(t)
+	id, err := keys.ParseDiskID(diskID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, err := keys.ParseRoot(rootSecret, salt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := root.Disk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &world{t: t, ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), lock: &lock{key: key.Expose()}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
+	calls, err := rpc.NewMetrics(w.metrics)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := slog.New(slog.NewJSONHandler(w.logged, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: w.tpm.Attester(attest.PurposeMachine), Calls: calls, Metrics: w.metrics, Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.server.turns = newTurns(time.Now, 0) // wrong keys in a row, without a second between them
+	w.run()
+	return w
+}
+
+func (w *world) run() {
+	l, err := new(net.ListenConfig).Listen(w.t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.addr = l.Addr().String()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(w.t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- w.server.Run(ctx, l) }()
+	w.stop = sync.OnceValue(func() error { cancel(); return <-done })
+	w.t.Cleanup(func() {
+		if err := w.stop(); err != nil {
+			w.t.Errorf("server: %v", err)
+		}
+	})
+}
+
+// from gives a client whose address is that one of loopback's: a source of its own.
+func (w *world) from(ip string) *http.Client {
+	w.t.Helper()
+	return w.fromDialer((&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}).DialContext)
+}
+
+func (w *world) fromDialer(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Client {
+	w.t.Helper()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: atls.NoAttester, Verifier: attesttest.Verifier(w.t, w.ca), PeerPurpose: attest.PurposeMachine, DialContext: dial,
+		Appraiser: attesttest.ParsedPolicy(w.t, w.ca, []*attesttest.Machine{w.tpm}).For(attest.Unlocked()),
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Cleanup(func() { _ = transport.Close() })
+	return rpc.HTTPClient(transport)
+}
+
+// recover calls, and tells of each state.
+func (w *world) recover(ctx context.Context, c *http.Client, req *recoverv1.RecoverRequest, each func(recoverv1.State)) ([]recoverv1.State, error) {
+	stream, err := recoverv1connect.NewRecoverServiceClient(c, "https://"+w.addr, rpc.ClientOptions()...).Recover(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = stream.Close() }()
+	var states []recoverv1.State
+	for stream.Receive() {
+		m := stream.Msg()
+		if m.GetDiskId() != diskID {
+			w.t.Errorf("disk %q", m.GetDiskId())
+		}
+		states = append(states, m.GetState())
+		if each != nil {
+			each(m.GetState())
+		}
+	}
+	if !slices.IsSorted(states) {
+		w.t.Errorf("states fall: %v", states)
+	}
+	return states, stream.Err()
+}
+
+func (w *world) witnesses() refusaltest.Service {
+	return refusaltest.Service{
+		Families: func(t testing.TB) []*dto.MetricFamily {
+			families, err := w.metrics.Gather()
+			if err != nil {
+				t.Fatal(err)
+			}
+			return families
+		},
+		Log: func() []byte { return w.logged.bytes() },
+	}
+}
+
+// refusedPlaces are those of a recovery that is refused.
+func refusedPlaces() refusaltest.Places {
+	return refusaltest.Places{
+		Metric: []string{"muster_recovery_attempts_total"},
+		Log:    []string{"msg", "call refused", "level", "WARN", "procedure", recoverv1connect.RecoverServiceRecoverProcedure},
+	}
+}
+
+// opens is what must work whatever strangers did.
+func (w *world) opens(t *testing.T, c *http.Client) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	for {
+		_, err := w.recover(ctx, c, request(), nil)
+		if err == nil {
+			break
+		}
+		if rpc.RetryAfterFrom(err) == 0 {
+			t.Fatalf("the owner: %v", err)
+		}
+		select {
+		case <-time.After(10 * time.Millisecond): // the place in the queue is kept meanwhile
+		case <-ctx.Done():
+			t.Fatalf("the owner is kept out: %v", err)
+		}
+	}
+	if open, _ := w.lock.state(); !open {
+		t.Error("the disk is not open")
+	}
+	select {
+	case <-w.server.Recovered():
+	case <-ctx.Done():
+		t.Error("nobody is told that the disk is open")
+	}
+}
+
+// eventually waits for a condition.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	deadline := time.After(patience)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("not within %s: %s", patience, what)
+		}
+	}
+}
+
+var errDisk = errors.New("read error")
