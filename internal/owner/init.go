@@ -106,9 +106,13 @@ func (i *initialiser) load() error {
 
 // step reports f as one step.
 func (i *initialiser) step(name string, f func() (detail string, err error)) error {
-	i.Report.Begin(name)
+	return step(i.Report, name, f)
+}
+
+func step(report progress.Reporter, name string, f func() (detail string, err error)) error {
+	report.Begin(name)
 	detail, err := f()
-	i.Report.End(detail, err)
+	report.End(detail, err)
 	if err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
@@ -323,8 +327,13 @@ func (i *initialiser) keep(r *initv1.InitResult) error {
 	return i.Dir.Save(c)
 }
 
-// retry calls try until it succeeds or somebody decided otherwise.
+// retry is again, for the first machine.
 func (i *initialiser) retry(ctx context.Context, try func() error) error {
+	return again(ctx, i.Report, try)
+}
+
+// again calls try until it succeeds or somebody decided otherwise.
+func again(ctx context.Context, report progress.Reporter, try func() error) error {
 	pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 10 * time.Second}
 	for {
 		err := try()
@@ -334,7 +343,7 @@ func (i *initialiser) retry(ctx context.Context, try func() error) error {
 		if ctx.Err() != nil {
 			return errors.Join(context.Cause(ctx), err)
 		}
-		i.Report.Say(fmt.Sprintf("waiting for the machine: %v", err))
+		report.Say(fmt.Sprintf("waiting for the machine: %v", err))
 		if perr := retry.Wait(ctx, pause.Next(rpc.RetryAfterFrom(err))); perr != nil {
 			return errors.Join(perr, err)
 		}

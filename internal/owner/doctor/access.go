@@ -132,12 +132,27 @@ func (d *doctor) tokens(ctx context.Context) error {
 
 // joinservices dials each control plane as a machine would, and judges it.
 func (d *doctor) joinservices(ctx context.Context) error {
+	asked := 0
+	err := d.controlPlanes(ctx, CheckJoinservice, func(_ v1alpha1.AttestedNode, at string) {
+		if at != "" {
+			asked++
+		}
+	})
+	if err == nil && d.policy != nil && d.Clean(CheckJoinservice) {
+		d.OK(CheckJoinservice, "%d, reached from here and accepted by the policy", asked)
+	}
+	return err
+}
+
+// controlPlanes judges the joinservice of each control plane that is not banned. One that is refused or out of reach is
+// a finding; accepted is told of the others, with where they are. at is empty for one that has no address yet.
+func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(n v1alpha1.AttestedNode, at string)) error {
 	if d.policy == nil {
 		return nil // its check has said so
 	}
 	var id [32]byte
 	if err := ownerdir.ParseHex([]byte(d.dir.Cluster().ClusterID), id[:]); err != nil {
-		d.Add(CheckJoinservice, checkup.Fail, restoreFolder, "cluster.json names no cluster ID: %v", err)
+		d.Add(check, checkup.Fail, restoreFolder, "cluster.json names no cluster ID: %v", err)
 		return nil
 	}
 	port := cluster.Values{}.JoinPort()
@@ -148,28 +163,28 @@ func (d *doctor) joinservices(ctx context.Context) error {
 	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
 		return err
 	}
-	asked := 0
 	for _, n := range nodes.Items {
-		if n.Spec.Role != v1alpha1.RoleControlPlane || n.Spec.Banned || len(n.Spec.Addresses) == 0 {
+		if n.Spec.Role != v1alpha1.RoleControlPlane || n.Spec.Banned {
 			continue
 		}
-		asked++
+		if len(n.Spec.Addresses) == 0 {
+			accepted(n, "")
+			continue
+		}
 		at := net.JoinHostPort(n.Spec.Addresses[0], strconv.Itoa(port))
 		only, err := attest.ParseMachineID(n.Spec.MachineID)
 		if err == nil {
 			err = d.judge(ctx, at, only, id)
 		}
 		if err == nil {
+			accepted(n, n.Spec.Addresses[0])
 			continue
 		}
 		remedy := owner.Explain(err).Remedy
 		if _, refused := errors.AsType[*attest.Refusal](err); !refused || remedy == "" {
 			remedy = "From here, TCP to " + at + " must get through; on that node, the pod of muster-joinservice must be ready (externalTrafficPolicy is Local)."
 		}
-		d.Add(CheckJoinservice, checkup.Fail, remedy, "%s at %s: %v", n.Name, at, err)
-	}
-	if d.Clean(CheckJoinservice) {
-		d.OK(CheckJoinservice, "%d, reached from here and accepted by the policy", asked)
+		d.Add(check, checkup.Fail, remedy, "%s at %s: %v", n.Name, at, err)
 	}
 	return nil
 }

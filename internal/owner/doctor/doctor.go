@@ -73,12 +73,17 @@ type doctor struct {
 	release *releasev1.Release
 }
 
-// Examine makes all checks.
-func Examine(ctx context.Context, cfg Config) *checkup.Report {
+func newDoctor(cfg Config) *doctor {
 	d := &doctor{Config: cfg}
 	if d.Now == nil {
 		d.Now = time.Now
 	}
+	return d
+}
+
+// Examine makes all checks.
+func Examine(ctx context.Context, cfg Config) *checkup.Report {
+	d := newDoctor(cfg)
 	if !d.folder() {
 		return &d.Report
 	}
@@ -87,9 +92,13 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	for _, check := range []func(context.Context) error{
-		d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes,
-	} {
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes)
+	return &d.Report
+}
+
+// each makes checks that ask the cluster.
+func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error) {
+	for _, check := range checks {
 		if err := check(ctx); err != nil {
 			d.Add(CheckAPI, checkup.Fail, "Look at the API server: it answered before.", "%v", err)
 			if ctx.Err() != nil {
@@ -97,7 +106,6 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 			}
 		}
 	}
-	return &d.Report
 }
 
 const restoreFolder = "Restore the folder from your copy: it holds what nobody can make anew."

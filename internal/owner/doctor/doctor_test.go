@@ -254,6 +254,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			sound(t)
 		})
 	}
+	t.Run("drill", func(t *testing.T) { testDrill(t, p) }) // the same cluster: one is all that there is
 }
 
 type harm struct {

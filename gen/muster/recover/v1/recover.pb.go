@@ -32,7 +32,7 @@ const (
 	State_STATE_UNSPECIFIED State = 0
 	// The secrets are there and have the right form.
 	State_STATE_RECEIVED State = 1
-	// Another key is being tried: this one waits for its turn.
+	// Another key is being tried, or was wrong a moment ago: this one waits for its turn.
 	State_STATE_WAITING State = 2
 	// The key of the machine's disk was derived, and is being tried.
 	State_STATE_TRYING State = 3

@@ -1,0 +1,104 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/doctor"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (a *app) recoverCommand() *cobra.Command {
+	var (
+		machine string
+		drill   bool
+		timeout time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "recover ENDPOINT [--machine-id ID] | --drill",
+		Short: "Open the state disk of a control plane that no joinservice can help",
+		Long: `For a control plane that waits for its disk's key, since no joinservice runs that could give it: after a restart of the
+whole cluster, mostly. The machine proves what it booted first; the root secret is sent to none that the policy does not accept, and
+to the machine alone that the cluster was made on, or that --machine-id names. The machine tries the key before it answers.
+
+With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if drill && len(args) > 0 {
+				return errors.New("--drill looks at the whole cluster: leave out the endpoint")
+			}
+			if drill && machine != "" {
+				return errors.New("--drill looks at the whole cluster: leave out --machine-id")
+			}
+			if drill {
+				return nil
+			}
+			return cobra.ExactArgs(1)(cmd, args)
+		},
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not done within %s: %w", timeout, context.DeadlineExceeded))
+			defer cancel()
+			if drill {
+				path, err := a.folder()
+				if err != nil {
+					return err
+				}
+				return a.showReport(doctor.Drill(ctx, doctor.Config{Folder: path}))
+			}
+			return a.recover(ctx, args[0], machine)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&machine, "machine-id", "", "the machine that is expected there (default: the one that the cluster was made on)")
+	f.BoolVar(&drill, "drill", false, "prove on a cluster that is well that the owner's folder would recover it; changes nothing")
+	f.DurationVar(&timeout, "timeout", 10*time.Minute, "how long to wait for the machine, or for all checks together")
+	return cmd
+}
+
+func (a *app) recover(ctx context.Context, endpoint, machine string) error {
+	addr, err := hostPort(endpoint, 9999)
+	if err != nil {
+		return fmt.Errorf("endpoint: %w", err)
+	}
+	cfg := owner.RecoverConfig{Addr: addr}
+	if machine != "" {
+		id, err := attest.ParseMachineID(machine)
+		if err != nil {
+			return fmt.Errorf("--machine-id: %w", err)
+		}
+		cfg.Machine = &id
+	}
+	if cfg.Dir, err = a.view(); err != nil {
+		return err
+	}
+	defer func() { _ = cfg.Dir.Close() }()
+	cfg.Report = a.report(owner.RecoverSteps)
+	r, err := owner.Recover(ctx, cfg)
+	cfg.Report.Close()
+	if err != nil {
+		return err
+	}
+	if a.output == outputJSON {
+		line, err := json.Marshal(struct {
+			Event string `json:"event"`
+			*owner.Recovery
+		}{"result", r})
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintf(a.stdout, "%s\n", line)
+		return err
+	}
+	text := "The state disk of machine %s is open, and the machine goes on to boot.\n"
+	if r.Already {
+		text = "The state disk of machine %s was open already: these secrets were not tried.\n"
+	}
+	_, err = fmt.Fprintf(a.stdout, text, r.Machine)
+	return err
+}

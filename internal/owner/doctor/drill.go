@@ -1,0 +1,153 @@
+package doctor
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/subtle"
+	"log/slog"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Names of the checks that only a drill makes.
+const (
+	CheckClusterID     = "cluster ID"
+	CheckDiskKeys      = "keys of disks"
+	CheckControlPlanes = "control planes"
+)
+
+const otherFolder = "Use the folder of this cluster, or your copy of it: with this one, no control plane could be recovered."
+
+// Drill proves on a cluster that is well that its owner's folder would recover it: that the secrets in it are those which the
+// disks' keys come from, and that its policy accepts each control plane as it is now. It only reads.
+//
+// What a drill can't prove is that a disk opens: nobody but the machine can try that. But the cluster gave
+// each disk the key that follows from the Secret muster-kms-root, and the drill derives the same ones.
+func Drill(ctx context.Context, cfg Config) *checkup.Report {
+	d := newDoctor(cfg)
+	if !d.folder() {
+		return &d.Report
+	}
+	defer func() { _ = d.dir.Close() }()
+	d.ownPolicy()
+	d.derived()
+	if !d.kubeconfig() || !d.apiServer(ctx) {
+		return &d.Report
+	}
+	d.each(ctx, d.installed, d.ownerKey, d.root, d.description, d.diskKeys, d.recoverable)
+	return &d.Report
+}
+
+// derived compares what the folder says of the cluster with what follows from its secrets.
+func (d *doctor) derived() {
+	s, err := d.dir.Secrets()
+	if err != nil {
+		return // the folder's check has said so
+	}
+	c := d.dir.Cluster()
+	root, err := keys.ParseRoot(s.Root[:], s.Salt[:])
+	if err != nil {
+		d.Err(CheckClusterID, restoreFolder, err)
+		return
+	}
+	if id := root.ClusterID(s.MeasurementSalt); id.String() != c.ClusterID {
+		d.Add(CheckClusterID, checkup.Fail, otherFolder, "root-secret, salt and measurement-salt lead to cluster %s, and cluster.json names %s", id, c.ClusterID)
+	}
+	if key, err := d.dir.OwnerKey(); err == nil {
+		if public, ok := key.Public().(ed25519.PublicKey); !ok || ownerdir.OwnerID(public) != c.OwnerID {
+			d.Add(CheckClusterID, checkup.Fail, otherFolder, "owner.key is not the key of the owner that cluster.json names")
+		}
+	}
+	if d.Clean(CheckClusterID) {
+		d.OK(CheckClusterID, "follows from root-secret, salt and measurement-salt; owner.key is its owner's")
+	}
+}
+
+// installed finds the chart's release, by whose values the services know their owner.
+func (d *doctor) installed(context.Context) (err error) {
+	d.release, err = d.kube.Release(slog.New(slog.DiscardHandler))
+	if err == nil && d.release == nil {
+		d.Add(CheckChart, checkup.Fail, again, "Muster's release is not installed")
+	}
+	return err
+}
+
+// diskKeys derives the key of each enrolled disk from the folder and from the cluster's Secret.
+func (d *doctor) diskKeys(ctx context.Context) error {
+	var s corev1.Secret
+	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: "muster-kms-root"}, &s)
+	if cluster.Absent(err) {
+		return nil // its check has said so
+	}
+	if err != nil {
+		return err
+	}
+	own, err := d.dir.Secrets()
+	if err != nil {
+		return nil //nolint:nilerr // the folder's check has said so
+	}
+	theirs, err := keys.ParseRoot(s.Data["root"], s.Data["salt"])
+	if err != nil {
+		d.Err(CheckDiskKeys, "Put root-secret and salt of the owner's folder back into the Secret muster-kms-root.", err)
+		return nil
+	}
+	var nodes v1alpha1.AttestedNodeList
+	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
+		return err
+	}
+	compared := 0
+	for _, n := range nodes.Items {
+		if n.Spec.DiskID == "" {
+			continue // its machine has not come yet
+		}
+		id, err := keys.ParseDiskID(n.Spec.DiskID)
+		if err != nil {
+			d.Add(CheckDiskKeys, checkup.Fail, "Correct it: muster replace "+n.Name+" --disk UUID.", "%s: %v", n.Name, err)
+			continue
+		}
+		compared++
+		ours, err := keys.NewRoot(own.Root, own.Salt).Disk(id)
+		if err != nil {
+			return err
+		}
+		given, err := theirs.Disk(id)
+		if err != nil {
+			return err
+		}
+		if subtle.ConstantTimeCompare(ours.Expose(), given.Expose()) != 1 {
+			d.Add(CheckDiskKeys, checkup.Fail, otherFolder, "%s: the folder leads to another key for disk %s than the cluster", n.Name, id)
+		}
+	}
+	if d.Clean(CheckDiskKeys) {
+		d.OK(CheckDiskKeys, "%d, the same from the folder as from the cluster", compared)
+	}
+	return nil
+}
+
+// recoverable judges each control plane by the folder's policy, and says how it would be recovered.
+func (d *doctor) recoverable(ctx context.Context) error {
+	found := 0
+	err := d.controlPlanes(ctx, CheckControlPlanes, func(n v1alpha1.AttestedNode, at string) {
+		switch {
+		case at == "":
+			d.Add(CheckControlPlanes, checkup.Warn, "Let it join, or forget it: muster forget "+n.Name+".", "%s is enrolled and has never come", n.Name)
+		case n.Spec.DiskID == "":
+			found++
+			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrolment names no disk", n.Name)
+		default:
+			found++
+			d.OK(CheckControlPlanes, "%s: accepted by the policy, disk %s. To recover it: muster recover %s --machine-id %s", n.Name, n.Spec.DiskID, at, n.Spec.MachineID)
+		}
+	})
+	if err == nil && found == 0 && d.policy != nil && d.Clean(CheckControlPlanes) {
+		d.Add(CheckControlPlanes, checkup.Fail, "Run muster doctor: a cluster has control planes.", "none is enrolled that could be judged")
+	}
+	return err
+}

@@ -1,0 +1,236 @@
+package owner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"syscall"
+
+	"connectrpc.com/connect"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/peerdial"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/owner/progress"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// RecoverConfig says which machine to recover.
+type RecoverConfig struct {
+	// Dir is the owner's folder; nothing in it is changed.
+	Dir *ownerdir.Dir
+	// Addr is HOST:PORT of the machine's recovery server.
+	Addr string
+	// Machine is the one that is expected there; nil: the one that the folder knows, on which the cluster
+	// was made.
+	Machine *attest.MachineID
+	// Report is told of each step.
+	Report progress.Reporter
+	// DialContext opens TCP connections; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// RecoverSteps is how many steps [Recover] reports.
+const RecoverSteps = 2
+
+// Recovery is what came of it.
+type Recovery struct {
+	// Machine and DiskID say whose disk is open now.
+	Machine string `json:"machine"`
+	DiskID  string `json:"diskID"`
+	// Already says that it was open before these secrets were tried.
+	Already bool `json:"already"`
+}
+
+// Recover gives a control plane that waits for its disk's key the secrets that it follows from. The
+// machine is judged first, on the very connection that the secrets go over (A6).
+func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
+	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
+		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
+	}
+	r := &recoverer{RecoverConfig: cfg}
+	if err := r.load(); err != nil {
+		return nil, err
+	}
+	defer func() { r.secrets = ownerdir.Secrets{} }() // K3: no longer than needed
+	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.judge(ctx) }); err != nil {
+		return nil, err
+	}
+	var out *Recovery
+	err := step(cfg.Report, "open its state disk", func() (_ string, err error) {
+		if out, err = r.open(ctx); err != nil {
+			return "", err
+		}
+		if out.Already {
+			return "disk " + out.DiskID + " was open already", nil
+		}
+		return "disk " + out.DiskID + " is open", nil
+	})
+	return out, err
+}
+
+type recoverer struct {
+	RecoverConfig
+
+	secrets ownerdir.Secrets
+	target  peerdial.Target
+	// disk is the machine's as it named it last; empty: it did not.
+	disk string
+	// trying says that a key was on trial when the machine was heard of last.
+	trying bool
+}
+
+func (r *recoverer) load() error {
+	c := r.Dir.Cluster()
+	if r.Machine == nil {
+		if c.FirstMachine == nil {
+			return withRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder.")
+		}
+		id, err := attest.ParseMachineID(c.FirstMachine.ID)
+		if err != nil {
+			return fmt.Errorf("cluster.json: %w", err)
+		}
+		r.Machine = &id
+	}
+	text, err := r.Dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return err
+	}
+	policy, _, err := policyfile.Parse(text)
+	if err != nil {
+		return fmt.Errorf("%s: %w", r.Dir.File(ownerdir.PolicyFile), err)
+	}
+	if r.secrets, err = r.Dir.Secrets(); err != nil {
+		return err
+	}
+	// A6: the one machine, unlocked, as it is before its state is open.
+	r.target = peerdial.Target{
+		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
+	}
+	return nil
+}
+
+// dial tells that there is a connection; whether it leads to the right machine is judged next.
+func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	dial := r.DialContext
+	if dial == nil {
+		dial = new(net.Dialer).DialContext
+	}
+	c, err := dial(ctx, network, addr)
+	if err == nil {
+		r.Report.Say("connected: " + addr)
+	}
+	return c, err
+}
+
+func (r *recoverer) judge(ctx context.Context) (string, error) {
+	err := again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		_, err = s.Exchange(ctx)
+		return err
+	})
+	if err != nil {
+		return "", r.explain(err)
+	}
+	return "judged: machine " + r.Machine.String(), nil
+}
+
+// open sends the secrets until the disk is open, or somebody decided otherwise.
+func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
+	var out *Recovery
+	var gone error
+	err := again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		if out, err = r.call(ctx, s); err != nil && r.trying && errors.Is(err, syscall.ECONNREFUSED) {
+			gone = err
+			return nil
+		}
+		return err
+	})
+	if gone != nil {
+		return nil, withRemedy(fmt.Errorf("the machine tried the key, and then the connection broke: %w", gone),
+			"It listens no longer, so its disk is probably open. Wait for its node (kubectl get nodes); if the machine's console says that it still waits, run the same command again.")
+	}
+	if err != nil {
+		return nil, r.explain(err)
+	}
+	return out, nil
+}
+
+// call makes one call and follows its stream. The transport judges before it lets the request out (A6).
+func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
+	root, salt := r.secrets.Root, r.secrets.Salt
+	defer func() { clear(root[:]); clear(salt[:]) }()
+	stream, err := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).Recover(ctx, &recoverv1.RecoverRequest{RootSecret: root[:], Salt: salt[:]})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = stream.Close() }()
+	for stream.Receive() {
+		m := stream.Msg()
+		id, err := keys.ParseDiskID(m.GetDiskId())
+		if err != nil {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
+		}
+		r.disk, r.trying = id.String(), m.GetState() == recoverv1.State_STATE_TRYING
+		r.Report.Say(stateText(m.GetState(), r.disk))
+		if s := m.GetState(); s == recoverv1.State_STATE_OPENED || s == recoverv1.State_STATE_OPEN_ALREADY {
+			return &Recovery{Machine: r.Machine.String(), DiskID: r.disk, Already: s == recoverv1.State_STATE_OPEN_ALREADY}, nil
+		}
+	}
+	if err := stream.Err(); err != nil {
+		return nil, err
+	}
+	return nil, errors.New("the machine ended the stream without a result")
+}
+
+// stateText names a state and says what it means.
+func stateText(s recoverv1.State, disk string) string {
+	name := strings.ToLower(strings.TrimPrefix(s.String(), "STATE_"))
+	switch s {
+	case recoverv1.State_STATE_RECEIVED:
+		return name + ": the machine has the secrets"
+	case recoverv1.State_STATE_WAITING:
+		return name + ": others go first"
+	case recoverv1.State_STATE_TRYING:
+		return name + ": the key of disk " + disk
+	case recoverv1.State_STATE_OPENED, recoverv1.State_STATE_OPEN_ALREADY:
+		return name + ": disk " + disk
+	case recoverv1.State_STATE_UNSPECIFIED:
+	}
+	return name
+}
+
+// explain names the files of this owner where a refusal's general remedy can't.
+func (r *recoverer) explain(err error) error {
+	first := r.Dir.Cluster().FirstMachine
+	reason := rpc.ReasonFrom(err)
+	switch {
+	case reason == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0:
+		return withRemedy(err, "Look whether the address is right. If the machine there is another control plane of this cluster, name it by --machine-id: muster recover --drill listed them when the cluster was well.")
+	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
+		return withRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
+	case reason == attestv1.Reason_REASON_RECOVERY_SECRET_INVALID && first != nil && first.ID == r.Machine.String() && first.DiskID != "" && first.DiskID != r.disk:
+		return withRemedy(err, fmt.Sprintf("The machine's disk is %s, and this cluster was made on its disk %s: put that disk back. If it was exchanged since, the folder is that of another cluster, or of an older one on this machine.", r.disk, first.DiskID))
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return withRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
+	case connect.CodeOf(err) == connect.CodeUnimplemented:
+		return withRemedy(err, "Something else than a machine that waits for its recovery answers there; the port of recovery is 9999.")
+	}
+	return err
+}
