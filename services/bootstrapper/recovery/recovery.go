@@ -48,6 +48,9 @@ const (
 	requestTimeout = 10 * time.Second
 	// tryTimeout bounds one try of a key.
 	tryTimeout = 2 * time.Minute
+	// grace is how long calls may take once the disk is open: the machine is about to boot, and strangers
+	// are not what it waits for.
+	grace = 2 * time.Second
 	// quotes is how many callers' evidence is made at one time at most, so that the machine's own evidence
 	// for a joinservice never waits for more than those.
 	quotes = 2
@@ -111,12 +114,11 @@ func (s *Server) Service() rpc.Service {
 	return rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, s, recoverv1connect.NewRecoverServiceHandler)
 }
 
-// Run serves on l until ctx ends; calls that are under way are then answered within the time of grace
-// of [rpc.Config].
+// Run serves on l until ctx ends; calls that are under way then have two seconds to be answered in.
 func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log, MaxRequest: maxRequest, Timeout: requestTimeout,
+		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log, MaxRequest: maxRequest, Timeout: requestTimeout, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the secrets.
 		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, quotes), Appraiser: atls.JudgeNobody, Limits: limits},
