@@ -51,9 +51,9 @@ const (
 	// grace is how long calls may take once the disk is open: the machine is about to boot, and strangers
 	// are not what it waits for.
 	grace = 2 * time.Second
-	// quotes is how many callers' evidence is made at one time at most, so that the machine's own evidence
-	// for a joinservice never waits for more than those.
-	quotes = 2
+	// answers is how many callers' challenges the TPM answers at one time at most, so that the machine's own tries to
+	// rejoin never wait for more than those.
+	answers = 2
 )
 
 // limits are narrower than those of a service in the cluster: an initramfs has little memory, and
@@ -121,7 +121,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log, MaxRequest: maxRequest, Timeout: requestTimeout, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the secrets.
-		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, quotes), Appraiser: atls.JudgeNobody, Limits: limits},
+		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, answers), Appraiser: atls.JudgeNobody, Limits: limits},
 		Services: []rpc.Service{s.Service()},
 	})
 	if err != nil {

@@ -7,7 +7,6 @@ import (
 	"encoding/hex"
 	"io"
 	"net"
-	"net/http"
 	"slices"
 	"strings"
 	"sync"
@@ -226,75 +225,6 @@ func TestAKeyIsTriedToItsEndWithoutItsCaller(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("the disk stays closed")
 	}
-}
-
-// Strangers do all that they can think of; the owner comes to the door, and what else the machine
-// does (here: a piece of evidence of its own) goes on meanwhile.
-func TestStrangersDoNotKeepTheOwnerOut(t *testing.T) {
-	w := newWorld(t)
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	defer cancel()
-	for i := range 24 {
-		c := w.from("127.0.1." + string(rune('1'+i%9)))
-		wg.Go(func() {
-			for ctx.Err() == nil {
-				_, _ = w.recover(ctx, c, wrong(), nil)
-			}
-		})
-	}
-	for name, hostile := range map[string]func(conn net.Conn) error{
-		"silence":      func(net.Conn) error { return nil },
-		"half a hello": func(c net.Conn) error { _, err := c.Write([]byte{0x16, 3, 1, 2, 0, 1}); return err },
-		"no TLS": func(c net.Conn) error {
-			_, err := c.Write(bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 1000))
-			return err
-		},
-	} {
-		dialer := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP("127.0.2.1")}}
-		for range 40 {
-			conn, err := dialer.DialContext(ctx, "tcp", w.addr)
-			if err != nil {
-				t.Fatalf("%s: %v", name, err)
-			}
-			defer func() { _ = conn.Close() }()
-			_ = hostile(conn) // the server may have closed it by now
-		}
-	}
-	slow := w.from("127.0.2.2")
-	slow.Transport = stalling{slow.Transport}
-	wg.Go(func() { _, _ = w.recover(ctx, slow, wrong(), nil) })
-	// The machine's own tries to rejoin need the TPM, and the disk.
-	own := w.tpm.Attester(attest.PurposeMachine)
-	for i := range 20 {
-		ctx, cancel := context.WithTimeout(ctx, patience/6)
-		if _, err := own.Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}, false); err != nil {
-			t.Errorf("the machine's own evidence: %v", err)
-		}
-		cancel()
-	}
-	w.opens(t, w.from("127.0.0.1"))
-	// And the machine boots, whoever still holds on to it.
-	began := time.Now()
-	if err := w.stop(); err != nil {
-		t.Error(err)
-	}
-	if took := time.Since(began); took > patience/2 {
-		t.Errorf("it took %s to end", took)
-	}
-}
-
-// stalling sends the beginning of a body, and then nothing until the body is closed.
-type stalling struct{ http.RoundTripper }
-
-func (s stalling) RoundTrip(r *http.Request) (*http.Response, error) {
-	r = r.Clone(r.Context())
-	_ = r.Body.Close()
-	body, begin := io.Pipe()
-	go func() { _, _ = begin.Write([]byte{0}) }()
-	r.Body, r.ContentLength, r.GetBody = body, -1, nil
-	return s.RoundTripper.RoundTrip(r)
 }
 
 // What a session carried means nothing to another: bytes that somebody recorded open nothing.

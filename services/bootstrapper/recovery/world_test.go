@@ -102,8 +102,8 @@ func (b *logBuffer) bytes() []byte {
 // world is a machine in its initramfs, with its recovery server on loopback, and its owner's secrets.
 type world struct {
 	t       testing.TB
-	ca      *attesttest.CA
-	tpm     *attesttest.Machine
+	own     attest.Attester // the machine's own evidence, for a joinservice
+	judge   func() (attest.Verifier, *attest.Policy)
 	lock    *lock
 	logged  *logBuffer
 	metrics *prometheus.Registry
@@ -128,6 +128,15 @@ func wrong() *recoverv1.RecoverRequest {
 func newWorld(t testing.TB) *world {
 	t.Helper()
 	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	return newWorldOf(t, m.Attester(attest.PurposeMachine), func() (attest.Verifier, *attest.Policy) {
+		return attesttest.Verifier(t, ca), attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m})
+	})
+}
+
+// newWorldOf makes one of a machine that attests by a, whom judge knows.
+func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, *attest.Policy)) *world {
+	t.Helper()
 	id, err := keys.ParseDiskID(diskID)
 	if err != nil {
 		t.Fatal(err)
@@ -140,13 +149,13 @@ func newWorld(t testing.TB) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), lock: &lock{key: key.Expose()}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
+	w := &world{t: t, own: a, judge: judge, lock: &lock{key: key.Expose()}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
 	calls, err := rpc.NewMetrics(w.metrics)
 	if err != nil {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewJSONHandler(w.logged, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: w.tpm.Attester(attest.PurposeMachine), Calls: calls, Metrics: w.metrics, Log: log})
+	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: a, Calls: calls, Metrics: w.metrics, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,9 +189,9 @@ func (w *world) from(ip string) *http.Client {
 
 func (w *world) fromDialer(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Client {
 	w.t.Helper()
+	verifier, policy := w.judge()
 	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: atls.NoAttester, Verifier: attesttest.Verifier(w.t, w.ca), PeerPurpose: attest.PurposeMachine, DialContext: dial,
-		Appraiser: attesttest.ParsedPolicy(w.t, w.ca, []*attesttest.Machine{w.tpm}).For(attest.Unlocked()),
+		Attester: atls.NoAttester, Verifier: verifier, PeerPurpose: attest.PurposeMachine, DialContext: dial, Appraiser: policy.For(attest.Unlocked()),
 	})
 	if err != nil {
 		w.t.Fatal(err)
