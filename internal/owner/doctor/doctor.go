@@ -71,6 +71,7 @@ type doctor struct {
 	policy  *attest.Policy // of the folder; nil: it can't be read
 	kube    *cluster.Client
 	release *releasev1.Release
+	drill   bool // the cluster is well, and the folder is what is in question
 }
 
 func newDoctor(cfg Config) *doctor {

@@ -23,7 +23,16 @@ const (
 	CheckControlPlanes = "control planes"
 )
 
-const otherFolder = "Use the folder of this cluster, or your copy of it: with this one, no control plane could be recovered."
+const otherFolder = "Use the folder of this cluster, or your copy of it: with this one, no control plane could be recovered. Change nothing in the cluster: it is well, and its disks have the keys that follow from what it has."
+
+// unlessDrilled gives a remedy that takes the folder to be right. A drill does not: to follow it with another cluster's folder
+// would make this one what the drill should keep it from.
+func (d *doctor) unlessDrilled(remedy string) string {
+	if d.drill {
+		return otherFolder
+	}
+	return remedy
+}
 
 // Drill proves on a cluster that is well that its owner's folder would recover it: that the secrets in it are those which the
 // disks' keys come from, and that its policy accepts each control plane as it is now. It only reads.
@@ -32,6 +41,7 @@ const otherFolder = "Use the folder of this cluster, or your copy of it: with th
 // each disk the key that follows from the Secret muster-kms-root, and the drill derives the same ones.
 func Drill(ctx context.Context, cfg Config) *checkup.Report {
 	d := newDoctor(cfg)
+	d.drill = true
 	if !d.folder() {
 		return &d.Report
 	}
@@ -95,7 +105,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 	}
 	theirs, err := keys.ParseRoot(s.Data["root"], s.Data["salt"])
 	if err != nil {
-		d.Err(CheckDiskKeys, "Put root-secret and salt of the owner's folder back into the Secret muster-kms-root.", err)
+		d.Err(CheckDiskKeys, "If this is the cluster's folder, put its root-secret and salt back into the Secret muster-kms-root: kms will not start with what is there.", err)
 		return nil
 	}
 	var nodes v1alpha1.AttestedNodeList

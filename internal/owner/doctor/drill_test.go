@@ -153,6 +153,9 @@ func testDrill(t *testing.T, p *patient) {
 				if f.Level != checkup.OK && f.Remedy == "" {
 					t.Errorf("without a remedy: %+v", f)
 				}
+				if strings.Contains(f.Detail, "not the one in the owner's folder") && !strings.Contains(f.Remedy, "Change nothing in the cluster") {
+					t.Errorf("whoever drills with another folder is told to harm the cluster: %+v", f)
+				}
 			}
 			if tt.notLookedFor != "" && found(r, tt.notLookedFor, checkup.OK, "") {
 				t.Errorf("%s says OK: %+v", tt.notLookedFor, r.Findings)

@@ -219,7 +219,7 @@ func (d *doctor) root(ctx context.Context) error {
 	}
 	for key, want := range map[string][]byte{"root": own.Root[:], "salt": own.Salt[:]} {
 		if subtle.ConstantTimeCompare(s.Data[key], want) != 1 {
-			d.Err(CheckRoot, remedy, differs(key+" in the Secret muster-kms-root"))
+			d.Err(CheckRoot, d.unlessDrilled(remedy), differs(key+" in the Secret muster-kms-root"))
 		}
 	}
 	if d.Clean(CheckRoot) {
@@ -245,10 +245,10 @@ func (d *doctor) description(ctx context.Context) error {
 		return nil
 	}
 	if own, err := d.dir.Secrets(); err == nil && own.MeasurementSalt != info.MeasurementSalt {
-		d.Err(CheckDescription, remedy, differs("measurementSalt"))
+		d.Err(CheckDescription, d.unlessDrilled(remedy), differs("measurementSalt"))
 	}
 	if info.ClusterID.String() != d.dir.Cluster().ClusterID {
-		d.Err(CheckDescription, remedy, differs("clusterID"))
+		d.Err(CheckDescription, d.unlessDrilled(remedy), differs("clusterID"))
 	}
 	if d.Clean(CheckDescription) {
 		d.OK(CheckDescription, "cluster %s, Kubernetes %s", info.ClusterID.String()[:16], info.KubernetesVersion)
