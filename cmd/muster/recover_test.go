@@ -50,7 +50,7 @@ func (w *waitingMachine) logged() string {
 	return w.log.String()
 }
 
-func (w *waitingMachine) try(_ context.Context, key keys.Disk) error {
+func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {

@@ -176,7 +176,9 @@ func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
 	root, salt := r.secrets.Root, r.secrets.Salt
 	defer func() { clear(root[:]); clear(salt[:]) }()
-	stream, err := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).Recover(ctx, &recoverv1.RecoverRequest{RootSecret: root[:], Salt: salt[:]})
+	stream, err := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).Recover(ctx, &recoverv1.RecoverRequest{
+		RootSecret: root[:], Salt: salt[:], MeasurementSalt: r.secrets.MeasurementSalt[:],
+	})
 	if err != nil {
 		return nil, err
 	}

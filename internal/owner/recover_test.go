@@ -98,7 +98,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 		t.Fatal(err)
 	}
 	w.fits = func(r *recoverv1.RecoverRequest) bool {
-		return string(r.GetRootSecret()) == string(o.secrets.Root[:]) && string(r.GetSalt()) == string(o.secrets.Salt[:])
+		return string(r.GetRootSecret()) == string(o.secrets.Root[:]) && string(r.GetSalt()) == string(o.secrets.Salt[:]) && string(r.GetMeasurementSalt()) == string(o.secrets.MeasurementSalt[:])
 	}
 	return o
 }

@@ -1,9 +1,10 @@
 // Package recovery lets the owner open a control plane's state disk when no joinservice can.
 //
 // Think of it as a door with a lock that only the right key turns. Whoever comes is a stranger: the
-// caller has judged this machine, and shows nothing of itself but a root secret and a salt. The key
+// caller has judged this machine, and shows nothing of itself but a root secret and its salts. The key
 // of this machine's own disk follows from them, and what opens the disk is the proof. Nothing else is
-// asked and nothing is believed, so there is nothing to guess but 256 bits.
+// asked and nothing is believed, so there is nothing to guess but 256 bits. The cluster's ID follows from
+// them too: a disk that is another cluster's opens by that cluster's secrets, and then the machine says so in PCR 15.
 //
 // What strangers could do is to keep the owner from the door. So nobody is locked out: each network
 // address has tries by the minute, one turn at a time, and keeps its place in the queue when it is
@@ -42,7 +43,7 @@ var (
 )
 
 const (
-	// maxRequest bounds a request, in bytes: two secrets with their tags are 68.
+	// maxRequest bounds a request, in bytes: a secret and two salts with their tags are 102.
 	maxRequest = 1 << 10
 	// requestTimeout bounds how long a request may take to come in.
 	requestTimeout = 10 * time.Second
@@ -67,7 +68,11 @@ type Config struct {
 	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key opens nothing, and [ErrOpen]
 	// if the disk was open; any other is the disk's fault. It is never called twice at one time from
 	// here; what else calls it is its own to put in order.
-	Try func(ctx context.Context, key keys.Disk) error
+	//
+	// The cluster is the one whose secrets these are. The machine locks itself to it (PCR 15) before anything of
+	// the opened disk is used, so that a disk made by somebody else under his own root secret never runs in a
+	// machine that passes for unlocked.
+	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
 	// Calls counts connections and calls; a process has one for all of its servers.
@@ -142,7 +147,7 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 }
 
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tell func(recoverv1.State) error) error {
-	key, err := diskKey(req, s.cfg.DiskID)
+	key, cluster, err := derive(req, s.cfg.DiskID)
 	if err != nil {
 		return err
 	}
@@ -158,7 +163,7 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 		done(false)
 		return err // whoever hung up in the queue costs no try
 	}
-	err = s.try(ctx, key)
+	err = s.try(ctx, key, cluster)
 	done(errors.Is(err, ErrWrongKey))
 	switch {
 	case err == nil:
@@ -180,22 +185,28 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 
 // try tries the key to its end, whether or not its caller waits for it: a half-done opening would be
 // nobody's.
-func (s *Server) try(ctx context.Context, key keys.Disk) error {
+func (s *Server) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
 	defer cancel()
-	return s.cfg.Try(ctx, key)
+	return s.cfg.Try(ctx, key, cluster)
 }
 
-// diskKey derives the key of this machine's disk, and wipes what it was derived from (K3).
-func diskKey(req *recoverv1.RecoverRequest, id keys.DiskID) (keys.Disk, error) {
+// derive gives the key of this machine's disk and the cluster that the secrets make, and wipes what they were
+// derived from (K3).
+func derive(req *recoverv1.RecoverRequest, id keys.DiskID) (keys.Disk, keys.ClusterID, error) {
 	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
 	clear(req.GetRootSecret())
 	clear(req.GetSalt())
 	req.RootSecret, req.Salt = nil, nil
 	if err != nil {
-		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "root_secret, salt: %w", err)
+		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "root_secret, salt: %w", err)
 	}
-	return root.Disk(id)
+	var salt [keys.Size]byte
+	if n := copy(salt[:], req.GetMeasurementSalt()); n != len(req.GetMeasurementSalt()) || n != len(salt) {
+		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "measurement_salt: %d bytes, want %d", len(req.GetMeasurementSalt()), len(salt))
+	}
+	key, err := root.Disk(id)
+	return key, root.ClusterID(salt), err
 }
 
 // sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177).

@@ -43,6 +43,28 @@ func TestTheOwnersSecretsOpenTheDisk(t *testing.T) {
 	}
 }
 
+// The machine locks itself to the cluster that the secrets make, whoever sent them.
+func TestAKeyIsTriedWithItsClusterID(t *testing.T) {
+	w := newWorld(t)
+	c := w.from("127.0.0.1")
+	other := request()
+	other.MeasurementSalt = bytes.Repeat([]byte{0xC2}, 32)
+	var want []keys.ClusterID
+	for _, req := range []*recoverv1.RecoverRequest{wrong(), request(), other} {
+		root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+		if err != nil {
+			t.Fatal(err)
+		}
+		want = append(want, root.ClusterID([32]byte(req.GetMeasurementSalt())))
+		_, _ = w.recover(t.Context(), c, req, nil)
+	}
+	w.lock.mu.Lock()
+	defer w.lock.mu.Unlock()
+	if !slices.Equal(w.lock.to, want) || want[0] == want[1] || want[1] == want[2] {
+		t.Errorf("%v, want %v", w.lock.to, want)
+	}
+}
+
 func TestWrongSecretsAreLimitedAndKeepNobodyElseOut(t *testing.T) {
 	w := newWorld(t)
 	stranger := w.from("127.0.0.9")
@@ -89,13 +111,16 @@ func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
 
 func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 	for name, change := range map[string]func(*recoverv1.RecoverRequest){
-		"no root secret":        func(r *recoverv1.RecoverRequest) { r.RootSecret = nil },
-		"a short root secret":   func(r *recoverv1.RecoverRequest) { r.RootSecret = r.GetRootSecret()[:31] },
-		"a long root secret":    func(r *recoverv1.RecoverRequest) { r.RootSecret = append(r.RootSecret, 0) },
-		"a root secret of none": func(r *recoverv1.RecoverRequest) { r.RootSecret = make([]byte, 32) },
-		"no salt":               func(r *recoverv1.RecoverRequest) { r.Salt = nil },
-		"a long salt":           func(r *recoverv1.RecoverRequest) { r.Salt = append(r.Salt, 0) },
-		"a request of 4 KiB":    func(r *recoverv1.RecoverRequest) { r.Salt = make([]byte, 4<<10) },
+		"no root secret":           func(r *recoverv1.RecoverRequest) { r.RootSecret = nil },
+		"a short root secret":      func(r *recoverv1.RecoverRequest) { r.RootSecret = r.GetRootSecret()[:31] },
+		"a long root secret":       func(r *recoverv1.RecoverRequest) { r.RootSecret = append(r.RootSecret, 0) },
+		"a root secret of none":    func(r *recoverv1.RecoverRequest) { r.RootSecret = make([]byte, 32) },
+		"no salt":                  func(r *recoverv1.RecoverRequest) { r.Salt = nil },
+		"a long salt":              func(r *recoverv1.RecoverRequest) { r.Salt = append(r.Salt, 0) },
+		"no measurement salt":      func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = nil },
+		"a short measurement salt": func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = r.GetMeasurementSalt()[:31] },
+		"a long measurement salt":  func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = append(r.MeasurementSalt, 0) },
+		"a request of 4 KiB":       func(r *recoverv1.RecoverRequest) { r.Salt = make([]byte, 4<<10) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -291,7 +316,7 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	req := request()
 	root, s := req.GetRootSecret(), req.GetSalt()
 	id, _ := keys.ParseDiskID(diskID)
-	if _, err := diskKey(req, id); err != nil {
+	if _, _, err := derive(req, id); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(root, make([]byte, 32)) || !bytes.Equal(s, make([]byte, 32)) || req.GetRootSecret() != nil {

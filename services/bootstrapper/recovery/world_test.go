@@ -41,17 +41,19 @@ type lock struct {
 
 	mu    sync.Mutex
 	open  bool
+	to    []keys.ClusterID // the cluster of each key that was tried
 	tried int
 	trial bool
 }
 
-func (l *lock) try(ctx context.Context, key keys.Disk) error {
+func (l *lock) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 	l.mu.Lock()
 	if l.trial {
 		panic("two keys are tried at one time")
 	}
 	l.trial = true
 	l.tried++
+	l.to = append(l.to, cluster)
 	open := l.open
 	l.mu.Unlock()
 	defer func() {
@@ -115,14 +117,15 @@ type world struct {
 var (
 	rootSecret = bytes.Repeat([]byte{0xAB}, 32)
 	salt       = bytes.Repeat([]byte{0xCD}, 32)
+	measured   = bytes.Repeat([]byte{0xC1}, 32)
 )
 
 func request() *recoverv1.RecoverRequest {
-	return &recoverv1.RecoverRequest{RootSecret: bytes.Clone(rootSecret), Salt: bytes.Clone(salt)}
+	return &recoverv1.RecoverRequest{RootSecret: bytes.Clone(rootSecret), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(measured)}
 }
 
 func wrong() *recoverv1.RecoverRequest {
-	return &recoverv1.RecoverRequest{RootSecret: bytes.Repeat([]byte{0xEE}, 32), Salt: bytes.Clone(salt)}
+	return &recoverv1.RecoverRequest{RootSecret: bytes.Repeat([]byte{0xEE}, 32), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(measured)}
 }
 
 func newWorld(t testing.TB) *world {

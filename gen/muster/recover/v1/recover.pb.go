@@ -98,9 +98,12 @@ type RecoverRequest struct {
 	// it once the disk's key is derived.
 	RootSecret []byte `protobuf:"bytes,1,opt,name=root_secret,json=rootSecret,proto3" json:"root_secret,omitempty"`
 	// The salt of all key derivations, exactly 32 bytes.
-	Salt          []byte `protobuf:"bytes,2,opt,name=salt,proto3" json:"salt,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Salt []byte `protobuf:"bytes,2,opt,name=salt,proto3" json:"salt,omitempty"`
+	// The salt of the cluster's ID, exactly 32 bytes. The machine locks itself to the cluster
+	// whose ID follows from it and the secrets, before it uses anything of the disk.
+	MeasurementSalt []byte `protobuf:"bytes,3,opt,name=measurement_salt,json=measurementSalt,proto3" json:"measurement_salt,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *RecoverRequest) Reset() {
@@ -143,6 +146,13 @@ func (x *RecoverRequest) GetRootSecret() []byte {
 func (x *RecoverRequest) GetSalt() []byte {
 	if x != nil {
 		return x.Salt
+	}
+	return nil
+}
+
+func (x *RecoverRequest) GetMeasurementSalt() []byte {
+	if x != nil {
+		return x.MeasurementSalt
 	}
 	return nil
 }
@@ -207,11 +217,12 @@ var File_muster_recover_v1_recover_proto protoreflect.FileDescriptor
 
 const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\n" +
-	"\x1fmuster/recover/v1/recover.proto\x12\x11muster.recover.v1\"E\n" +
+	"\x1fmuster/recover/v1/recover.proto\x12\x11muster.recover.v1\"p\n" +
 	"\x0eRecoverRequest\x12\x1f\n" +
 	"\vroot_secret\x18\x01 \x01(\fR\n" +
 	"rootSecret\x12\x12\n" +
-	"\x04salt\x18\x02 \x01(\fR\x04salt\"Z\n" +
+	"\x04salt\x18\x02 \x01(\fR\x04salt\x12)\n" +
+	"\x10measurement_salt\x18\x03 \x01(\fR\x0fmeasurementSalt\"Z\n" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
 	"\adisk_id\x18\x02 \x01(\tR\x06diskId*\x81\x01\n" +
