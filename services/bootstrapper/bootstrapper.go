@@ -118,7 +118,7 @@ type Bootstrapper struct {
 	image     *kubeadm.Image
 	bank      tpm.Bank
 	lock      *nodeLock
-	disk      *disk.Plain
+	disk      disk.Disk
 	diskID    keys.DiskID
 	machineID attest.MachineID
 	ownerKey  ed25519.PublicKey // nil: unknown
@@ -164,7 +164,8 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if b.bank, err = tpm.ParseBank(cfg.Image.TPM.Bank); err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
 	}
-	if b.disk, err = disk.Open(cfg.Image.StateDisk.Mode, b.on(cfg.Image.StateDisk.Path)); err != nil {
+	state := cfg.Image.StateDisk
+	if b.disk, err = disk.Open(state.Mode, b.on(state.Path), disk.WithRoot(cfg.Root), disk.WithIntegrity(state.Integrity)); err != nil {
 		return nil, err
 	}
 	if b.diskID, err = b.disk.ID(); err != nil {

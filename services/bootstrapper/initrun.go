@@ -186,7 +186,7 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 	if err != nil {
 		return err
 	}
-	if err := b.openDisk(key, r.tell); err != nil {
+	if err := b.openDisk(ctx, key, r.tell); err != nil {
 		return err
 	}
 	if o.kind == journal.KindInit {

@@ -151,7 +151,7 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
-	req, err := askFor(meta, b.diskID, k)
+	req, err := askFor(meta, b.cfg.Image.StateDisk.Mode, b.diskID, k)
 	if err != nil {
 		return err
 	}
@@ -201,7 +201,7 @@ func (b *Bootstrapper) giveBack(ctx context.Context, client joinv1connect.JoinSe
 // useTicket is the order of a join after the lock. Each step is safe to take again with
 // another ticket of the same cluster (B3).
 func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, tell say) error {
-	if err := b.openDisk(t.diskKey, tell); err != nil {
+	if err := b.openDisk(ctx, t.diskKey, tell); err != nil {
 		return err
 	}
 	if err := b.install(ctx, t.components, tell); err != nil {

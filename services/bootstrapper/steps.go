@@ -31,9 +31,9 @@ const (
 type say func(phase initv1.Phase, text string)
 
 // openDisk gives the state disk its key.
-func (b *Bootstrapper) openDisk(key keys.Disk, tell say) error {
+func (b *Bootstrapper) openDisk(ctx context.Context, key keys.Disk, tell say) error {
 	tell(initv1.Phase_PHASE_LOCKED, "opening the state disk")
-	if err := b.disk.SetKey(key); err != nil {
+	if err := b.disk.SetKey(ctx, key); err != nil {
 		return err
 	}
 	if err := b.lock.advance(journal.StepDisk); err != nil {

@@ -217,17 +217,21 @@ func kubeletConf(t *ticket) ([]byte, error) {
 }
 
 // askFor is the request for a ticket.
-func askFor(m *metadata.Machine, id keys.DiskID, k nodeKeys) (*joinv1.IssueJoinTicketRequest, error) {
+func askFor(m *metadata.Machine, mode string, id keys.DiskID, k nodeKeys) (*joinv1.IssueJoinTicketRequest, error) {
 	role := joinv1.Role_ROLE_WORKER
 	if m.Role == metadata.RoleControlPlane {
 		role = joinv1.Role_ROLE_CONTROL_PLANE
+	}
+	diskMode := joinv1.DiskMode_DISK_MODE_PLAIN
+	if mode == metadata.DiskLUKS {
+		diskMode = joinv1.DiskMode_DISK_MODE_LUKS
 	}
 	client, serving, err := k.requests(m.Name, m.Addresses)
 	if err != nil {
 		return nil, err
 	}
 	return &joinv1.IssueJoinTicketRequest{
-		NodeName: m.Name, Role: role, DiskId: id.String(), DiskMode: joinv1.DiskMode_DISK_MODE_PLAIN,
+		NodeName: m.Name, Role: role, DiskId: id.String(), DiskMode: diskMode,
 		KubeletClientCsr: client, KubeletServingCsr: serving,
 	}, nil
 }

@@ -45,14 +45,14 @@ func TestADiskKeepsItsIDAndItsKey(t *testing.T) {
 		t.Fatalf("%v then %v, %v", first, second, err)
 	}
 	for range 2 {
-		if err := again.SetKey(key(t, 1)); err != nil {
+		if err := again.SetKey(t.Context(), key(t, 1)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := again.SetKey(key(t, 2)); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "remove the folder") {
+	if err := again.SetKey(t.Context(), key(t, 2)); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "remove the folder") {
 		t.Errorf("another key: %v", err)
 	}
-	if err := again.SetKey(keys.Disk{}); attest.ReasonOf(err) != stateDisk {
+	if err := again.SetKey(t.Context(), keys.Disk{}); attest.ReasonOf(err) != stateDisk {
 		t.Errorf("no key: %v", err)
 	}
 	b, err := os.ReadFile(filepath.Join(dir, checkFile))
@@ -73,7 +73,10 @@ func TestTwoDisksHaveTwoIDs(t *testing.T) {
 }
 
 func TestModesAreRefused(t *testing.T) {
-	if _, err := Open("luks", "/dev/sda"); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "later version") {
+	if _, err := Open("luks", "sda"); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "absolute") {
+		t.Error(err)
+	}
+	if _, err := Open("luks", "/dev/sda", WithIntegrity("crc32")); attest.ReasonOf(err) != stateDisk {
 		t.Error(err)
 	}
 	if _, err := Open("", "/x"); attest.ReasonOf(err) != stateDisk {
@@ -99,7 +102,7 @@ func TestADamagedFileIsRefusedAndNotReplaced(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, checkFile), []byte("zz"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.SetKey(key(t, 1)); attest.ReasonOf(err) != stateDisk {
+	if err := d.SetKey(t.Context(), key(t, 1)); attest.ReasonOf(err) != stateDisk {
 		t.Error(err)
 	}
 }

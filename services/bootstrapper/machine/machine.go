@@ -67,8 +67,11 @@ func (Real) Kubeadm(ctx context.Context, line func(string), args ...string) erro
 	return run(ctx, line, "kubeadm", args...)
 }
 
-// lookPath finds a program in the children's path, not in ours.
-func lookPath(name string) (string, error) {
+// Environment gives the environment of a child.
+func Environment() []string { return slices.Clone(environment) }
+
+// LookPath finds a program in the children's path, not in ours.
+func LookPath(name string) (string, error) {
 	dirs := strings.TrimPrefix(environment[0], "PATH=")
 	for _, d := range filepath.SplitList(dirs) {
 		p := filepath.Join(d, name)
@@ -80,7 +83,7 @@ func lookPath(name string) (string, error) {
 }
 
 func run(ctx context.Context, line func(string), name string, args ...string) error {
-	path, err := lookPath(name)
+	path, err := LookPath(name)
 	if err != nil {
 		return err
 	}

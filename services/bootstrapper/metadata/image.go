@@ -50,6 +50,12 @@ const (
 	DiskLUKS = "luks"
 )
 
+// Integrity of a LUKS2 volume.
+const (
+	IntegrityHMAC = "hmac-sha256"
+	IntegrityNone = "none"
+)
+
 // Image is the image-wide, measured configuration.
 type Image struct {
 	// StateDisk says how state is kept. Its mode has no default.
@@ -72,6 +78,9 @@ type StateDisk struct {
 	Mode string `json:"mode"`
 	// Path is the folder (plain) or the device (luks).
 	Path string `json:"path"`
+	// Integrity, of mode luks, is "hmac-sha256" (default) or "none": then who writes to the disk is
+	// not noticed.
+	Integrity string `json:"integrity,omitempty"`
 }
 
 // TPM says where the machine's TPM 2.0 is and how it is quoted.
@@ -136,6 +145,9 @@ func ParseImage(b []byte) (*Image, error) {
 		return nil, err
 	}
 	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen}
+	if img.StateDisk.Mode == DiskLUKS {
+		setDefault(&img.StateDisk.Integrity, IntegrityHMAC)
+	}
 	setDefault(&img.TPM.Device, "/dev/tpmrm0")
 	setDefault(&img.TPM.EventLog, "/sys/kernel/security/tpm0/binary_bios_measurements")
 	setDefault(&img.TPM.Bank, "sha256")
@@ -170,6 +182,9 @@ func (img *Image) validate() error {
 	default:
 		return fmt.Errorf(`stateDisk.mode: want "plain" or "luks", not %q`, img.StateDisk.Mode)
 	}
+	if err := img.StateDisk.validateIntegrity(); err != nil {
+		return err
+	}
 	for _, p := range []struct{ field, path string }{
 		{"stateDisk.path", img.StateDisk.Path}, {"tpm.device", img.TPM.Device}, {"tpm.eventLog", img.TPM.EventLog},
 	} {
@@ -189,6 +204,17 @@ func (img *Image) validate() error {
 		if _, _, err := net.SplitHostPort(a.addr); err != nil {
 			return fmt.Errorf("%s: want HOST:PORT: %w", a.field, err)
 		}
+	}
+	return nil
+}
+
+func (d StateDisk) validateIntegrity() error {
+	switch {
+	case d.Integrity == "":
+	case d.Mode != DiskLUKS:
+		return fmt.Errorf("stateDisk.integrity: only mode %q has it", DiskLUKS)
+	case d.Integrity != IntegrityHMAC && d.Integrity != IntegrityNone:
+		return fmt.Errorf("stateDisk.integrity: want %q or %q, not %q", IntegrityHMAC, IntegrityNone, d.Integrity)
 	}
 	return nil
 }

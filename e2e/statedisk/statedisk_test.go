@@ -1,0 +1,132 @@
+// Package statedisk runs the state disk's code where it belongs, on a machine with device-mapper: a virtual
+// one, whose disk the test has in its hands between two boots.
+package statedisk
+
+import (
+	"bytes"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const marker = "MUSTER-MARKER-ON-THE-STATE-DISK"
+
+func TestTheStateDisk(t *testing.T) {
+	m := newMachine(t, 64<<20)
+
+	said := m.boot(t, "format")
+	wants(t, said, "^state blank$", `^formatted in .* told [1-9][0-9]* times, last ([0-9]+) of ([0-9]+)$`, "^first key: mode -rw-------$", "^disk .* is open$")
+	id := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$")
+	m.hasNoMarker(t)
+
+	// It was switched off before it had a cluster's key. Its ID stays: it may have been told already.
+	said = m.boot(t, "join")
+	wants(t, said, "^state new$", "^key set in ", "^another key: STATE_DISK: .*another cluster")
+	if again := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$"); again != id {
+		t.Errorf("the disk was %s, and is %s", id, again)
+	}
+	m.hasNoMarker(t)
+	h, err := luks2.Parse(m.header(t), luks2.HMACSHA256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h.ID.String() != id || h.Label != luks2.LabelState {
+		t.Errorf("header of %s, %s", h.ID, h.Label)
+	}
+
+	said = m.boot(t, "unlock")
+	wants(t, said, "^state locked$", "^wrong key: STATE_DISK: .*does not open", "^unlocked in ", "^disk "+id+"$", "^blocks: [1-9][0-9]* good, 0 bad$",
+		"^marker: 32000 bytes, whole true, <nil>$")
+	m.hasNoMarker(t)
+
+	// One bit, somewhere in the data: the kernel gives no block whose MAC is wrong.
+	m.flip(t, 40<<20)
+	wants(t, m.boot(t, "unlock"), "^blocks: [1-9][0-9]* good, [1-9][0-9]* bad$")
+	m.flip(t, 40<<20)
+
+	good := m.header(t)
+	bad := bytes.ReplaceAll(good, []byte(luks2.Cipher+`","key_size":64`), []byte(`cipher_null-ecb","key_size":64`))
+	m.replaceHeader(t, bad)
+	said = m.boot(t, "unlock")
+	wants(t, said, "^error: state: STATE_DISK: .*nothing of it was opened")
+	m.replaceHeader(t, good)
+	wants(t, m.boot(t, "unlock"), "^unlocked in ", "^marker: 32000 bytes, whole true, <nil>$")
+}
+
+func (m *machine) hasNoMarker(t *testing.T) {
+	t.Helper()
+	b, err := os.ReadFile(m.disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if i := bytes.Index(b, []byte(marker)); i >= 0 {
+		t.Errorf("the marker lies on the disk, at %d, for all to read", i)
+	}
+}
+
+func (m *machine) header(t *testing.T) []byte {
+	t.Helper()
+	b, err := os.ReadFile(m.disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b[:luks2.Size]
+}
+
+func (m *machine) replaceHeader(t *testing.T, b []byte) {
+	t.Helper()
+	f, err := os.OpenFile(m.disk, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt(b[:luks2.Size], 0); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (m *machine) flip(t *testing.T, at int64) {
+	t.Helper()
+	f, err := os.OpenFile(m.disk, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, 1)
+	if _, err := f.ReadAt(b, at); err != nil {
+		t.Fatal(err)
+	}
+	b[0] ^= 1
+	if _, err := f.WriteAt(b, at); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func wants(t *testing.T, said []string, patterns ...string) {
+	t.Helper()
+	for _, p := range patterns {
+		if !slices.ContainsFunc(said, regexp.MustCompile(p).MatchString) {
+			t.Errorf("nothing fits %s in:\n%s", p, strings.Join(said, "\n"))
+		}
+	}
+}
+
+func submatch(t *testing.T, said []string, pattern string) string {
+	t.Helper()
+	re := regexp.MustCompile(pattern)
+	for _, s := range said {
+		if m := re.FindStringSubmatch(s); m != nil {
+			return m[1]
+		}
+	}
+	t.Fatalf("nothing fits %s in:\n%s", pattern, strings.Join(said, "\n"))
+	return ""
+}

@@ -1,0 +1,400 @@
+package disk
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Where an open volume is, and where the first key of a new one is, until the cluster's takes its place.
+const (
+	Mapped       = "/dev/mapper/" + mappedName
+	FirstKeyFile = "/run/muster/state-key"
+	mappedName   = "muster-state"
+)
+
+// ErrWrongKey says that a key is not the disk's. It stands inside a refusal with STATE_DISK.
+var ErrWrongKey = errors.New("the key does not open the state disk")
+
+// State is what a state disk is at the moment.
+type State int
+
+// The states. The zero value is none.
+const (
+	// StateBlank: nothing was ever written where the header goes. First boot.
+	StateBlank State = iota + 1
+	// StateNew: formatted, but its first key is lost, and it never had the cluster's.
+	StateNew
+	// StateLocked: it wants the cluster's key.
+	StateLocked
+	// StateOpen: it is at [Mapped].
+	StateOpen
+)
+
+// String gives the state's name.
+func (s State) String() string {
+	switch s {
+	case StateBlank:
+		return "blank"
+	case StateNew:
+		return "new"
+	case StateLocked:
+		return "locked"
+	case StateOpen:
+		return "open"
+	}
+	return fmt.Sprintf("state %d", int(s))
+}
+
+// LUKS is a LUKS2 volume. The initramfs formats or unlocks it; the running system gives it its key.
+//
+// No program but this one reads or writes the header on the disk. It is read once, into memory, and judged by
+// package luks2 (B5); cryptsetup works on an anonymous file in memory that holds what was
+// judged. What cryptsetup has written there is judged too before it goes to the disk.
+//
+// A disk is new until one write of one sector says that it is not, and that write comes last.
+type LUKS struct {
+	device    string
+	integrity luks2.Integrity
+	sys       string // where sysfs is
+	firstKey  string // where the first key is, on a file system in memory
+	run       runner
+}
+
+// runner runs a program with files from descriptor 3 on, and hands each line of its output to line, if that is not nil.
+type runner func(ctx context.Context, files []*os.File, line func(string), name string, args ...string) error
+
+// Option changes what [OpenLUKS] expects.
+type Option func(*LUKS) error
+
+// WithIntegrity takes stateDisk.integrity of the image's configuration: "hmac-sha256", or nothing, which
+// is the same, or "none".
+func WithIntegrity(name string) Option {
+	return func(l *LUKS) error {
+		switch name {
+		case "", "hmac-sha256":
+			l.integrity = luks2.HMACSHA256
+		case "none":
+			l.integrity = luks2.NoIntegrity
+		default:
+			return refuse(`stateDisk.integrity: want "hmac-sha256" or "none", not %q`, name)
+		}
+		return nil
+	}
+}
+
+// WithRoot says where /sys and /run are, if not below "/".
+func WithRoot(root string) Option {
+	return func(l *LUKS) error {
+		l.sys, l.firstKey = filepath.Join(root, "/sys"), filepath.Join(root, FirstKeyFile)
+		return nil
+	}
+}
+
+// OpenLUKS returns the state disk on a block device. It reads nothing yet. Without an option it wants integrity.
+func OpenLUKS(device string, options ...Option) (*LUKS, error) {
+	l := &LUKS{device: device, integrity: luks2.HMACSHA256, sys: "/sys", firstKey: FirstKeyFile, run: run}
+	if !filepath.IsAbs(device) {
+		return nil, refuse("stateDisk.path %q is not a device's absolute path", device)
+	}
+	for _, o := range options {
+		if err := o(l); err != nil {
+			return nil, err
+		}
+	}
+	return l, nil
+}
+
+// State says what the disk is. It is refused with STATE_DISK if it is anything but what Muster
+// writes; nothing has been opened then.
+func (l *LUKS) State() (State, error) {
+	if _, open, err := l.mapped(); err != nil || open {
+		return StateOpen, err
+	}
+	b, err := l.read()
+	if err != nil {
+		return 0, err
+	}
+	if luks2.Blank(b) {
+		return StateBlank, nil
+	}
+	if _, isNew := luks2.New(b); isNew {
+		return StateNew, nil
+	}
+	if _, err := l.judge(b); err != nil {
+		return 0, err
+	}
+	return StateLocked, nil
+}
+
+// ID implements [Disk]. An open volume's is what it was opened with, by the kernel's word: the header may
+// have been changed meanwhile. A blank disk has none yet.
+func (l *LUKS) ID() (keys.DiskID, error) {
+	id, open, err := l.mapped()
+	if err != nil || open {
+		return id, err
+	}
+	b, err := l.read()
+	if err != nil {
+		return keys.DiskID{}, err
+	}
+	if id, isNew := luks2.New(b); isNew {
+		return id, nil
+	}
+	if luks2.Blank(b) {
+		return keys.DiskID{}, refuse("the state disk %s is blank, and has no ID before it is formatted", l.device)
+	}
+	h, err := l.judge(b)
+	if err != nil {
+		return keys.DiskID{}, err
+	}
+	return h.ID, nil
+}
+
+// Unlock opens the disk at [Mapped] with the cluster's key. The error wraps [ErrWrongKey] if the key does not fit.
+// It does nothing if the disk is open and the key fits.
+func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
+	b, err := l.read()
+	if err != nil {
+		return err
+	}
+	h, err := l.judge(b)
+	if err != nil {
+		return err
+	}
+	if h.Label != luks2.LabelState {
+		return refuse("the state disk %s is new: it is formatted, not unlocked", l.device)
+	}
+	f, err := inMemory(h.Bytes(), true) // B5: judged, tried and opened are the same bytes
+	if err != nil {
+		return refuse("the state disk: %w", err)
+	}
+	defer f.Close()
+	if err := l.try(ctx, f, key); err != nil {
+		return err
+	}
+	if id, open, err := l.mapped(); err != nil || open {
+		if err == nil && id != h.ID {
+			err = refuse("another disk is open at %s", Mapped)
+		}
+		return err
+	}
+	return l.open(ctx, f, key)
+}
+
+// SetKey implements [Disk]. It wants the volume to be open. Until its last write the disk is new, and a
+// machine that dies before formats it again at the next boot: nothing of value is on it yet (B3).
+func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
+	id, open, err := l.mapped()
+	if err != nil {
+		return err
+	}
+	if !open {
+		return refuse("the state disk %s is not open: the image's initramfs has to run `bootstrapper unlock`", l.device)
+	}
+	b, err := l.read()
+	if err != nil {
+		return err
+	}
+	h, err := l.judge(b)
+	if err != nil {
+		return err
+	}
+	if h.ID != id {
+		return refuse("the header of %s was replaced while the disk was open: its UUID is %s, and was %s", l.device, h.ID, id)
+	}
+	if h.Label == luks2.LabelState {
+		return l.hasKey(ctx, h, key)
+	}
+	first, err := readFirstKey(l.firstKey)
+	if err != nil {
+		return refuse("the state disk is new, and its first key is lost: reboot the machine, which formats it again: %w", err)
+	}
+	next, err := l.rekey(ctx, h, first, key)
+	if err != nil {
+		return err
+	}
+	if err := l.write(next); err != nil {
+		return refuse("write the header of %s: %w", l.device, err)
+	}
+	return l.forgetFirstKey()
+}
+
+// hasKey says whether a disk that is a cluster's has this key.
+func (l *LUKS) hasKey(ctx context.Context, h *luks2.Header, key keys.Disk) error {
+	f, err := inMemory(h.Bytes(), true)
+	if err != nil {
+		return refuse("the state disk: %w", err)
+	}
+	defer f.Close()
+	if err := l.try(ctx, f, key); errors.Is(err, ErrWrongKey) {
+		return refuse("the state disk %s belongs to another key, so to another cluster: erase its first MiB if nothing on it is needed, and restart the machine: %w", l.device, ErrWrongKey)
+	} else if err != nil {
+		return err
+	}
+	return l.forgetFirstKey()
+}
+
+// forgetFirstKey removes a key that opens nothing any more.
+func (l *LUKS) forgetFirstKey() error {
+	if err := os.Remove(l.firstKey); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return refuse("remove the state disk's first key: %w", err)
+	}
+	return nil
+}
+
+// judge is package luks2's word as a refusal.
+func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
+	h, err := luks2.Parse(b, l.integrity)
+	if err != nil {
+		return nil, refuse("the header of %s is not one that Muster writes, and nothing of it was opened: %w; "+
+			"if nothing on the disk is needed, erase its first MiB", l.device, err)
+	}
+	return h, nil
+}
+
+// read reads the header once.
+func (l *LUKS) read() ([]byte, error) {
+	f, err := os.Open(l.device)
+	if err != nil {
+		return nil, refuse("the state disk: %w", err)
+	}
+	defer f.Close()
+	b := make([]byte, luks2.Size)
+	if _, err := io.ReadFull(f, b); err != nil {
+		return nil, refuse("read the header of %s: %w", l.device, err)
+	}
+	return b, nil
+}
+
+// write puts a header on the disk such that each moment's disk is the one before, or new, or the one after. What says
+// that it is new is in the first sector, which a disk writes whole or not at all. It is
+// written first for a new disk, and last for one that becomes a cluster's.
+func (l *LUKS) write(h *luks2.Header) (err error) {
+	f, err := os.OpenFile(l.device, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	const sector = 512
+	parts := []struct{ from, to int }{{0, sector}, {sector, luks2.Size}}
+	if h.Label == luks2.LabelState {
+		parts[0], parts[1] = parts[1], parts[0]
+	}
+	for _, p := range parts {
+		if _, err := f.WriteAt(h.Bytes()[p.from:p.to], int64(p.from)); err != nil {
+			return err
+		}
+		if err := f.Sync(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mapped says whether the volume is open, and the ID that it was opened with, as the kernel has it: device-mapper's
+// UUID, which libcryptsetup makes as CRYPT-LUKS2-UUID-NAME without the UUID's dashes.
+func (l *LUKS) mapped() (id keys.DiskID, open bool, err error) {
+	names, err := filepath.Glob(filepath.Join(l.sys, "block/dm-*/dm/name"))
+	if err != nil {
+		return id, false, err
+	}
+	for _, name := range names {
+		b, err := os.ReadFile(name)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // it was closed meanwhile
+		}
+		if err != nil {
+			return id, false, refuse("the state disk: %w", err)
+		}
+		if strings.TrimSuffix(string(b), "\n") != mappedName {
+			continue
+		}
+		if b, err = os.ReadFile(filepath.Join(filepath.Dir(name), "uuid")); err != nil {
+			return id, false, refuse("the state disk: %w", err)
+		}
+		u, isLUKS := strings.CutPrefix(strings.TrimSuffix(string(b), "\n"), "CRYPT-LUKS2-")
+		u, isOurs := strings.CutSuffix(u, "-"+mappedName)
+		if !isLUKS || !isOurs || len(u) != 32 {
+			return id, false, refuse("%s is something else than a state disk: %.80q", Mapped, b)
+		}
+		if id, err = keys.ParseDiskID(u[:8] + "-" + u[8:12] + "-" + u[12:16] + "-" + u[16:20] + "-" + u[20:]); err != nil {
+			return id, false, refuse("%s: %w", Mapped, err)
+		}
+		return id, true, nil
+	}
+	return id, false, nil
+}
+
+// inMemory gives an anonymous file with this content; sealed, nobody can change it.
+func inMemory(content []byte, sealed bool) (*os.File, error) {
+	fd, err := unix.MemfdCreate("header", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("memfd_create: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "header") //nolint:gosec // a file descriptor
+	if _, err := f.WriteAt(content, 0); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	if sealed {
+		if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_SEAL|unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_WRITE); err != nil {
+			return nil, errors.Join(fmt.Errorf("seal: %w", err), f.Close())
+		}
+	}
+	return f, nil
+}
+
+// newFirstKey makes the random key that a new disk has until the cluster's takes its place.
+func newFirstKey() (keys.Disk, error) {
+	b := make([]byte, keys.Size)
+	_, _ = rand.Read(b) // never fails
+	return keys.ParseDisk(b)
+}
+
+// writeFirstKey passes the first key to the running system. It goes nowhere but to memory (K3).
+func writeFirstKey(file string, key keys.Disk) error {
+	dir := filepath.Dir(file)
+	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // pods' sockets are in there too
+		return err
+	}
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	if st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
+		return fmt.Errorf("%s is not on a file system in memory (type %#x), and a key goes to no other", dir, st.Type)
+	}
+	if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(hex.EncodeToString(key.Expose()) + "\n")
+	return errors.Join(err, f.Close())
+}
+
+func readFirstKey(file string) (keys.Disk, error) {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return keys.Disk{}, err
+	}
+	raw, err := hex.DecodeString(strings.TrimSuffix(string(b), "\n"))
+	if err != nil {
+		return keys.Disk{}, fmt.Errorf("%s is damaged", file) // K3: not what is in it
+	}
+	return keys.ParseDisk(raw)
+}
