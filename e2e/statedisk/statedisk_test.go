@@ -20,45 +20,37 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 const marker = "MUSTER-MARKER-ON-THE-STATE-DISK"
 
 func TestTheStateDisk(t *testing.T) {
-	m := newMachine(t, 64<<20)
+	m := newMachine(t, 40<<20)
 
-	said := m.boot(t, "format")
+	// The power is cut while the first boot formats the disk: the next one finds it as it was.
+	m.boot(t, "format", regexp.MustCompile("^progress ([2-9]|[12][0-9])[0-9]{6} of"))
+
+	said := m.boot(t, "format", nil)
 	wants(t, said, "^state blank$", `^formatted in .* told [1-9][0-9]* times, last ([0-9]+) of ([0-9]+)$`, "^first key: mode -rw-------$", "^disk .* is open$")
 	id := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$")
 	m.hasNoMarker(t)
 
 	// It was switched off before it had a cluster's key. Its ID stays: it may have been told already.
-	said = m.boot(t, "join")
+	said = m.boot(t, "join", nil)
 	wants(t, said, "^state new$", "^key set in ", "^another key: STATE_DISK: .*another cluster")
 	if again := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$"); again != id {
 		t.Errorf("the disk was %s, and is %s", id, again)
 	}
 	m.hasNoMarker(t)
-	h, err := luks2.Parse(m.header(t), luks2.HMACSHA256)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if h.ID.String() != id || h.Label != luks2.LabelState {
+	if h, err := luks2.Parse(m.header(t), luks2.HMACSHA256); err != nil {
+		t.Error(err)
+	} else if h.ID.String() != id || h.Label != luks2.LabelState {
 		t.Errorf("header of %s, %s", h.ID, h.Label)
 	}
 
-	said = m.boot(t, "unlock")
+	said = m.boot(t, "unlock", nil)
 	wants(t, said, "^state locked$", "^wrong key: STATE_DISK: .*does not open", "^unlocked in ", "^disk "+id+"$", "^blocks: [1-9][0-9]* good, 0 bad$",
 		"^marker: 32000 bytes, whole true, <nil>$")
 	m.hasNoMarker(t)
 
 	// One bit, somewhere in the data: the kernel gives no block whose MAC is wrong.
-	m.flip(t, 40<<20)
-	wants(t, m.boot(t, "unlock"), "^blocks: [1-9][0-9]* good, [1-9][0-9]* bad$")
-	m.flip(t, 40<<20)
-
-	good := m.header(t)
-	bad := bytes.ReplaceAll(good, []byte(luks2.Cipher+`","key_size":64`), []byte(`cipher_null-ecb","key_size":64`))
-	m.replaceHeader(t, bad)
-	said = m.boot(t, "unlock")
-	wants(t, said, "^error: state: STATE_DISK: .*nothing of it was opened")
-	m.replaceHeader(t, good)
-	wants(t, m.boot(t, "unlock"), "^unlocked in ", "^marker: 32000 bytes, whole true, <nil>$")
+	m.flip(t, 24<<20)
+	wants(t, m.boot(t, "unlock", nil), "^blocks: [1-9][0-9]* good, [1-9][0-9]* bad$")
 }
 
 func (m *machine) hasNoMarker(t *testing.T) {
@@ -79,18 +71,6 @@ func (m *machine) header(t *testing.T) []byte {
 		t.Fatal(err)
 	}
 	return b[:luks2.Size]
-}
-
-func (m *machine) replaceHeader(t *testing.T, b []byte) {
-	t.Helper()
-	f, err := os.OpenFile(m.disk, os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	if _, err := f.WriteAt(b[:luks2.Size], 0); err != nil {
-		t.Fatal(err)
-	}
 }
 
 func (m *machine) flip(t *testing.T, at int64) {

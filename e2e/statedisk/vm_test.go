@@ -8,6 +8,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -19,7 +21,7 @@ import (
 var programs = []string{"/usr/sbin/cryptsetup", "/usr/sbin/mkfs.ext4"}
 
 // modules that the guest's kernel needs, beside what these depend on.
-var modules = []string{"virtio_pci", "virtio_blk", "dm_crypt", "dm_integrity", "xts", "aesni-intel", "authenc", "sha256-ssse3", "algif_skcipher"}
+var modules = []string{"virtio_pci", "virtio_blk", "dm_crypt", "dm_integrity", "xts", "aesni-intel", "authenc", "sha256-ssse3"}
 
 // machine is a virtual machine with a state disk and nothing else.
 type machine struct{ dir, kernel, disk string }
@@ -66,8 +68,9 @@ func newMachine(t *testing.T, diskSize int64) *machine {
 	return m
 }
 
-// boot runs the machine until it powers itself off, and gives what the guest said.
-func (m *machine) boot(t *testing.T, do string) []string {
+// boot runs the machine until it powers itself off, and gives what the guest said. If a line fits cut, the power is
+// cut there.
+func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
 	defer cancel()
@@ -76,16 +79,38 @@ func (m *machine) boot(t *testing.T, do string) []string {
 		"-kernel", m.kernel, "-initrd", filepath.Join(m.dir, "initrd"), "-append", "console=ttyS0 panic=-1 quiet muster.do="+do,
 		"-drive", "if=none,id=d,format=raw,file="+m.disk, "-device", "virtio-blk-pci,drive=d")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	out, err := cmd.Output()
-	var said []string
-	for s := bufio.NewScanner(bytes.NewReader(out)); s.Scan(); {
-		if _, line, ok := strings.Cut(strings.TrimRight(s.Text(), "\r"), "guest: "); ok {
-			t.Log(do + ": " + line)
-			said = append(said, line)
+	runtime.LockOSThread() // the kernel sends the signal when the thread ends that started the machine
+	defer runtime.UnlockOSThread()
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var all, said []string
+	wasCut := false
+	for s := bufio.NewScanner(out); s.Scan(); {
+		all = append(all, s.Text())
+		_, line, ok := strings.Cut(strings.TrimRight(s.Text(), "\r"), "guest: ")
+		if !ok {
+			continue
+		}
+		t.Log(do + ": " + line)
+		said = append(said, line)
+		if cut != nil && cut.MatchString(line) && !wasCut {
+			wasCut = true
+			if err := cmd.Process.Kill(); err != nil {
+				t.Error(err)
+			}
 		}
 	}
-	if err != nil || !slices.Contains(said, "end") {
-		t.Fatalf("the machine did not come to its end: %v\n%s", err, out)
+	err = cmd.Wait()
+	if cut != nil && wasCut {
+		return said
+	}
+	if err != nil || cut != nil || !slices.Contains(said, "end") {
+		t.Fatalf("the machine did not come to its end: %v\n%s", err, strings.Join(all, "\n"))
 	}
 	return said
 }
@@ -111,7 +136,7 @@ func debianKernel(t *testing.T) string {
 	if _, err := os.Stat(dir); err == nil {
 		return dir
 	}
-	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil { //nolint:gosec // a cache
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	tmp, err := os.MkdirTemp(filepath.Dir(dir), ".new-")

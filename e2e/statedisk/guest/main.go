@@ -102,7 +102,7 @@ func system(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		err = unix.FinitModule(int(f.Fd()), "", 0) //nolint:gosec // a file descriptor
+		err = unix.FinitModule(int(f.Fd()), "", 0)
 		if err = errors.Join(err, f.Close()); err != nil && !errors.Is(err, unix.EEXIST) {
 			say("module %s: %v", filepath.Base(m), err)
 		}
@@ -152,7 +152,7 @@ func format(ctx context.Context, l *disk.LUKS) error {
 }
 
 func mount() error {
-	if err := os.MkdirAll("/mnt", 0o755); err != nil { //nolint:gosec // the only user is root
+	if err := os.MkdirAll("/mnt", 0o755); err != nil {
 		return err
 	}
 	return unix.Mount(disk.Mapped, "/mnt", "ext4", 0, "")

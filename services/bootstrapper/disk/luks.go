@@ -344,7 +344,7 @@ func inMemory(content []byte, sealed bool) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("memfd_create: %w", err)
 	}
-	f := os.NewFile(uintptr(fd), "header") //nolint:gosec // a file descriptor
+	f := os.NewFile(uintptr(fd), "header")
 	if _, err := f.WriteAt(content, 0); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -366,7 +366,7 @@ func newFirstKey() (keys.Disk, error) {
 // writeFirstKey passes the first key to the running system. It goes nowhere but to memory (K3).
 func writeFirstKey(file string, key keys.Disk) error {
 	dir := filepath.Dir(file)
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // pods' sockets are in there too
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
 	var st unix.Statfs_t

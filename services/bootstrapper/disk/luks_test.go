@@ -230,7 +230,7 @@ func TestAFormatThatFailsLeavesTheDiskAsItWas(t *testing.T) {
 	r := newRig(t, luks2.NoIntegrity, nil)
 	r.before = func(args []string) {
 		if args[0] == "open" {
-			r.LUKS.device = "/dev/null" // nor is there anything to open
+			r.device = "/dev/null" // nor is there anything to open
 		}
 	}
 	device := r.device

@@ -61,6 +61,20 @@ kubeadm:
 	}
 }
 
+func TestAnEncryptedDiskHasIntegrityUnlessTold(t *testing.T) {
+	for yaml, want := range map[string]string{
+		"stateDisk: {mode: luks, path: /dev/sda}\n":                         IntegrityHMAC,
+		"stateDisk: {mode: luks, path: /dev/sda, integrity: hmac-sha256}\n": IntegrityHMAC,
+		"stateDisk: {mode: luks, path: /dev/sda, integrity: none}\n":        IntegrityNone,
+		"stateDisk: {mode: plain, path: /state}\n":                          "",
+	} {
+		img, err := ParseImage([]byte(imageHead + yaml))
+		if err != nil || img.StateDisk.Integrity != want {
+			t.Errorf("%s: %+v, %v", yaml, img, err)
+		}
+	}
+}
+
 func TestAnImageIsRefused(t *testing.T) {
 	disk := "stateDisk: {mode: plain, path: /state}\n"
 	for name, tt := range map[string]struct{ yaml, want string }{
@@ -71,6 +85,8 @@ func TestAnImageIsRefused(t *testing.T) {
 		"a doubled field":           {imageHead + disk + disk, "already set"},
 		"a disk without a mode":     {imageHead + "stateDisk: {path: /state}\n", "no default"},
 		"another disk mode":         {imageHead + "stateDisk: {mode: zfs, path: /state}\n", "zfs"},
+		"integrity of a folder":     {imageHead + "stateDisk: {mode: plain, path: /state, integrity: none}\n", "stateDisk.integrity"},
+		"another integrity":         {imageHead + "stateDisk: {mode: luks, path: /dev/sda, integrity: crc32}\n", "crc32"},
 		"a relative path":           {imageHead + "stateDisk: {mode: plain, path: state}\n", "stateDisk.path"},
 		"a path that climbs":        {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
 		"another bank":              {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},

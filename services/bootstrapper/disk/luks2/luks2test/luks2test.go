@@ -44,7 +44,7 @@ func (h Header) Bytes() []byte {
 		copy(m[72:104], "sha256")
 		_, _ = rand.Read(m[104:168]) // never fails
 		copy(m[168:208], h.UUID)
-		binary.BigEndian.PutUint64(m[256:], uint64(i)*luks2.MetadataSize) //nolint:gosec // 0 or 1
+		binary.BigEndian.PutUint64(m[256:], uint64(i)*luks2.MetadataSize)
 		copy(m[4096:], h.JSON)
 		Seal(m)
 	}
@@ -74,7 +74,7 @@ func Genuine(t testing.TB, key []byte, integrity luks2.Integrity, label string) 
 		t.Fatal(err)
 	}
 	for i := 0; i < len(area); i += 512 {
-		c.Encrypt(area[i:i+512], area[i:i+512], uint64(i/512)) //nolint:gosec // positive
+		c.Encrypt(area[i:i+512], area[i:i+512], uint64(i/512))
 	}
 	digest, err := pbkdf2.Key(sha256.New, string(volume), digestSalt, luks2.Iterations, 32)
 	if err != nil {
@@ -136,7 +136,7 @@ func split(area, key []byte, stripes int) {
 func diffuse(b []byte) {
 	for i := 0; i*sha256.Size < len(b); i++ {
 		block := b[i*sha256.Size : min(len(b), (i+1)*sha256.Size)]
-		in := binary.BigEndian.AppendUint32(nil, uint32(i)) //nolint:gosec // small
+		in := binary.BigEndian.AppendUint32(nil, uint32(i))
 		sum := sha256.Sum256(append(in, block...))
 		copy(block, sum[:])
 	}
