@@ -141,6 +141,14 @@ func (m *Member) JudgeJoiners() (*policy.Judge, error) {
 	})
 }
 
+// JudgeRejoiners judges machines that ask for the key of their state disk: those that have rebooted,
+// and whose bootstrapper has not yet locked them again. A machine that runs already has its disk open.
+func (m *Member) JudgeRejoiners() (*policy.Judge, error) {
+	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
+		return []attest.Lock{attest.Unlocked()}, nil
+	})
+}
+
 // Ready says by name what must hold for the service to be an endpoint. That the key service or the
 // API can be reached is no part of it: a joinservice that is no endpoint can't tell a machine when to
 // try again.

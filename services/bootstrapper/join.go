@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
-	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -17,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -41,10 +40,7 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		case <-over:
 		}
 	})
-	pause := retry.Backoff{Min: b.cfg.Timing.RetryMin, Max: b.cfg.Timing.RetryMax}
-	// To find nobody costs nobody anything: a machine that waits for its cluster to be made
-	// looks again soon.
-	knock := retry.Backoff{Min: b.cfg.Timing.RetryMin, Max: min(b.cfg.Timing.RetryMax, maxKnock)}
+	pauses := seek.NewPauses(b.cfg.Timing.RetryMin, b.cfg.Timing.RetryMax)
 	var order []string // endpoints, those that failed last
 	for {
 		failed, err := b.joinOnce(ctx, racing, &order)
@@ -57,25 +53,13 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 			b.metrics.joins.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
 			return nil
 		}
-		var hint time.Duration
 		if failed {
-			reason := attest.ReasonName(reasonOf(err))
-			hint = rpc.RetryAfterFrom(err)
+			reason := attest.ReasonName(seek.ReasonOf(err))
 			b.metrics.joins.WithLabelValues(reason).Inc()
-			b.tries.fail(reasonOf(err), true)
-			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", hint.String())
+			b.tries.fail(seek.ReasonOf(err), true)
+			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", rpc.RetryAfterFrom(err).String())
 		}
-		var wait time.Duration
-		if errors.Is(err, errNobody) || errors.Is(err, errUnreachable) {
-			wait = knock.Next(0)
-			pause.Reset()
-		} else {
-			if reasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
-				pause.Reset() // others go first; its turn must not be slept through
-			}
-			wait = pause.Next(hint)
-			knock.Reset()
-		}
+		wait := pauses.Next(err)
 		b.tries.wait(wait)
 		if err := retry.Wait(racing, wait); errors.Is(err, errLostRace) {
 			return errLostRace
@@ -84,28 +68,6 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		}
 	}
 }
-
-// reasonOf gives the reason of an error of ours or of a call.
-func reasonOf(err error) attestv1.Reason {
-	if r := rpc.ReasonFrom(err); r != attestv1.Reason_REASON_UNSPECIFIED {
-		return r
-	}
-	if errors.Is(err, context.DeadlineExceeded) {
-		return attestv1.Reason_REASON_DEADLINE
-	}
-	if _, ok := errors.AsType[net.Error](err); ok {
-		return attestv1.Reason_REASON_NOT_READY
-	}
-	return attestv1.Reason_REASON_INTERNAL
-}
-
-var (
-	errNobody      = errors.New("no joinservice is known yet")
-	errUnreachable = errors.New("no joinservice can be reached")
-)
-
-// maxKnock bounds the pause while nobody is there to be asked.
-const maxKnock = 5 * time.Second
 
 // joinOnce makes one try. failed is false if there was nobody to ask.
 func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (failed bool, err error) {
@@ -122,18 +84,18 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	*order = merge(*order, meta.JoinEndpoints)
+	*order = seek.Merge(*order, meta.JoinEndpoints)
 	b.tries.begin(*order)
 	if len(*order) == 0 {
-		return false, errNobody
+		return false, seek.ErrNobody
 	}
-	endpoint, first, err := race(racing, *order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
+	endpoint, first, err := seek.Race(racing, *order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
 	if err != nil {
-		return true, fmt.Errorf("%w: %w", errUnreachable, err)
+		return true, fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
 	}
 	defer first.Close()
 	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {
-		*order = demote(*order, endpoint)
+		*order = seek.Demote(*order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, namedDisk(err))
 	}
 	return true, nil
@@ -235,83 +197,4 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	}
 	tell(initv1.Phase_PHASE_DONE, "this machine is a node")
 	return nil
-}
-
-// handOver gives a transport the connection that won the race, and dials from then on.
-func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
-	handed := make(chan net.Conn, 1)
-	handed <- first
-	return func(ctx context.Context, network, addr string) (net.Conn, error) {
-		select {
-		case c := <-handed:
-			return c, nil
-		default:
-			return (&net.Dialer{Timeout: timeout}).DialContext(ctx, network, addr)
-		}
-	}
-}
-
-// merge keeps the order of what is known, drops what is gone and appends what is new.
-func merge(known, now []string) []string {
-	out := slices.DeleteFunc(slices.Clone(known), func(e string) bool { return !slices.Contains(now, e) })
-	for _, e := range now {
-		if !slices.Contains(out, e) {
-			out = append(out, e)
-		}
-	}
-	return out
-}
-
-// demote puts an endpoint that failed behind the others.
-func demote(order []string, e string) []string {
-	return append(slices.DeleteFunc(slices.Clone(order), func(o string) bool { return o == e }), e)
-}
-
-// race connects to the endpoints happy-eyeballs style (RFC 8305): each gets a head start
-// before the next, a failure starts the next at once, and the first connection wins.
-func race(ctx context.Context, endpoints []string, stagger, timeout time.Duration) (string, net.Conn, error) {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	type outcome struct {
-		endpoint string
-		conn     net.Conn
-		err      error
-	}
-	results := make(chan outcome, len(endpoints))
-	next, open := 0, 0
-	var errs []error
-	head := time.NewTimer(0)
-	defer head.Stop()
-	defer func() { // the losers hang up
-		go func() {
-			for range open {
-				if o := <-results; o.conn != nil {
-					_ = o.conn.Close()
-				}
-			}
-		}()
-	}()
-	for {
-		select {
-		case <-head.C:
-			if next < len(endpoints) {
-				e := endpoints[next]
-				next, open = next+1, open+1
-				go func() {
-					c, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", e)
-					results <- outcome{e, c, err}
-				}()
-				head.Reset(stagger)
-			}
-		case o := <-results:
-			open--
-			if o.err == nil {
-				return o.endpoint, o.conn, nil
-			}
-			if errs = append(errs, o.err); len(errs) == len(endpoints) {
-				return "", nil, errors.Join(errs...)
-			}
-			head.Reset(0)
-		}
-	}
 }

@@ -9,6 +9,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -98,17 +99,14 @@ func (l *nodeLock) acquire(ctx context.Context, claim journal.Record) error {
 func mayResume(rec, claim journal.Record) error {
 	switch {
 	case rec.Kind != claim.Kind:
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", taker(rec.Kind), stateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", taker(rec.Kind), seek.StateFolder)
 	case rec.Kind.ByOwner() && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", taker(rec.Kind), stateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", taker(rec.Kind), seek.StateFolder)
 	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
-		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", stateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", seek.StateFolder)
 	}
 	return nil
 }
-
-// stateFolder is what holds the journal and the state disk's folder.
-const stateFolder = "/var/lib/muster"
 
 func taker(k journal.Kind) string {
 	switch k {
@@ -176,7 +174,7 @@ func (l *nodeLock) cleaned() error {
 func (l *nodeLock) newest(p journal.Policy, keep bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := notOlder(l.rec.Policy, p); err != nil || !keep {
+	if err := seek.NotOlder(l.rec.Policy, p); err != nil || !keep {
 		return err
 	}
 	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {
@@ -193,21 +191,6 @@ func (l *nodeLock) update(change func(*journal.Record)) error {
 	r := l.rec
 	change(&r)
 	return l.save(r)
-}
-
-// notOlder compares a policy with the newest that is known of the same owner; nil: none is.
-func notOlder(known *journal.Policy, p journal.Policy) error {
-	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
-		return nil
-	}
-	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + stateFolder + " and reboot it"
-	switch {
-	case p.Serial < known.Serial:
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)
-	case p.Serial == known.Serial && !bytes.Equal(p.Digest, known.Digest):
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents another policy with the serial %d than this machine has accepted: %s", p.Serial, way)
-	}
-	return nil
 }
 
 // save is called with the mutex held. What it returns an error for is not remembered.

@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -130,9 +131,9 @@ func (r *Reattester) Run(ctx context.Context) error {
 			pause.Reset()
 			wait = pause.Next(0)
 		default:
-			reason := attest.ReasonName(reasonOf(err))
+			reason := attest.ReasonName(seek.ReasonOf(err))
 			r.total.WithLabelValues(reason).Inc()
-			if errors.Is(err, errUnreachable) {
+			if errors.Is(err, seek.ErrUnreachable) {
 				pause.Reset() // to find nobody costs nobody anything
 			}
 			wait = pause.Next(rpc.RetryAfterFrom(err))
@@ -159,18 +160,18 @@ func (r *Reattester) once(ctx context.Context) (time.Duration, error) {
 	if err != nil {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	r.order = merge(r.order, endpoints(meta))
+	r.order = seek.Merge(r.order, endpoints(meta))
 	if len(r.order) == 0 {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: joinEndpoints names no joinservice: list one, or the node's certificates will not be renewed")
 	}
-	endpoint, first, err := race(ctx, r.order, r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
+	endpoint, first, err := seek.Race(ctx, r.order, r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
 	if err != nil {
-		return 0, fmt.Errorf("%w: %w", errUnreachable, err)
+		return 0, fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
 	}
 	defer first.Close()
 	interval, err := r.by(ctx, endpoint, first, rec)
 	if err != nil {
-		r.order = demote(r.order, endpoint)
+		r.order = seek.Demote(r.order, endpoint)
 		return 0, fmt.Errorf("%s: %w", endpoint, err)
 	}
 	return interval, nil
@@ -179,10 +180,10 @@ func (r *Reattester) once(ctx context.Context) (time.Duration, error) {
 // endpoints are the joinservices to attest to. A control plane has one of its own, so it does not
 // depend on those that were there before it.
 func endpoints(meta *metadata.Machine) []string {
-	out := merge(nil, meta.JoinEndpoints)
+	out := seek.Merge(nil, meta.JoinEndpoints)
 	if meta.Role == metadata.RoleControlPlane {
 		for _, a := range meta.Addresses {
-			out = merge(out, append(out, net.JoinHostPort(a.String(), joinservicePort)))
+			out = seek.Merge(out, append(out, net.JoinHostPort(a.String(), joinservicePort)))
 		}
 	}
 	return out
@@ -195,14 +196,14 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 	if owner == nil && len(rec.OwnerKey) > 0 {
 		owner = ed25519.PublicKey(rec.OwnerKey)
 	}
-	j := judges{ownerKey: owner, ekRoots: r.cfg.Image.EKRoots, bank: r.bank, pcrs: r.cfg.TPM, newVerifier: r.cfg.NewVerifier, newest: func(p journal.Policy, _ bool) error { return notOlder(rec.Policy, p) }}
-	verifier, appraiser, err := j.of(ctx, attest.LockedTo([32]byte(rec.ClusterID)))
+	j := seek.Judges{OwnerKey: owner, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier, Newest: func(p journal.Policy, _ bool) error { return seek.NotOlder(rec.Policy, p) }}
+	verifier, appraiser, err := j.Of(ctx, attest.LockedTo([32]byte(rec.ClusterID)))
 	if err != nil {
 		return 0, err
 	}
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: r.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: handOver(first, r.cfg.Timing.Dial),
+		DialContext: seek.HandOver(first, r.cfg.Timing.Dial),
 	})
 	if err != nil {
 		return 0, err

@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -34,7 +35,7 @@ func (b *Bootstrapper) open(ctx context.Context, endpoint string, first net.Conn
 	}
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: b.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: handOver(first, b.cfg.Timing.Dial),
+		DialContext: seek.HandOver(first, b.cfg.Timing.Dial),
 		OnPeer: func(p attest.Peer) {
 			b.log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", b.ownerKey != nil)
 		},
@@ -68,7 +69,7 @@ func (b *Bootstrapper) takeTurn(ctx context.Context, t *ticket, s *session, endp
 	if !t.controlPlane {
 		return func() {}
 	}
-	k := &turn{b: b, ticket: t.id, life: t.leaseLife, order: merge([]string{s.endpoint}, endpoints), over: s}
+	k := &turn{b: b, ticket: t.id, life: t.leaseLife, order: seek.Merge([]string{s.endpoint}, endpoints), over: s}
 	keep, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() { k.keep(keep) }) // J8
@@ -98,10 +99,10 @@ func (k *turn) keep(ctx context.Context) {
 			wait = k.life / 3
 			continue
 		case lost(err):
-			k.b.log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(reasonOf(err)), "err", err)
+			k.b.log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err)
 			return
 		}
-		k.b.log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(reasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
+		k.b.log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
 		if !told && time.Since(last) > k.life {
 			told = true
 			k.b.log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
@@ -112,7 +113,7 @@ func (k *turn) keep(ctx context.Context) {
 
 // lost says whether a joinservice has answered that there is nothing to renew.
 func lost(err error) bool {
-	r := reasonOf(err)
+	r := seek.ReasonOf(err)
 	return r == attestv1.Reason_REASON_TICKET_UNKNOWN || r == attestv1.Reason_REASON_CONTROL_PLANE_BUSY
 }
 
@@ -145,7 +146,7 @@ func (k *turn) call(ctx context.Context, done bool) error {
 	resp, err := k.over.RenewJoinLease(ctx, &joinv1.RenewJoinLeaseRequest{TicketId: k.ticket, Done: done})
 	if err != nil {
 		err = fmt.Errorf("%s: %w", k.over.endpoint, err)
-		k.order = demote(k.order, k.over.endpoint)
+		k.order = seek.Demote(k.order, k.over.endpoint)
 		k.hangUp()
 		return err
 	}
@@ -157,15 +158,15 @@ func (k *turn) call(ctx context.Context, done bool) error {
 
 func (k *turn) reopen(ctx context.Context) error {
 	if meta, err := k.b.cfg.Metadata(); err == nil { // which may name others by now
-		k.order = merge(k.order, meta.JoinEndpoints)
+		k.order = seek.Merge(k.order, meta.JoinEndpoints)
 	}
 	if len(k.order) == 0 {
-		return errNobody
+		return seek.ErrNobody
 	}
 	t := k.b.cfg.Timing
-	endpoint, first, err := race(ctx, k.order, t.Stagger, t.Dial)
+	endpoint, first, err := seek.Race(ctx, k.order, t.Stagger, t.Dial)
 	if err != nil {
-		return errors.Join(errUnreachable, err)
+		return errors.Join(seek.ErrUnreachable, err)
 	}
 	if k.over, err = k.b.open(ctx, endpoint, first); err != nil {
 		_ = first.Close()

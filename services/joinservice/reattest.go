@@ -48,13 +48,20 @@ func (s *Service) reattest(ctx context.Context, a *attempt) error {
 		a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
 		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), statusOf(a, peer))
 	}
-	if reason := attest.ReasonOf(err); refutes(reason) {
-		v := v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(a.began)}
-		if werr := s.cfg.Kube.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
-			s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
-		}
-	}
+	s.undoVerdict(ctx, a, peer, err)
 	return err
+}
+
+// undoVerdict writes a refusal that refutes the good verdict before it into the machine's AttestedNode.
+func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer, err error) {
+	reason := attest.ReasonOf(err)
+	if !refutes(reason) {
+		return
+	}
+	v := v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(a.began)}
+	if werr := s.cfg.Kube.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
+		s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
+	}
 }
 
 // refutes says whether a refusal of genuine evidence undoes the verdict before it. A lock that does

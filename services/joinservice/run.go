@@ -100,6 +100,10 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
+	rejoiners, err := m.JudgeRejoiners()
+	if err != nil {
+		return err
+	}
 	refusals, err := NewRefusals(joiners, k, m.Strangers, o.Log)
 	if err != nil {
 		return err
@@ -117,7 +121,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Members: members, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
+		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
 		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
 	})

@@ -57,6 +57,8 @@ type Config struct {
 	Judge attest.Appraiser
 	// Members is Judge for machines that are nodes already: locked to this cluster.
 	Members attest.Appraiser
+	// Rejoiners is Judge for machines that have rebooted: unlocked.
+	Rejoiners attest.Appraiser
 	// Interval is how often nodes are told to attest again.
 	Interval time.Duration
 	// Kube knows and writes enrolments, and gets certificates signed.
@@ -85,19 +87,23 @@ type Service struct {
 	confirmed atomic.Value
 	tickets   *prometheus.CounterVec
 	returns   *prometheus.CounterVec
+	rejoins   *prometheus.CounterVec
 	renewals  *prometheus.CounterVec
 	stages    *prometheus.HistogramVec
 }
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
 		cfg:     cfg,
 		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
 		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
+		rejoins: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_rejoin_tickets_total", Help: "Rejoin tickets asked for by machines that have rebooted, by role and outcome.",
+		}, []string{"role", "reason"}),
 		renewals: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_join_lease_renewals_total", Help: "Renewals and ends of a control plane's turn to join, by outcome.",
 		}, []string{"reason"}),
@@ -106,7 +112,7 @@ func New(cfg Config) (*Service, error) {
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 14), // 1 ms to 8 s
 		}, []string{"stage"}),
 	}
-	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.renewals, s.stages} {
+	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.rejoins, s.renewals, s.stages} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("joinservice: %w", err)
 		}

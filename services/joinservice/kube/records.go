@@ -75,6 +75,14 @@ func (k *Kube) Admitted(m attest.MachineID, node string, clientEnd, servingEnd t
 	r.certs[node] = expiry{clientEnd, servingEnd}
 }
 
+// Rejoined notes that a machine got its disk's key after a reboot: it waits no more.
+func (k *Kube) Rejoined(m attest.MachineID) {
+	r := k.records
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.wait[m.String()] = nil
+}
+
 // renewed notes when the certificate ends that a kubelet's own request led to.
 func (k *Kube) renewed(o *certificatesv1.CertificateSigningRequest) {
 	block, _ := pem.Decode(o.Status.Certificate)

@@ -47,20 +47,28 @@ const (
 	Phase_PHASE_CLUSTER_STATE Phase = 7
 	// Done; the bootstrapper has stopped or is about to.
 	Phase_PHASE_DONE Phase = 8
+	// In the initramfs of a machine that boots for the first time: its state disk is being
+	// formatted. What phases a machine went through before a reboot stands in the journal on
+	// that disk; the two phases from here on come before it can be read.
+	Phase_PHASE_FORMATTING Phase = 9
+	// In the initramfs of a machine that was rebooted: its state disk waits for its key.
+	Phase_PHASE_UNLOCKING Phase = 10
 )
 
 // Enum value maps for Phase.
 var (
 	Phase_name = map[int32]string{
-		0: "PHASE_UNSPECIFIED",
-		1: "PHASE_WAITING",
-		2: "PHASE_LOCKED",
-		3: "PHASE_DISK",
-		4: "PHASE_COMPONENTS",
-		5: "PHASE_CONFIGURED",
-		6: "PHASE_KUBEADM",
-		7: "PHASE_CLUSTER_STATE",
-		8: "PHASE_DONE",
+		0:  "PHASE_UNSPECIFIED",
+		1:  "PHASE_WAITING",
+		2:  "PHASE_LOCKED",
+		3:  "PHASE_DISK",
+		4:  "PHASE_COMPONENTS",
+		5:  "PHASE_CONFIGURED",
+		6:  "PHASE_KUBEADM",
+		7:  "PHASE_CLUSTER_STATE",
+		8:  "PHASE_DONE",
+		9:  "PHASE_FORMATTING",
+		10: "PHASE_UNLOCKING",
 	}
 	Phase_value = map[string]int32{
 		"PHASE_UNSPECIFIED":   0,
@@ -72,6 +80,8 @@ var (
 		"PHASE_KUBEADM":       6,
 		"PHASE_CLUSTER_STATE": 7,
 		"PHASE_DONE":          8,
+		"PHASE_FORMATTING":    9,
+		"PHASE_UNLOCKING":     10,
 	}
 )
 
@@ -737,7 +747,7 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"machine_id\x18\x03 \x01(\fR\tmachineId\x12\x1b\n" +
 	"\tnode_name\x18\x04 \x01(\tR\bnodeName\x12\x17\n" +
 	"\adisk_id\x18\x05 \x01(\tR\x06diskId\x12\x1c\n" +
-	"\taddresses\x18\x06 \x03(\tR\taddresses*\xbb\x01\n" +
+	"\taddresses\x18\x06 \x03(\tR\taddresses*\xe6\x01\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rPHASE_WAITING\x10\x01\x12\x10\n" +
@@ -749,7 +759,10 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\rPHASE_KUBEADM\x10\x06\x12\x17\n" +
 	"\x13PHASE_CLUSTER_STATE\x10\a\x12\x0e\n" +
 	"\n" +
-	"PHASE_DONE\x10\b2\x9a\x01\n" +
+	"PHASE_DONE\x10\b\x12\x14\n" +
+	"\x10PHASE_FORMATTING\x10\t\x12\x13\n" +
+	"\x0fPHASE_UNLOCKING\x10\n" +
+	"2\x9a\x01\n" +
 	"\vInitService\x12C\n" +
 	"\x04Init\x12\x1b.muster.init.v1.InitRequest\x1a\x1c.muster.init.v1.InitResponse0\x01\x12F\n" +
 	"\x05Adopt\x12\x1c.muster.init.v1.AdoptRequest\x1a\x1d.muster.init.v1.AdoptResponse0\x01B\xb1\x01\n" +

@@ -117,7 +117,7 @@ func (*GetStatusRequest) Descriptor() ([]byte, []int) {
 // says nothing else; a caller ignores what it does not know.
 type GetStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How far it got, as its journal says.
+	// How far it got, as its journal says; in the initramfs the journal can't be read yet.
 	Phase Phase `protobuf:"varint,1,opt,name=phase,proto3,enum=muster.init.v1.Phase" json:"phase,omitempty"`
 	// When it got there; missing while it waits and nothing was ever noted.
 	Since *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=since,proto3" json:"since,omitempty"`
@@ -125,7 +125,7 @@ type GetStatusResponse struct {
 	Now *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=now,proto3" json:"now,omitempty"`
 	// Who has taken the node lock.
 	Taker Taker `protobuf:"varint,4,opt,name=taker,proto3,enum=muster.init.v1.Taker" json:"taker,omitempty"`
-	// Why the latest try to join, or the latest init, failed; UNSPECIFIED if none did. What
+	// Why the latest try to join or to rejoin, or the latest init, failed; UNSPECIFIED if none did. What
 	// the refusal was about in detail stands in the logs of those who refused.
 	LastReason v1.Reason `protobuf:"varint,5,opt,name=last_reason,json=lastReason,proto3,enum=muster.attest.v1.Reason" json:"last_reason,omitempty"`
 	// What to do about it: one sentence, the same for everybody with that reason; empty if
@@ -133,9 +133,9 @@ type GetStatusResponse struct {
 	Remedy string `protobuf:"bytes,6,opt,name=remedy,proto3" json:"remedy,omitempty"`
 	// When that was; missing with last_reason.
 	LastTry *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_try,json=lastTry,proto3" json:"last_try,omitempty"`
-	// When the machine will try to join again; missing if it is trying now or never will.
+	// When the machine will try to join, or to rejoin, again; missing if it is trying now or never will.
 	NextTry *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next_try,json=nextTry,proto3" json:"next_try,omitempty"`
-	// How many tries to join have failed since the bootstrapper started.
+	// How many tries to join, or to rejoin, have failed since the bootstrapper started.
 	FailedTries uint32 `protobuf:"varint,9,opt,name=failed_tries,json=failedTries,proto3" json:"failed_tries,omitempty"`
 	// The joinservices that it tries, as HOST:PORT, those that failed last at the end; at most 64.
 	JoinEndpoints []string `protobuf:"bytes,10,rep,name=join_endpoints,json=joinEndpoints,proto3" json:"join_endpoints,omitempty"`

@@ -643,6 +643,144 @@ func (x *ReattestResponse) GetInterval() *durationpb.Duration {
 	return nil
 }
 
+// IssueRejoinTicketRequest says what the machine believes to be enrolled as; its bootstrapper
+// sets all of it. Nothing in it says who the caller is: that is the attested peer. A field
+// that is missing or of another form is refused with REQUEST_INVALID.
+type IssueRejoinTicketRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its node name: a DNS label (RFC 1123), at most 63 characters. Refused with NOT_ENROLLED
+	// if neither machine nor name is enrolled, with NAME_TAKEN or NAME_MISMATCH if one of them
+	// is, and with BANNED.
+	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
+	// Its role. Refused with ROLE_REFUSED if the policy or the enrolment does not give it.
+	Role Role `protobuf:"varint,2,opt,name=role,proto3,enum=muster.join.v1.Role" json:"role,omitempty"`
+	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4): that
+	// of the LUKS2 header. Refused with DISK_MISMATCH if it is not the enrolled one, or if the
+	// machine is enrolled with a plain disk, which has no key.
+	DiskId        string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IssueRejoinTicketRequest) Reset() {
+	*x = IssueRejoinTicketRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IssueRejoinTicketRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IssueRejoinTicketRequest) ProtoMessage() {}
+
+func (x *IssueRejoinTicketRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IssueRejoinTicketRequest.ProtoReflect.Descriptor instead.
+func (*IssueRejoinTicketRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *IssueRejoinTicketRequest) GetNodeName() string {
+	if x != nil {
+		return x.NodeName
+	}
+	return ""
+}
+
+func (x *IssueRejoinTicketRequest) GetRole() Role {
+	if x != nil {
+		return x.Role
+	}
+	return Role_ROLE_UNSPECIFIED
+}
+
+func (x *IssueRejoinTicketRequest) GetDiskId() string {
+	if x != nil {
+		return x.DiskId
+	}
+	return ""
+}
+
+// IssueRejoinTicketResponse is what a machine needs to go on where it was; the joinservice
+// sets all of it. A machine refuses one whose fields do not have their form with
+// REQUEST_INVALID. It may ask again at any time, and is given the same key.
+type IssueRejoinTicketResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 16 random bytes that name the ticket in audit records and logs of both sides.
+	TicketId []byte `protobuf:"bytes,1,opt,name=ticket_id,json=ticketId,proto3" json:"ticket_id,omitempty"`
+	// Key of the state disk that the machine is enrolled with, 32 bytes (J2). A secret: never
+	// logged (K3).
+	DiskKey []byte `protobuf:"bytes,2,opt,name=disk_key,json=diskKey,proto3" json:"disk_key,omitempty"`
+	// Cluster ID, exactly 32 bytes. It is for logs: what the machine is locked to after the
+	// reboot stands in the journal on its disk.
+	ClusterId     []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IssueRejoinTicketResponse) Reset() {
+	*x = IssueRejoinTicketResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IssueRejoinTicketResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IssueRejoinTicketResponse) ProtoMessage() {}
+
+func (x *IssueRejoinTicketResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IssueRejoinTicketResponse.ProtoReflect.Descriptor instead.
+func (*IssueRejoinTicketResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *IssueRejoinTicketResponse) GetTicketId() []byte {
+	if x != nil {
+		return x.TicketId
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetDiskKey() []byte {
+	if x != nil {
+		return x.DiskKey
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetClusterId() []byte {
+	if x != nil {
+		return x.ClusterId
+	}
+	return nil
+}
+
 // RenewJoinLeaseRequest says whose turn is meant. Which machine asks is not in it: that
 // is the attested peer.
 type RenewJoinLeaseRequest struct {
@@ -658,7 +796,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -670,7 +808,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -683,7 +821,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{7}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -712,7 +850,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -724,7 +862,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -737,7 +875,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{8}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -788,7 +926,16 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x0fReattestRequest\"n\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
-	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"H\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"z\n" +
+	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
+	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
+	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
+	"\adisk_id\x18\x03 \x01(\tR\x06diskId\"w\n" +
+	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
+	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
+	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
+	"\n" +
+	"cluster_id\x18\x03 \x01(\fR\tclusterId\"H\n" +
 	"\x15RenewJoinLeaseRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x12\n" +
 	"\x04done\x18\x02 \x01(\bR\x04done\"O\n" +
@@ -801,11 +948,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\x88\x03\n" +
+	"\x0eDISK_MODE_LUKS\x10\x022\xf2\x03\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
-	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12_\n" +
+	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12h\n" +
+	"\x11IssueRejoinTicket\x12(.muster.join.v1.IssueRejoinTicketRequest\x1a).muster.join.v1.IssueRejoinTicketResponse\x12_\n" +
 	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
 
@@ -822,45 +970,50 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_muster_join_v1_join_proto_goTypes = []any{
-	(Role)(0),                        // 0: muster.join.v1.Role
-	(DiskMode)(0),                    // 1: muster.join.v1.DiskMode
-	(*IssueJoinTicketRequest)(nil),   // 2: muster.join.v1.IssueJoinTicketRequest
-	(*IssueJoinTicketResponse)(nil),  // 3: muster.join.v1.IssueJoinTicketResponse
-	(*ControlPlaneFile)(nil),         // 4: muster.join.v1.ControlPlaneFile
-	(*ReturnJoinTicketRequest)(nil),  // 5: muster.join.v1.ReturnJoinTicketRequest
-	(*ReturnJoinTicketResponse)(nil), // 6: muster.join.v1.ReturnJoinTicketResponse
-	(*ReattestRequest)(nil),          // 7: muster.join.v1.ReattestRequest
-	(*ReattestResponse)(nil),         // 8: muster.join.v1.ReattestResponse
-	(*RenewJoinLeaseRequest)(nil),    // 9: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),   // 10: muster.join.v1.RenewJoinLeaseResponse
-	(*v1.Component)(nil),             // 11: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),    // 12: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),      // 13: google.protobuf.Duration
+	(Role)(0),                         // 0: muster.join.v1.Role
+	(DiskMode)(0),                     // 1: muster.join.v1.DiskMode
+	(*IssueJoinTicketRequest)(nil),    // 2: muster.join.v1.IssueJoinTicketRequest
+	(*IssueJoinTicketResponse)(nil),   // 3: muster.join.v1.IssueJoinTicketResponse
+	(*ControlPlaneFile)(nil),          // 4: muster.join.v1.ControlPlaneFile
+	(*ReturnJoinTicketRequest)(nil),   // 5: muster.join.v1.ReturnJoinTicketRequest
+	(*ReturnJoinTicketResponse)(nil),  // 6: muster.join.v1.ReturnJoinTicketResponse
+	(*ReattestRequest)(nil),           // 7: muster.join.v1.ReattestRequest
+	(*ReattestResponse)(nil),          // 8: muster.join.v1.ReattestResponse
+	(*IssueRejoinTicketRequest)(nil),  // 9: muster.join.v1.IssueRejoinTicketRequest
+	(*IssueRejoinTicketResponse)(nil), // 10: muster.join.v1.IssueRejoinTicketResponse
+	(*RenewJoinLeaseRequest)(nil),     // 11: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),    // 12: muster.join.v1.RenewJoinLeaseResponse
+	(*v1.Component)(nil),              // 13: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),     // 14: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),       // 15: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	11, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	13, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	12, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	13, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	13, // 6: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
-	13, // 7: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	2,  // 8: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 9: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 10: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 11: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	3,  // 12: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 13: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 14: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 15: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	12, // [12:16] is the sub-list for method output_type
-	8,  // [8:12] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	14, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	15, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	15, // 6: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	0,  // 7: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
+	15, // 8: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	2,  // 9: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 10: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 11: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 12: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 13: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	3,  // 14: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 15: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 16: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 17: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 18: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	14, // [14:19] is the sub-list for method output_type
+	9,  // [9:14] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -874,7 +1027,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   9,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

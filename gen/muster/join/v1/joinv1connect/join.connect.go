@@ -43,6 +43,9 @@ const (
 	JoinServiceReturnJoinTicketProcedure = "/muster.join.v1.JoinService/ReturnJoinTicket"
 	// JoinServiceReattestProcedure is the fully-qualified name of the JoinService's Reattest RPC.
 	JoinServiceReattestProcedure = "/muster.join.v1.JoinService/Reattest"
+	// JoinServiceIssueRejoinTicketProcedure is the fully-qualified name of the JoinService's
+	// IssueRejoinTicket RPC.
+	JoinServiceIssueRejoinTicketProcedure = "/muster.join.v1.JoinService/IssueRejoinTicket"
 	// JoinServiceRenewJoinLeaseProcedure is the fully-qualified name of the JoinService's
 	// RenewJoinLease RPC.
 	JoinServiceRenewJoinLeaseProcedure = "/muster.join.v1.JoinService/RenewJoinLease"
@@ -66,6 +69,13 @@ type JoinServiceClient interface {
 	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
 	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
+	// IssueRejoinTicket gives an enrolled machine that has rebooted the key of its state
+	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
+	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
+	// the same machine, name, role and disk (J2). What the machine booted may be any that the
+	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
+	// The evidence must be of now, as for Reattest (VERDICT_OLD).
+	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
 	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
 	// it. Machines become control planes one after another: the turn comes with the
 	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
@@ -104,6 +114,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("Reattest")),
 			connect.WithClientOptions(opts...),
 		),
+		issueRejoinTicket: connect.NewClient[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse](
+			httpClient,
+			baseURL+JoinServiceIssueRejoinTicketProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("IssueRejoinTicket")),
+			connect.WithClientOptions(opts...),
+		),
 		renewJoinLease: connect.NewClient[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse](
 			httpClient,
 			baseURL+JoinServiceRenewJoinLeaseProcedure,
@@ -115,10 +131,11 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 
 // joinServiceClient implements JoinServiceClient.
 type joinServiceClient struct {
-	issueJoinTicket  *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
-	returnJoinTicket *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
-	reattest         *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
-	renewJoinLease   *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
+	issueJoinTicket   *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
+	returnJoinTicket  *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
+	reattest          *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
+	issueRejoinTicket *connect.Client[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse]
+	renewJoinLease    *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
 }
 
 // IssueJoinTicket calls muster.join.v1.JoinService.IssueJoinTicket.
@@ -142,6 +159,15 @@ func (c *joinServiceClient) ReturnJoinTicket(ctx context.Context, req *v1.Return
 // Reattest calls muster.join.v1.JoinService.Reattest.
 func (c *joinServiceClient) Reattest(ctx context.Context, req *v1.ReattestRequest) (*v1.ReattestResponse, error) {
 	response, err := c.reattest.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
+// IssueRejoinTicket calls muster.join.v1.JoinService.IssueRejoinTicket.
+func (c *joinServiceClient) IssueRejoinTicket(ctx context.Context, req *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error) {
+	response, err := c.issueRejoinTicket.CallUnary(ctx, connect.NewRequest(req))
 	if response != nil {
 		return response.Msg, err
 	}
@@ -175,6 +201,13 @@ type JoinServiceHandler interface {
 	// (NOT_ENROLLED) and not banned (BANNED). The evidence must be of now: call it on a
 	// connection that was made for the call, at most 1 min before it, else VERDICT_OLD.
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
+	// IssueRejoinTicket gives an enrolled machine that has rebooted the key of its state
+	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
+	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
+	// the same machine, name, role and disk (J2). What the machine booted may be any that the
+	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
+	// The evidence must be of now, as for Reattest (VERDICT_OLD).
+	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
 	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
 	// it. Machines become control planes one after another: the turn comes with the
 	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
@@ -209,6 +242,12 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("Reattest")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceIssueRejoinTicketHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceIssueRejoinTicketProcedure,
+		svc.IssueRejoinTicket,
+		connect.WithSchema(joinServiceMethods.ByName("IssueRejoinTicket")),
+		connect.WithHandlerOptions(opts...),
+	)
 	joinServiceRenewJoinLeaseHandler := connect.NewUnaryHandlerSimple(
 		JoinServiceRenewJoinLeaseProcedure,
 		svc.RenewJoinLease,
@@ -223,6 +262,8 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 			joinServiceReturnJoinTicketHandler.ServeHTTP(w, r)
 		case JoinServiceReattestProcedure:
 			joinServiceReattestHandler.ServeHTTP(w, r)
+		case JoinServiceIssueRejoinTicketProcedure:
+			joinServiceIssueRejoinTicketHandler.ServeHTTP(w, r)
 		case JoinServiceRenewJoinLeaseProcedure:
 			joinServiceRenewJoinLeaseHandler.ServeHTTP(w, r)
 		default:
@@ -244,6 +285,10 @@ func (UnimplementedJoinServiceHandler) ReturnJoinTicket(context.Context, *v1.Ret
 
 func (UnimplementedJoinServiceHandler) Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.Reattest is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.IssueRejoinTicket is not implemented"))
 }
 
 func (UnimplementedJoinServiceHandler) RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {

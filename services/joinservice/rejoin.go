@@ -1,0 +1,121 @@
+package joinservice
+
+import (
+	"context"
+	"encoding/hex"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// IssueRejoinTicket implements the RPC. It has no side effects but its records.
+func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+	a := &attempt{id: newTicketID(), began: time.Now()}
+	t, err := s.rejoin(ctx, a, req)
+	role := roleName(req.GetRole())
+	s.rejoins.WithLabelValues(role, reasonOf(err)).Inc()
+	if err != nil {
+		s.refuse(ctx, a, "rejoin refused", err)
+		s.waits(ctx, a, err)
+		return nil, err
+	}
+	s.cfg.Log.InfoContext(ctx, "rejoin ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "disk", a.record.Disk, "seconds", time.Since(a.began).Seconds(), "warnings", a.record.Warnings)
+	return t.toWire(), nil
+}
+
+// rejoinTicket is what a machine gets that has rebooted.
+type rejoinTicket struct {
+	id      string
+	disk    keys.Disk
+	cluster keys.ClusterID
+}
+
+func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
+	id, _ := hex.DecodeString(t.id) // our own digits
+	return &joinv1.IssueRejoinTicketResponse{TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.cluster[:]}
+}
+
+// parseRejoin says what is wrong with the form of a request: REQUEST_INVALID.
+func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c kube.Claim, disk keys.DiskID, err error) {
+	invalid := func(format string, args ...any) (kube.Claim, keys.DiskID, error) {
+		return kube.Claim{}, keys.DiskID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
+	}
+	if !nodecert.IsName(req.GetNodeName()) {
+		return invalid("node_name is no DNS label of at most 63 characters")
+	}
+	role := v1alpha1.Role(roleName(req.GetRole()))
+	if role != v1alpha1.RoleWorker && role != v1alpha1.RoleControlPlane {
+		return invalid("role %d is neither worker nor control plane", req.GetRole())
+	}
+	if disk, err = keys.ParseDiskID(req.GetDiskId()); err != nil {
+		return invalid("disk_id: %w", err)
+	}
+	// A plain disk has no key that opens it.
+	return kube.Claim{Node: req.GetNodeName(), Role: role, Disk: disk.String(), DiskMode: v1alpha1.DiskModeLUKS}, disk, nil
+}
+
+// rejoin knows nothing of the wire's errors: it gives a ticket or a refusal.
+func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoinTicketRequest) (*rejoinTicket, error) {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	a.record.Role = roleName(req.GetRole())
+	if nodecert.IsName(req.GetNodeName()) {
+		a.record.Node = req.GetNodeName()
+	}
+	claim, disk, err := parseRejoin(req)
+	if err != nil {
+		return nil, err
+	}
+	a.record.Disk = claim.Disk
+	if err := s.mayRejoin(ctx, a, peer, claim); err != nil {
+		s.undoVerdict(ctx, a, peer, err)
+		return nil, err
+	}
+	info, err := s.cfg.Cluster()
+	if err != nil {
+		return nil, err
+	}
+	if err := s.confirmCluster(ctx, info); err != nil {
+		return nil, err
+	}
+	key, err := s.cfg.Keys.Disk(ctx, disk)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
+		return nil, err
+	}
+	s.cfg.Kube.Rejoined(peer.Machine())
+	return &rejoinTicket{id: a.id, disk: key, cluster: info.ClusterID}, nil
+}
+
+// mayRejoin compares the machine with the policy in force and with its enrolment.
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) error {
+	// A key that is given for what the machine was a while ago is given to what it is now.
+	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
+		return err
+	}
+	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())
+	if err != nil {
+		return err
+	}
+	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	p, err := s.cfg.Policy.Current()
+	if err != nil {
+		return err
+	}
+	if !p.Policy.AllowsRole(string(claim.Role)) {
+		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+	}
+	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
+	return s.cfg.Kube.Rejoin(ctx, claim)
+}
