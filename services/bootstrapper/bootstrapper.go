@@ -31,12 +31,14 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -77,7 +79,7 @@ var DefaultTiming = Timing{
 	Kubeadm: 15 * time.Minute, Reset: 5 * time.Minute, ClusterState: 3 * time.Minute,
 }
 
-// Config lists what a Bootstrapper needs. All fields but Now are required.
+// Config lists what a Bootstrapper needs. All fields but Console and Now are required.
 type Config struct {
 	// Image is the image's measured configuration.
 	Image *metadata.Image
@@ -107,6 +109,8 @@ type Config struct {
 	Metrics prometheus.Registerer
 	// Log is where everything is told that a caller does not learn.
 	Log *slog.Logger
+	// Console is told what a person should know; nil: nobody is.
+	Console *console.Console
 	// Now is the machine's clock, by which certificates are valid or not; nil means [time.Now].
 	Now func() time.Time
 }
@@ -123,7 +127,8 @@ type Bootstrapper struct {
 	machineID attest.MachineID
 	ownerKey  ed25519.PublicKey // nil: unknown
 	metrics   *metrics
-	tries     tries
+	tries     seek.Tries
+	steps     steps
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx
@@ -143,7 +148,7 @@ type Bootstrapper struct {
 func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Machine == nil || !filepath.IsAbs(cfg.Root) || cfg.TPM == nil ||
 		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.CleanEtcd == nil || cfg.Metrics == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
-		return nil, errors.New("bootstrapper: New: every field of Config is required")
+		return nil, errors.New("bootstrapper: New: every field of Config but Console and Now is required")
 	}
 	if cfg.Now == nil {
 		cfg.Now = time.Now
@@ -171,10 +176,10 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if b.diskID, err = b.disk.ID(); err != nil {
 		return nil, err
 	}
-	if b.machineID, err = machineID(ctx, cfg.TPM); err != nil {
+	if b.machineID, err = seek.MachineID(ctx, cfg.TPM); err != nil {
 		return nil, err
 	}
-	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, func(r journal.Record) { m.seen(r); b.tries.seen(r) }); err != nil {
+	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, func(r journal.Record) { m.seen(r); b.steps.seen(r) }); err != nil {
 		return nil, err
 	}
 	if b.ownerKey == nil {
@@ -186,22 +191,6 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 
 // on gives the real place of an absolute path on the machine.
 func (b *Bootstrapper) on(path string) string { return filepath.Join(b.cfg.Root, path) }
-
-// machineID reads the machine's own ID. It proves nothing to anybody else.
-func machineID(ctx context.Context, t TPM) (attest.MachineID, error) {
-	ek, err := t.EndorsementKey(ctx)
-	if err != nil {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
-	}
-	if len(ek.Certificates) == 0 {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no endorsement key certificate")
-	}
-	c, err := x509.ParseCertificate(ek.Certificates[0])
-	if err != nil {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "endorsement key certificate: %w", err)
-	}
-	return attest.MachineIDOf(c.RawSubjectPublicKeyInfo), nil
-}
 
 // Run joins a cluster unless an init comes first, and returns nil once the machine is a
 // node. Inits under way end before it returns.
@@ -225,6 +214,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		if err := b.startNode(ctx); err != nil {
 			return err
 		}
+		b.cfg.Console.Say("this machine is the node " + rec.NodeName)
 		if rec.Kind == journal.KindJoin || rec.ResultSent {
 			return nil
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -12,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -41,9 +43,9 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		}
 	})
 	pauses := seek.NewPauses(b.cfg.Timing.RetryMin, b.cfg.Timing.RetryMax)
-	var order []string // endpoints, those that failed last
+	t := &joinTry{}
 	for {
-		failed, err := b.joinOnce(ctx, racing, &order)
+		failed, err := b.joinOnce(ctx, racing, t)
 		switch {
 		case errors.Is(context.Cause(racing), errLostRace) || errors.Is(err, errLostRace):
 			return errLostRace
@@ -56,11 +58,12 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		if failed {
 			reason := attest.ReasonName(seek.ReasonOf(err))
 			b.metrics.joins.WithLabelValues(reason).Inc()
-			b.tries.fail(seek.ReasonOf(err), true)
+			b.tries.Fail(seek.ReasonOf(err), true)
 			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", rpc.RetryAfterFrom(err).String())
 		}
 		wait := pauses.Next(err)
-		b.tries.wait(wait)
+		b.tries.Wait(wait)
+		b.cfg.Console.Waits(t.wait(err, wait))
 		if err := retry.Wait(racing, wait); errors.Is(err, errLostRace) {
 			return errLostRace
 		} else if err != nil {
@@ -69,11 +72,31 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 	}
 }
 
+// joinTry is what one try to join leaves to the next, and to the console.
+type joinTry struct {
+	order []string // endpoints, those that failed last
+	by    string   // who answered; empty if nobody did
+	init  bool     // whether the metadata allow an init
+}
+
+// wait says what the machine waits for after the try.
+func (t *joinTry) wait(err error, next time.Duration) console.Wait {
+	w := console.Wait{For: "waiting to join a cluster", Err: err, By: t.by, Asked: t.order, Next: next}
+	if t.init {
+		w.Also = "`muster init` can make it the first of a new one"
+	}
+	return w
+}
+
 // joinOnce makes one try. failed is false if there was nobody to ask.
-func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (failed bool, err error) {
+func (b *Bootstrapper) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool, err error) {
 	tell := func(phase initv1.Phase, text string) {
 		b.log.InfoContext(ctx, "progress", "phase", phase.String(), "text", text)
+		if phase > initv1.Phase_PHASE_WAITING { // before, the line would come with each try
+			b.cfg.Console.Say(text)
+		}
 	}
+	t.by = ""
 	if rec := b.lock.record(); rec.Step >= journal.StepKubeadmRan {
 		return true, namedDisk(b.finish(ctx)) // nothing but this was left when the machine went down
 	}
@@ -84,18 +107,19 @@ func (b *Bootstrapper) joinOnce(ctx, racing context.Context, order *[]string) (f
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	*order = seek.Merge(*order, meta.JoinEndpoints)
-	b.tries.begin(*order)
-	if len(*order) == 0 {
+	t.order, t.init = seek.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
+	b.tries.Begin(t.order)
+	if len(t.order) == 0 {
 		return false, seek.ErrNobody
 	}
-	endpoint, first, err := seek.Race(racing, *order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
+	endpoint, first, err := seek.Race(racing, t.order, b.cfg.Timing.Stagger, b.cfg.Timing.Dial)
 	if err != nil {
 		return true, fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
 	}
 	defer first.Close()
+	t.by = endpoint
 	if err := b.joinBy(ctx, endpoint, first, meta, tell); err != nil {
-		*order = seek.Demote(*order, endpoint)
+		t.order = seek.Demote(t.order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, namedDisk(err))
 	}
 	return true, nil
@@ -107,7 +131,7 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
-	defer client.close()
+	defer client.Close()
 
 	k, err := newNodeKeys()
 	if err != nil {

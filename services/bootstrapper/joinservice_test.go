@@ -35,6 +35,8 @@ var clusterID = [32]byte(bytes.Repeat([]byte{0xC1}, 32))
 // joinservice is a cluster of one joinservice on a machine of its own: real attested TLS,
 // real certificates, and a script for what it answers.
 type joinservice struct {
+	joinv1connect.UnimplementedJoinServiceHandler // a machine that runs asks for no rejoin ticket
+
 	t      testing.TB
 	addr   string
 	host   *attesttest.Machine

@@ -2,6 +2,7 @@ package bootstrapper
 
 import (
 	"context"
+	"net"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -10,8 +11,8 @@ import (
 // PCRReader reads this machine's own PCRs.
 type PCRReader = seek.PCRReader
 
-// judge gives what a joiner judges with.
-func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appraiser, error) {
+// open gives a session with the joinservice at the other end of first, which is judged with the next call.
+func (b *Bootstrapper) open(ctx context.Context, endpoint string, first net.Conn) (*seek.Session, error) {
 	// The machine's cluster, once it has one; before, any: it can't know.
 	lock := attest.AnyLock()
 	if rec := b.lock.record(); rec.Locked() {
@@ -22,7 +23,10 @@ func (b *Bootstrapper) judge(ctx context.Context) (attest.Verifier, attest.Appra
 	} else {
 		b.metrics.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
 	}
-	return seek.Judges{OwnerKey: b.ownerKey, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest}.Of(ctx, lock)
+	return seek.Open(ctx, seek.SessionConfig{
+		Attester: b.cfg.Attester, Lock: lock, Dial: b.cfg.Timing.Dial, Log: b.log,
+		Judges: seek.Judges{OwnerKey: b.ownerKey, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest},
+	}, endpoint, first)
 }
 
 // ownerKeyUnknown is a label of muster_insecure_config.

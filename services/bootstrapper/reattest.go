@@ -15,13 +15,11 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
-	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -196,20 +194,17 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 	if owner == nil && len(rec.OwnerKey) > 0 {
 		owner = ed25519.PublicKey(rec.OwnerKey)
 	}
-	j := seek.Judges{OwnerKey: owner, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier, Newest: func(p journal.Policy, _ bool) error { return seek.NotOlder(rec.Policy, p) }}
-	verifier, appraiser, err := j.Of(ctx, attest.LockedTo([32]byte(rec.ClusterID)))
+	client, err := seek.Open(ctx, seek.SessionConfig{
+		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
+		Judges: seek.Judges{
+			OwnerKey: owner, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier,
+			Newest: func(p journal.Policy, _ bool) error { return seek.NotOlder(rec.Policy, p) },
+		},
+	}, endpoint, first)
 	if err != nil {
 		return 0, err
 	}
-	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: r.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: seek.HandOver(first, r.cfg.Timing.Dial),
-	})
-	if err != nil {
-		return 0, err
-	}
-	defer transport.Close() //nolint:errcheck // nothing is left to be told
-	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+	defer client.Close()
 	resp, err := client.Reattest(ctx, &joinv1.ReattestRequest{})
 	if err != nil {
 		return 0, err

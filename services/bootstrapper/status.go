@@ -2,7 +2,6 @@ package bootstrapper
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"time"
 
@@ -18,22 +17,15 @@ import (
 
 var _ initv1connect.MachineServiceHandler = (*Bootstrapper)(nil)
 
-// tries is what the owner may be told of the machine's tries: reasons, times and whom it asks,
-// never an error's text, which is for the log (R1).
-type tries struct {
-	mu        sync.Mutex
-	reason    attestv1.Reason // of the latest that failed
-	last      time.Time
-	next      time.Time // zero: now, or never
-	failed    uint32
-	endpoints []string
-
+// steps is when the journal's step was reached.
+type steps struct {
+	mu    sync.Mutex
 	step  journal.Step
-	since time.Time // when step was reached; zero: it was always at it
+	since time.Time // zero: it was always at it
 }
 
 // seen notes a record of the journal, beginning with the one that an earlier life left.
-func (t *tries) seen(r journal.Record) {
+func (t *steps) seen(r journal.Record) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if r.Step != t.step {
@@ -41,30 +33,6 @@ func (t *tries) seen(r journal.Record) {
 			t.since = time.Now()
 		}
 	}
-}
-
-// fail notes a try that failed.
-func (t *tries) fail(reason attestv1.Reason, join bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.reason, t.last = reason, time.Now()
-	if join {
-		t.failed++
-	}
-}
-
-// wait notes that the next try begins in d.
-func (t *tries) wait(d time.Duration) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.next = time.Now().Add(d)
-}
-
-// begin notes that a try of these endpoints is under way.
-func (t *tries) begin(endpoints []string) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.next, t.endpoints = time.Time{}, slices.Clone(endpoints)
 }
 
 // phases says what of init.v1 a step of the journal is.
@@ -90,19 +58,12 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 		out.Taker = initv1.Taker_TAKER_JOIN
 	case journal.KindNone:
 	}
-	t := &b.tries
-	t.mu.Lock()
-	out.FailedTries, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)
-	if !t.since.IsZero() {
-		out.Since = timestamppb.New(t.since)
+	b.tries.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone)
+	b.steps.mu.Lock()
+	if since := b.steps.since; !since.IsZero() {
+		out.Since = timestamppb.New(since)
 	}
-	if !t.last.IsZero() {
-		out.LastReason, out.LastTry = t.reason, timestamppb.New(t.last)
-	}
-	if !t.next.IsZero() && !rec.Kind.ByOwner() && rec.Step != journal.StepDone {
-		out.NextTry = timestamppb.New(t.next)
-	}
-	t.mu.Unlock()
+	b.steps.mu.Unlock()
 	if meta, err := b.cfg.Metadata(); err == nil {
 		out.NodeName, out.Role, out.InitAllowed = meta.Name, meta.Role, meta.InitSecretHash != nil
 	} else {

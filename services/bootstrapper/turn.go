@@ -4,48 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"sync"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
-	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
-
-// session is a joinservice that was judged.
-type session struct {
-	joinv1connect.JoinServiceClient
-	endpoint  string
-	transport *atls.Transport
-}
-
-func (s *session) close() { _ = s.transport.Close() } // nothing is left to be told
-
-// open judges the joinservice at the other end of first with the next call.
-func (b *Bootstrapper) open(ctx context.Context, endpoint string, first net.Conn) (*session, error) {
-	verifier, appraiser, err := b.judge(ctx)
-	if err != nil {
-		return nil, err
-	}
-	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: b.cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
-		DialContext: seek.HandOver(first, b.cfg.Timing.Dial),
-		OnPeer: func(p attest.Peer) {
-			b.log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", b.ownerKey != nil)
-		},
-	})
-	if err != nil {
-		return nil, err
-	}
-	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
-	return &session{JoinServiceClient: client, endpoint: endpoint, transport: transport}, nil
-}
 
 // turn is this machine's turn to become a control plane, kept by renewing it.
 type turn struct {
@@ -53,9 +21,9 @@ type turn struct {
 	ticket []byte
 	life   time.Duration // as the joinservice said last
 
-	order []string // endpoints, those that failed last
-	over  *session // nil: to be opened
-	own   bool     // over is ours to close
+	order []string      // endpoints, those that failed last
+	over  *seek.Session // nil: to be opened
+	own   bool          // over is ours to close
 }
 
 // takeTurn renews the turn that t came with until end is called, first over s, and over a connection
@@ -65,11 +33,11 @@ type turn struct {
 // etcd refuses while one is being added.
 //
 // end gives the turn back, so that the next machine need not wait for it to run out.
-func (b *Bootstrapper) takeTurn(ctx context.Context, t *ticket, s *session, endpoints []string) (end func()) {
+func (b *Bootstrapper) takeTurn(ctx context.Context, t *ticket, s *seek.Session, endpoints []string) (end func()) {
 	if !t.controlPlane {
 		return func() {}
 	}
-	k := &turn{b: b, ticket: t.id, life: t.leaseLife, order: seek.Merge([]string{s.endpoint}, endpoints), over: s}
+	k := &turn{b: b, ticket: t.id, life: t.leaseLife, order: seek.Merge([]string{s.Endpoint}, endpoints), over: s}
 	keep, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() { k.keep(keep) }) // J8
@@ -145,8 +113,8 @@ func (k *turn) call(ctx context.Context, done bool) error {
 	}
 	resp, err := k.over.RenewJoinLease(ctx, &joinv1.RenewJoinLeaseRequest{TicketId: k.ticket, Done: done})
 	if err != nil {
-		err = fmt.Errorf("%s: %w", k.over.endpoint, err)
-		k.order = seek.Demote(k.order, k.over.endpoint)
+		err = fmt.Errorf("%s: %w", k.over.Endpoint, err)
+		k.order = seek.Demote(k.order, k.over.Endpoint)
 		k.hangUp()
 		return err
 	}
@@ -178,7 +146,7 @@ func (k *turn) reopen(ctx context.Context) error {
 
 func (k *turn) hangUp() {
 	if k.own {
-		k.over.close()
+		k.over.Close()
 	}
 	k.over, k.own = nil, false
 }

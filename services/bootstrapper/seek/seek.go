@@ -66,8 +66,8 @@ func ReasonOf(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_INTERNAL
 }
 
-// HandOver gives a transport the connection that won the race, and dials from then on.
-func HandOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
+// handOver gives a transport the connection that won the race, and dials from then on.
+func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	handed := make(chan net.Conn, 1)
 	handed <- first
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {

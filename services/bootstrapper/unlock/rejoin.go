@@ -1,0 +1,210 @@
+package unlock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// search is one machine's search for its key.
+type search struct {
+	*Unlocker
+	id    keys.DiskID
+	end   context.CancelFunc // called once the disk is open
+	order []string           // endpoints, those that failed last
+	by    string             // who answered last
+	// recovery runs once the metadata say that this is a control plane.
+	recovery sync.WaitGroup
+	serving  bool
+}
+
+// unlock asks for the key until the disk is open, by that or by recovery.
+func (u *Unlocker) unlock(ctx context.Context) error {
+	id, err := u.cfg.Disk.ID()
+	if err != nil {
+		return disked(err)
+	}
+	searching, stop := context.WithCancel(ctx)
+	s := &search{Unlocker: u, id: id, end: stop}
+	defer s.recovery.Wait() // it answers whom it owes an answer
+	defer stop()
+	u.cfg.Log.InfoContext(ctx, "the state disk waits for its key", "disk", id.String())
+	u.cfg.Console.Say("looking for a joinservice to ask for the key of the state disk")
+	s.run(searching)
+	u.opening.Lock()
+	defer u.opening.Unlock()
+	if u.open {
+		return nil
+	}
+	return ctx.Err()
+}
+
+// run tries until ctx ends, which it does once the disk is open.
+func (s *search) run(ctx context.Context) {
+	pauses := seek.NewPauses(s.cfg.Timing.RetryMin, s.cfg.Timing.RetryMax)
+	for {
+		s.by = ""
+		err := s.ask(ctx)
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		wait := pauses.Next(err)
+		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order, Next: wait}
+		if s.serving {
+			w.Also = "`muster recover` opens it as well"
+		}
+		s.failed(ctx, w)
+		if retry.Wait(ctx, wait) != nil {
+			return
+		}
+	}
+}
+
+// ask makes one try.
+func (s *search) ask(ctx context.Context) error {
+	if err := s.identify(ctx); err != nil {
+		return err
+	}
+	meta, err := s.cfg.Metadata()
+	if err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	s.serveRecovery(ctx, meta)
+	s.order = seek.Merge(s.order, meta.JoinEndpoints)
+	s.tries.Begin(s.order)
+	if len(s.order) == 0 {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", seek.ErrNobody)
+	}
+	endpoint, first, err := seek.Race(ctx, s.order, s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
+	if err != nil {
+		return fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
+	}
+	defer first.Close()
+	s.by = endpoint
+	if err := s.askAt(ctx, endpoint, first, meta); err != nil {
+		s.order = seek.Demote(s.order, endpoint)
+		return fmt.Errorf("%s: %w", endpoint, err)
+	}
+	return nil
+}
+
+// identify reads the machine's ID, for whoever asks how the machine gets on.
+func (s *search) identify(ctx context.Context) error {
+	s.mu.Lock()
+	known := s.machine != nil
+	s.mu.Unlock()
+	if known {
+		return nil
+	}
+	id, err := seek.MachineID(ctx, s.cfg.TPM)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.machine = &id
+	s.mu.Unlock()
+	return nil
+}
+
+// askAt asks one joinservice for the key, and tries it.
+func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine) error {
+	s.warn()
+	client, err := seek.Open(ctx, seek.SessionConfig{
+		Attester: s.cfg.Attester, Dial: s.cfg.Timing.Dial, Log: s.cfg.Log,
+		// Which cluster the machine belongs to stands in the journal on the disk. Another cluster of the same owner
+		// gives a key that does not open it.
+		Lock: attest.AnyLock(),
+		Judges: seek.Judges{
+			OwnerKey: s.cfg.Image.OwnerKey, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
+		},
+	}, endpoint, first)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	asking, cancel := context.WithTimeout(ctx, s.cfg.Timing.Ticket)
+	defer cancel()
+	role := joinv1.Role_ROLE_WORKER
+	if meta.Role == metadata.RoleControlPlane {
+		role = joinv1.Role_ROLE_CONTROL_PLANE
+	}
+	resp, err := client.IssueRejoinTicket(asking, &joinv1.IssueRejoinTicketRequest{NodeName: meta.Name, Role: role, DiskId: s.id.String()})
+	if err != nil {
+		return err
+	}
+	key, err := parse(resp)
+	if err != nil {
+		return err
+	}
+	s.cfg.Log.InfoContext(ctx, "got the key of the state disk", "endpoint", endpoint, "ticket", fmt.Sprintf("%x", resp.GetTicketId()), "cluster", fmt.Sprintf("%x", resp.GetClusterId()))
+	return s.use(ctx, key)
+}
+
+// parse checks an answer: REQUEST_INVALID.
+func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, error) {
+	if len(resp.GetTicketId()) != 16 || len(resp.GetClusterId()) != len(keys.ClusterID{}) {
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
+	}
+	key, err := keys.ParseDisk(resp.GetDiskKey())
+	if err != nil {
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: %w", err)
+	}
+	return key, nil
+}
+
+// use tries the key of a ticket.
+func (s *search) use(ctx context.Context, key keys.Disk) error {
+	err := s.try(ctx, key)
+	switch {
+	case err == nil:
+		s.end()
+		return nil
+	case errors.Is(err, ErrOpen):
+		return nil
+	case errors.Is(err, disk.ErrWrongKey):
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w: it belongs to another cluster than the joinservice's, or that has another root secret now; erase the disk if nothing on it is needed", err)
+	}
+	return disked(err)
+}
+
+// serveRecovery starts recovery on a control plane, once.
+func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
+	if s.serving || s.cfg.Recovery == nil || meta.Role != metadata.RoleControlPlane {
+		return
+	}
+	s.serving = true
+	s.recovery.Go(func() {
+		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk) error {
+			err := s.try(ctx, key)
+			if err == nil {
+				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
+				s.end()
+			}
+			return err
+		})
+		if err != nil && ctx.Err() == nil { // the machine still rejoins
+			s.cfg.Log.ErrorContext(ctx, "recovery is not served any more", "err", err)
+		}
+	})
+}
+
+// ownerKeyUnknown is a label of muster_insecure_config.
+const ownerKeyUnknown = "owner_key_unknown"
+
+func (u *Unlocker) warn() {
+	if u.cfg.Image.OwnerKey == nil {
+		u.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
+	}
+}

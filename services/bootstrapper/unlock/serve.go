@@ -1,0 +1,72 @@
+package unlock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/trust/atls"
+)
+
+// Serve is the process `bootstrapper unlock`: it opens the disk and tells meanwhile how that gets on, on the ports that
+// `bootstrapper run` has later. cfg is without Metrics. It returns nil once the disk is open.
+func Serve(ctx context.Context, cfg Config) error {
+	if cfg.Image == nil || cfg.Attester == nil || cfg.Log == nil {
+		return errors.New("unlock: Serve: Image, Attester and Log are required")
+	}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	cfg.Metrics = registry
+	u, err := New(cfg)
+	if err != nil {
+		return err
+	}
+	calls, err := rpc.NewMetrics(registry)
+	if err != nil {
+		return err
+	}
+	probes, err := listen(ctx, "listen.metrics", cfg.Image.Listen.Metrics)
+	if err != nil {
+		return err
+	}
+	port, err := listen(ctx, "listen.init", cfg.Image.Listen.Init)
+	if err != nil {
+		return errors.Join(err, probes.Close())
+	}
+	health := rpc.NewHealth()
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: port, Health: health, Metrics: calls, Log: cfg.Log,
+		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
+		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.JudgeNobody},
+		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
+	})
+	if err != nil {
+		return errors.Join(err, probes.Close())
+	}
+	health.SetAll(true)
+	cfg.Log.InfoContext(ctx, "listening", "init", port.Addr().String(), "metrics", probes.Addr().String())
+	return serve.All(ctx,
+		serve.Part{Name: "unlock", Run: u.Run},
+		serve.Part{Name: "status server", Run: server.Run},
+		serve.Probes{
+			Listener: probes, Metrics: registry, Log: cfg.Log,
+			// Ready means that the disk is being opened, not that it is.
+			Ready: map[string]func(context.Context) error{"unlock": func(context.Context) error { return nil }},
+		}.Part(),
+	)
+}
+
+func listen(ctx context.Context, field, addr string) (net.Listener, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", field, err)
+	}
+	return l, nil
+}

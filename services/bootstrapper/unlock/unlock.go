@@ -1,0 +1,237 @@
+// Package unlock opens a machine's state disk in the initramfs, before the root is switched.
+//
+// Think of it as a machine that has lost its memory: its journal is inside the disk, so all that it knows is what
+// its image measured and what untrusted metadata say. A disk that is blank, or was never given to a cluster, it formats.
+// For one that belongs to a cluster it asks that cluster's joinservices for the key, as often and for as long as it takes,
+// and lets the owner of a control plane give it by recovery meanwhile. The first key that opens the disk ends both.
+//
+// It decides nothing about the disk itself: what opens it is right. It never gives up, since nobody is there to start it again.
+package unlock
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Disk is the state disk before it is open: [disk.LUKS].
+type Disk interface {
+	// ID gives the disk's ID: the UUID of its header.
+	ID() (keys.DiskID, error)
+	// State looks at the header.
+	State() (disk.State, error)
+	// Format makes the disk anew under a random key and leaves it open. It tells how many bytes of how many are done.
+	Format(ctx context.Context, progress func(done, total uint64)) error
+	// Unlock opens the disk, or returns an error that wraps [disk.ErrWrongKey].
+	Unlock(ctx context.Context, key keys.Disk) error
+}
+
+// TPM is what unlocking needs of it beside evidence.
+type TPM interface {
+	seek.PCRReader
+	seek.EndorsementKeyer
+}
+
+// Timing are the waits. [DefaultTiming] are those of production.
+type Timing struct {
+	// Stagger is the head start of one joinservice before the next.
+	Stagger time.Duration
+	// RetryMin and RetryMax bound the pause between two tries.
+	RetryMin, RetryMax time.Duration
+	// Dial bounds the wait for a connection, Ticket that for a key.
+	Dial, Ticket time.Duration
+}
+
+// DefaultTiming are the waits of production: those of a join.
+var DefaultTiming = Timing{
+	Stagger: 250 * time.Millisecond, RetryMin: 500 * time.Millisecond, RetryMax: 30 * time.Second,
+	Dial: 10 * time.Second, Ticket: 90 * time.Second,
+}
+
+// Recovery serves muster.recover.v1 until ctx ends, which it does once the disk is open. It opens the disk of that ID
+// by try alone, whose errors wrap [disk.ErrWrongKey] or [ErrOpen]; calls that are under way when ctx ends are answered.
+type Recovery func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error
+
+// ErrOpen says that a key was not tried, since the disk is open already.
+var ErrOpen = errors.New("the state disk is open already")
+
+// Config lists what an Unlocker needs. All fields but Recovery and Console are required.
+type Config struct {
+	// Image is the image's measured configuration.
+	Image *metadata.Image
+	// Metadata reads the machine's metadata; it is called for each try.
+	Metadata func() (*metadata.Machine, error)
+	// Disk is the state disk.
+	Disk Disk
+	// TPM is the machine's.
+	TPM TPM
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// NewVerifier gives a verifier that trusts the roots.
+	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
+	// Recovery lets the owner of a control plane open the disk; nil: nobody can.
+	Recovery Recovery
+	// Console is told what a person should know; nil: nobody is.
+	Console *console.Console
+	// Timing are the waits.
+	Timing Timing
+	// Metrics takes what docs/metrics.md lists.
+	Metrics prometheus.Registerer
+	// Log is where everything is told that a caller does not learn.
+	Log *slog.Logger
+}
+
+// Unlocker opens one machine's state disk.
+type Unlocker struct {
+	cfg      Config
+	bank     tpm.Bank
+	memory   seek.Memory
+	tries    seek.Tries
+	attempts *prometheus.CounterVec
+	insecure *prometheus.GaugeVec
+
+	opening sync.Mutex // one key at a time
+	open    bool       // guarded by opening
+
+	mu      sync.Mutex // guards what a status tells
+	machine *attest.MachineID
+	phase   initv1.Phase
+	since   time.Time
+}
+
+// New returns an Unlocker, or says which part of cfg is missing or wrong.
+func New(cfg Config) (*Unlocker, error) {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Disk == nil || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
+		return nil, errors.New("unlock: New: every field of Config but Recovery and Console is required")
+	}
+	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
+	u := &Unlocker{
+		cfg: cfg, bank: bank, phase: initv1.Phase_PHASE_UNLOCKING, since: time.Now(),
+		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_unlock_attempts_total", Help: "Tries to open the state disk after a boot, by reason; ACCEPTED: it is open.",
+		}, []string{"reason"}),
+		insecure: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",
+		}, []string{"reason"}),
+	}
+	for _, c := range []prometheus.Collector{u.attempts, u.insecure} {
+		if err := cfg.Metrics.Register(c); err != nil {
+			return nil, fmt.Errorf("unlock: %w", err)
+		}
+	}
+	return u, nil
+}
+
+// Run returns nil when the disk is open, and an error only if ctx has ended before. What goes wrong is told, and tried again.
+func (u *Unlocker) Run(ctx context.Context) error {
+	pause := retry.Backoff{Min: u.cfg.Timing.RetryMin, Max: u.cfg.Timing.RetryMax}
+	for {
+		err := u.once(ctx)
+		switch {
+		case err == nil:
+			u.attempts.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
+			u.cfg.Log.InfoContext(ctx, "the state disk is open")
+			u.cfg.Console.Say("the state disk is open")
+			return nil
+		case ctx.Err() != nil:
+			return ctx.Err()
+		}
+		wait := pause.Next(0)
+		u.failed(ctx, console.Wait{For: "can't use the state disk", Err: err, Next: wait})
+		if err := retry.Wait(ctx, wait); err != nil {
+			return ctx.Err()
+		}
+	}
+}
+
+// once looks at the disk, and does what it needs.
+func (u *Unlocker) once(ctx context.Context) error {
+	state, err := u.cfg.Disk.State() // B5
+	if err != nil {
+		return disked(err)
+	}
+	switch state {
+	case disk.StateOpen:
+		return nil
+	case disk.StateBlank, disk.StateNew:
+		u.enter(initv1.Phase_PHASE_FORMATTING)
+		u.cfg.Log.InfoContext(ctx, "formatting the state disk", "state", state.String())
+		return disked(u.cfg.Disk.Format(ctx, u.progress()))
+	case disk.StateLocked:
+		u.enter(initv1.Phase_PHASE_UNLOCKING)
+		return u.unlock(ctx)
+	}
+	return disked(fmt.Errorf("it is in the state %d", int(state)))
+}
+
+// progress tells the console of every tenth.
+func (u *Unlocker) progress() func(done, total uint64) {
+	u.cfg.Console.Say("formatting the state disk, which happens once")
+	return func(done, total uint64) {
+		if total > 0 {
+			u.cfg.Console.Say(fmt.Sprintf("formatting the state disk: %d %% of %d MiB", 10*min(done*10/total, 10), total>>20))
+		}
+	}
+}
+
+// disked gives errors of the disk without a reason of their own theirs.
+func disked(err error) error {
+	if err == nil || seek.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
+		return err
+	}
+	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk: %w", err)
+}
+
+// enter notes a phase.
+func (u *Unlocker) enter(p initv1.Phase) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.phase != p {
+		u.phase, u.since = p, time.Now()
+	}
+}
+
+// failed tells of a try that failed.
+func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
+	reason := seek.ReasonOf(w.Err)
+	u.attempts.WithLabelValues(attest.ReasonName(reason)).Inc()
+	u.tries.Fail(reason, true)
+	u.tries.Wait(w.Next)
+	u.cfg.Log.WarnContext(ctx, "not unlocked yet", "reason", attest.ReasonName(reason), "err", w.Err, "remedy", rpc.RemedyFrom(w.Err), "again_in", w.Next.String())
+	u.cfg.Console.Waits(w)
+}
+
+// try opens the disk, one key after the other.
+func (u *Unlocker) try(ctx context.Context, key keys.Disk) error {
+	u.opening.Lock()
+	defer u.opening.Unlock()
+	if u.open {
+		return ErrOpen
+	}
+	if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
+		return err
+	}
+	u.open = true
+	return nil
+}

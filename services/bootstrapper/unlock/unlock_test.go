@@ -1,0 +1,508 @@
+package unlock_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/tls"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) {
+	for _, state := range []disk.State{disk.StateBlank, disk.StateNew} {
+		t.Run(state.String(), func(t *testing.T) {
+			w := newWorld(t)
+			j := w.cluster(w.like(), w.owner)
+			w.disk.state, w.disk.format = state, errors.New("the device is not ready")
+			r := w.told(attestv1.Reason_REASON_STATE_DISK)
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+			if !w.disk.wrote || j.asked() > 0 {
+				t.Errorf("formatted %t, asked %d times", w.disk.wrote, j.asked())
+			}
+			lines := w.lines()
+			for _, want := range []string{"muster: formatting the state disk: 0 % of 32 MiB", "muster: formatting the state disk: 50 % of 32 MiB", "muster: formatting the state disk: 100 % of 32 MiB", "muster: the state disk is open"} {
+				if !slices.Contains(lines, want) {
+					t.Errorf("no line %q in %q", want, lines)
+				}
+			}
+			if len(lines) > 2*12+3 {
+				t.Errorf("%d lines: %q", len(lines), lines)
+			}
+		})
+	}
+}
+
+func TestADiskThatIsOpenIsLeftAlone(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	w.disk.state = disk.StateOpen
+	if err := w.boot().end(t); err != nil || w.disk.tried > 0 || w.disk.wrote || j.asked() > 0 {
+		t.Errorf("%v, tried %d keys, formatted %t, asked %d times", err, w.disk.tried, w.disk.wrote, j.asked())
+	}
+}
+
+func TestALockedDiskIsOpenedByTheKeyOfAJoinservice(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	r := w.boot()
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if w.disk.opens != 1 || j.asked() != 1 {
+		t.Errorf("opened %d times, asked %d times", w.disk.opens, j.asked())
+	}
+	req := j.requests[0]
+	if req.GetNodeName() != "node2" || req.GetRole() != joinv1.Role_ROLE_WORKER || req.GetDiskId() != diskID {
+		t.Errorf("asked %v", req)
+	}
+	if p := j.peers[0]; p.Machine() != w.machine.ID() || !bytes.Equal(p.Claims().PCR(15), make([]byte, 32)) {
+		t.Errorf("asked as %s with PCR 15 %x", p.Machine(), p.Claims().PCR(15))
+	}
+	if metric(t, r, attestv1.Reason_REASON_ACCEPTED) != 1 {
+		t.Error("muster_unlock_attempts_total")
+	}
+	// K3
+	screen, err := os.ReadFile(w.screen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, text := range map[string][]byte{"log": w.log.Bytes(), "console": screen} {
+		if bytes.Contains(text, right) || bytes.Contains(text, []byte(hex.EncodeToString(right))) {
+			t.Errorf("the key is on the %s", what)
+		}
+	}
+	if lines := w.lines(); !slices.Contains(lines, "muster: the state disk is open") {
+		t.Errorf("console %q", lines)
+	}
+}
+
+// What a joinservice refuses is told with its reason, and asked again until it is granted.
+func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
+	for reason, words := range map[attestv1.Reason]string{
+		attestv1.Reason_REASON_NOT_ENROLLED:    "not enrolled, or no longer",
+		attestv1.Reason_REASON_POLICY_REFUSED:  "measurements are not in the owner's policy",
+		attestv1.Reason_REASON_DISK_MISMATCH:   "another state disk",
+		attestv1.Reason_REASON_NAME_TAKEN:      "belongs to another one",
+		attestv1.Reason_REASON_KMS_UNAVAILABLE: "key service",
+	} {
+		t.Run(attest.ReasonName(reason), func(t *testing.T) {
+			w := newWorld(t)
+			j := w.cluster(w.like(), w.owner)
+			j.script(refuses(reason, 0))
+			r := w.told(reason)
+			// Each repetition would be a line more.
+			eventually(t, "asked again", func() bool { return j.asked() > 5 })
+			j.script(gives(right))
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+			want := fmt.Sprintf("muster: waiting for the key of the state disk: %s by %s (", attest.ReasonName(reason), j.addr)
+			told := 0
+			for _, l := range w.lines() {
+				if strings.HasPrefix(l, want) && strings.Contains(l, words) && strings.Contains(l, "; next try in 1 s") {
+					told++
+				}
+				if strings.Contains(l, "joinservice's log") {
+					t.Errorf("more than the reason: %q", l)
+				}
+			}
+			if told != 1 {
+				t.Errorf("told %d times: %q", told, w.lines())
+			}
+		})
+	}
+}
+
+func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextTryIs(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_BUSY, 10*time.Minute))
+	r := w.told(attestv1.Reason_REASON_BUSY)
+	s, err := r.GetStatus(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := w.machine.ID()
+	if s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_BUSY || s.GetRemedy() == "" || s.GetFailedTries() != 1 || !bytes.Equal(s.GetMachineId(), id[:]) ||
+		s.GetNodeName() != "node2" || s.GetRole() != "worker" || !slices.Equal(s.GetJoinEndpoints(), []string{j.addr}) || s.GetSince() == nil {
+		t.Errorf("status %v", s)
+	}
+	if wait := s.GetNextTry().AsTime().Sub(s.GetNow().AsTime()); wait < 9*time.Minute {
+		t.Errorf("next try in %s", wait)
+	}
+	if strings.Contains(s.String(), "joinservice's log") { // R1
+		t.Errorf("a stranger learns more than the reason: %v", s)
+	}
+	if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasSuffix(l, " min") }) {
+		t.Errorf("console %q", w.lines())
+	}
+}
+
+// A joinservice of another cluster of the same owner may be asked: its key opens nothing, and the next is asked.
+func TestAKeyThatDoesNotOpenTheDiskIsToldAndTheNextJoinserviceIsAsked(t *testing.T) {
+	w := newWorld(t)
+	first := w.cluster(w.like(), w.owner)
+	first.script(gives(wrong))
+	w.timing.Stagger = time.Hour // the first that is named is asked first
+	second := w.cluster(w.like(), w.owner)
+	r := w.told(attestv1.Reason_REASON_STATE_DISK)
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if first.asked() != 1 || second.asked() != 1 || w.disk.tried != 2 || w.disk.opens != 1 {
+		t.Errorf("asked %d and %d times, tried %d keys", first.asked(), second.asked(), w.disk.tried)
+	}
+}
+
+func TestAnAnswerThatHasNotItsFormIsRefused(t *testing.T) {
+	for name, spoil := range map[string]func(*joinv1.IssueRejoinTicketResponse){
+		"no ticket ID":       func(r *joinv1.IssueRejoinTicketResponse) { r.TicketId = nil },
+		"a short cluster ID": func(r *joinv1.IssueRejoinTicketResponse) { r.ClusterId = r.GetClusterId()[1:] },
+		"no key":             func(r *joinv1.IssueRejoinTicketResponse) { r.DiskKey = nil },
+		"a long key":         func(r *joinv1.IssueRejoinTicketResponse) { r.DiskKey = make([]byte, 33) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			j := w.cluster(w.like(), w.owner)
+			j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+				resp, err := gives(right)(req)
+				spoil(resp)
+				return resp, err
+			})
+			r := w.told(attestv1.Reason_REASON_REQUEST_INVALID)
+			if w.disk.tried > 0 {
+				t.Error("its key was tried")
+			}
+			j.script(gives(right))
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// The machine judges who may open its disk, as it judges who may make it a node.
+func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
+	for name, tt := range map[string]struct {
+		setUp func(t *testing.T, w *world) *joinservice
+		want  attestv1.Reason // 0: accepted
+	}{
+		"another owner's": {func(t *testing.T, w *world) *joinservice {
+			_, other, err := ed25519.GenerateKey(nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return w.cluster(w.like(), other)
+		}, attestv1.Reason_REASON_POLICY_SIGNATURE},
+		"one that booted something else": {func(t *testing.T, w *world) *joinservice {
+			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
+		}, attestv1.Reason_REASON_POLICY_REFUSED},
+		"one whose TPM nobody vouches for": {func(t *testing.T, w *world) *joinservice {
+			return w.cluster(attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), w.owner)
+		}, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"without an owner's key: one that booted something else": {func(t *testing.T, w *world) *joinservice {
+			w.image.OwnerKey = nil
+			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
+		}, attestv1.Reason_REASON_POLICY_REFUSED},
+		"without an owner's key: one that booted the same": {func(_ *testing.T, w *world) *joinservice {
+			w.image.OwnerKey = nil
+			return w.cluster(w.like(), w.owner)
+		}, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			j := tt.setUp(t, w)
+			if tt.want == 0 {
+				if err := w.boot().end(t); err != nil {
+					t.Fatal(err)
+				}
+				return
+			}
+			r := w.told(tt.want)
+			if j.asked() > 0 {
+				t.Error("it was asked")
+			}
+			if !slices.ContainsFunc(w.lines(), func(l string) bool {
+				return strings.Contains(l, "this machine does not accept what "+j.addr+" answers: "+attest.ReasonName(tt.want))
+			}) {
+				t.Errorf("console %q", w.lines())
+			}
+			good := w.cluster(w.like(), w.owner)
+			w.set(func(w *world) { w.meta.JoinEndpoints = []string{good.addr} })
+			if err := r.end(t); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+func TestAnOlderPolicyThanOneOfThisBootIsRefused(t *testing.T) {
+	w := newWorld(t)
+	w.timing.Stagger = time.Hour
+	newer := w.cluster(w.like(), w.owner, func(p *attestv1.Policy) { p.Serial = 7 })
+	newer.script(refuses(attestv1.Reason_REASON_KMS_UNAVAILABLE, 0))
+	r := w.boot()
+	eventually(t, "the newer policy was seen", func() bool { return newer.asked() > 0 })
+	older := w.cluster(w.like(), w.owner)
+	w.set(func(w *world) { w.meta.JoinEndpoints = []string{older.addr} })
+	eventually(t, "the older one is refused", func() bool { return metric(t, r, attestv1.Reason_REASON_POLICY_INVALID) > 0 })
+	if older.asked() > 0 {
+		t.Error("it was asked")
+	}
+}
+
+// Whatever is wrong, the machine goes on, and goes on when it is right.
+func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
+	for name, tt := range map[string]struct {
+		spoil  func(w *world, j *joinservice)
+		repair func(w *world, j *joinservice)
+		want   attestv1.Reason
+		line   string
+	}{
+		"metadata that can't be read": {
+			func(w *world, _ *joinservice) { w.unreadable = errors.New("line 3: no such role") },
+			func(w *world, _ *joinservice) { w.set(func(w *world) { w.unreadable = nil }) },
+			attestv1.Reason_REASON_MACHINE_CONFIG, "waiting for the key of the state disk: MACHINE_CONFIG",
+		},
+		"metadata that name nobody": {
+			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = nil },
+			func(w *world, j *joinservice) { w.set(func(w *world) { w.meta.JoinEndpoints = []string{j.addr} }) },
+			attestv1.Reason_REASON_MACHINE_CONFIG, "waiting for the key of the state disk: the metadata name no joinservice",
+		},
+		"nobody who answers": {
+			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} },
+			func(w *world, j *joinservice) { w.set(func(w *world) { w.meta.JoinEndpoints = []string{j.addr} }) },
+			attestv1.Reason_REASON_NOT_READY, "waiting for the key of the state disk: no joinservice can be reached at 127.0.0.1:1",
+		},
+		"a header that Muster did not write": {
+			func(w *world, _ *joinservice) {
+				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
+			},
+			func(w *world, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
+			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk: STATE_DISK (the state disk can't be used)",
+		},
+		"a device that is not there yet": {
+			func(w *world, _ *joinservice) { w.disk.broken = os.ErrNotExist },
+			func(w *world, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
+			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			j := w.cluster(w.like(), w.owner)
+			tt.spoil(w, j)
+			r := w.told(tt.want)
+			if j.asked() > 0 {
+				t.Error("a joinservice was asked")
+			}
+			if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, "muster: "+tt.line) }) {
+				t.Errorf("console %q", w.lines())
+			}
+			s, err := r.GetStatus(t.Context(), nil)
+			if err != nil || s.GetLastReason() != tt.want {
+				t.Errorf("status %v, %v", s, err)
+			}
+			tt.repair(w, j)
+			if err := r.end(t); err != nil || w.disk.opens != 1 {
+				t.Errorf("%v, opened %d times", err, w.disk.opens)
+			}
+		})
+	}
+}
+
+func parsed(t testing.TB, key []byte) keys.Disk {
+	t.Helper()
+	k, err := keys.ParseDisk(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+// What comes first ends both: recovery, and the tries to rejoin, which nothing that recovery does can stop.
+func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
+	w := newWorld(t)
+	w.meta.Role = "control-plane"
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	answered := false
+	w.recovery = func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error {
+		if id.String() != diskID {
+			t.Errorf("recovery of %s", id)
+		}
+		if err := try(ctx, parsed(t, wrong)); !errors.Is(err, disk.ErrWrongKey) {
+			t.Errorf("a wrong key: %v", err)
+		}
+		eventually(t, "rejoining goes on", func() bool { return j.asked() > 3 })
+		if err := try(ctx, parsed(t, right)); err != nil {
+			t.Errorf("the right key: %v", err)
+		}
+		if err := try(ctx, parsed(t, right)); !errors.Is(err, unlock.ErrOpen) {
+			t.Errorf("once more: %v", err)
+		}
+		<-ctx.Done()
+		answered = true // whom it owes an answer
+		return nil
+	}
+	if err := w.boot().end(t); err != nil || w.disk.opens != 1 || !answered {
+		t.Errorf("%v, opened %d times, answered %t", err, w.disk.opens, answered)
+	}
+	if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.Contains(l, "`muster recover` opens it as well") }) {
+		t.Errorf("console %q", w.lines())
+	}
+}
+
+func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
+	w := newWorld(t)
+	w.meta.Role = "control-plane"
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try func(context.Context, keys.Disk) error) error {
+		<-ctx.Done()
+		if err := try(context.WithoutCancel(ctx), parsed(t, right)); !errors.Is(err, unlock.ErrOpen) {
+			t.Errorf("a key that comes late: %v", err)
+		}
+		return nil
+	}
+	r := w.boot()
+	eventually(t, "asked", func() bool { return j.asked() > 1 })
+	j.script(gives(right))
+	if err := r.end(t); err != nil || w.disk.opens != 1 {
+		t.Errorf("%v, opened %d times", err, w.disk.opens)
+	}
+
+	failing := newWorld(t)
+	failing.meta.Role = "control-plane"
+	k := failing.cluster(failing.like(), failing.owner)
+	k.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	failing.recovery = func(context.Context, keys.DiskID, func(context.Context, keys.Disk) error) error {
+		return errors.New("the port is taken")
+	}
+	r = failing.boot()
+	eventually(t, "asked all the same", func() bool { return k.asked() > 3 })
+	k.script(gives(right))
+	if err := r.end(t); err != nil {
+		t.Error(err)
+	}
+	if !bytes.Contains(failing.log.Bytes(), []byte("recovery is not served any more")) {
+		t.Error("the log does not say that recovery ended")
+	}
+}
+
+func TestWorkersHaveNoRecovery(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	w.recovery = func(context.Context, keys.DiskID, func(context.Context, keys.Disk) error) error {
+		t.Error("a worker serves recovery")
+		return nil
+	}
+	r := w.boot()
+	eventually(t, "asked", func() bool { return j.asked() > 3 })
+	j.script(gives(right))
+	if err := r.end(t); err != nil {
+		t.Error(err)
+	}
+}
+
+// Keys that come at the same time are tried one after the other, and the disk is opened once.
+func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
+	w := newWorld(t)
+	w.meta.Role = "control-plane"
+	w.cluster(w.like(), w.owner)
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try func(context.Context, keys.Disk) error) error {
+		var all sync.WaitGroup
+		for i := range 20 {
+			all.Go(func() {
+				key := right
+				if i%2 == 0 {
+					key = wrong
+				}
+				_ = try(ctx, parsed(t, key))
+			})
+		}
+		all.Wait()
+		return nil
+	}
+	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
+		t.Errorf("%v, opened %d times", err, w.disk.opens)
+	}
+}
+
+func TestItEndsWithItsContextAlone(t *testing.T) {
+	w := newWorld(t)
+	w.meta.JoinEndpoints = []string{"127.0.0.1:1"}
+	r := w.told(attestv1.Reason_REASON_NOT_READY)
+	r.stop()
+	if err := r.end(t); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
+// The whole process: its status is for every HTTPS client, and it ends when the disk is open.
+func TestServeTellsItsStatusUntilTheDiskIsOpen(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_NOT_ENROLLED, 0))
+	done := make(chan error, 1)
+	go func() { done <- unlock.Serve(t.Context(), w.config()) }()
+	var addr string
+	eventually(t, "it listens", func() bool {
+		_, rest, ok := bytes.Cut(w.log.Bytes(), []byte(`"init":"`))
+		at, _, _ := bytes.Cut(rest, []byte(`"`))
+		addr = string(at)
+		return ok
+	})
+	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
+	defer transport.CloseIdleConnections()
+	client := initv1connect.NewMachineServiceClient(&http.Client{Transport: transport}, "https://"+addr)
+	eventually(t, "the status has the reason", func() bool {
+		s, err := client.GetStatus(t.Context(), &initv1.GetStatusRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.GetPhase() == initv1.Phase_PHASE_UNLOCKING && s.GetLastReason() == attestv1.Reason_REASON_NOT_ENROLLED
+	})
+	transport.CloseIdleConnections()
+	j.script(gives(right))
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("it does not end")
+	}
+}
+
+func TestNewWantsItsParts(t *testing.T) {
+	w := newWorld(t)
+	cfg := w.config()
+	if _, err := unlock.New(cfg); err == nil || !strings.Contains(err.Error(), "required") {
+		t.Errorf("without Metrics: %v", err)
+	}
+	if err := unlock.Serve(t.Context(), unlock.Config{}); err == nil {
+		t.Error("an empty configuration is served")
+	}
+}
