@@ -83,12 +83,16 @@ type stage struct {
 	sockets  string
 	kubeconf string
 	flags    []string // beside the usual ones
+	image    string   // that cp1 boots; empty: the usual one
 }
 
 type option func(*stage)
 
 // auditAt puts the audit log somewhere else.
 func auditAt(path string) option { return func(s *stage) { s.audit = path } }
+
+// booting makes cp1 boot an image of that name.
+func booting(image string) option { return func(s *stage) { s.image = image } }
 
 func setUp(t *testing.T, options ...option) *stage {
 	t.Helper()
@@ -101,7 +105,7 @@ func setUp(t *testing.T, options ...option) *stage {
 	for _, o := range options {
 		o(s)
 	}
-	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{Image: s.image})
 	s.cp1.LockTo(s.ID)
 	s.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
 	s.policy(t)

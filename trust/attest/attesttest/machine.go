@@ -182,6 +182,12 @@ func (m *Machine) LockTo(clusterID [32]byte) {
 // Reboot switches the machine off and on: PCRs begin anew and resetCount goes up.
 func (m *Machine) Reboot() { m.boot() }
 
+// BootImage switches the machine off and on, and boots another image from then on.
+func (m *Machine) BootImage(image string) {
+	m.opts.Image = image
+	m.boot()
+}
+
 // Attester gives the machine's evidence of one purpose, made by the real attester.
 func (m *Machine) Attester(p attest.Purpose) attest.Attester {
 	m.t.Helper()

@@ -1,0 +1,267 @@
+package main
+
+import (
+	"bytes"
+	"encoding/hex"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// encrypted is for a wish of a machine whose state disk is encrypted.
+func encrypted(w *wishes) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
+
+// rebooted gives a machine that has joined as w1 with disk1, and has rebooted since.
+func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
+	t.Helper()
+	m := s.machine(t)
+	s.ticketFor(t, m, worker(t, encrypted))
+	m.LockTo(s.ID)
+	m.Reboot()
+	return m
+}
+
+// again is what w1 asks for after a reboot.
+func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoinTicketRequest {
+	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1}
+	for _, c := range changes {
+		c(r)
+	}
+	return r
+}
+
+// rejoin asks over a connection of its own.
+func (s *stage) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+	t.Helper()
+	transport := s.transport(t, m.Attester(attest.PurposeMachine))
+	defer transport.Close() //nolint:errcheck // nothing is left to be told
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).IssueRejoinTicket(t.Context(), r)
+}
+
+// notAgain asks, and compares error detail, metric, log and audit record.
+func (s *stage) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest, want attestv1.Reason) error {
+	t.Helper()
+	about := []string{"event", "rejoin refused", "machine", m.ID().String()}
+	places := refusaltest.Places{Metric: []string{"muster_rejoin_tickets_total"}, Log: about, Audit: about}
+	if s.audit == full {
+		places.Audit = nil
+	}
+	return refusaltest.Refused(t, s.witnesses(t), want, places, func() error {
+		_, err := s.rejoin(t, m, r)
+		return err
+	})
+}
+
+func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
+	s := setUp(t)
+	m := s.rebooted(t)
+	before := s.Node(t, "w1")
+	resp, err := s.rejoin(t, m, again())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
+		t.Errorf("ticket %v", resp)
+	}
+	if after := s.Node(t, "w1"); after.ResourceVersion != before.ResourceVersion {
+		t.Errorf("its enrolment changed: %+v", after)
+	}
+	s.noRequests(t)
+	id := hex.EncodeToString(resp.GetTicketId())
+	if !s.recorded(t, func(r audit.Record) bool {
+		return r.Event == "rejoin ticket issued" && r.Ticket == id && r.Machine == m.ID().String() && r.Node == "w1" && r.Role == "worker" && r.Disk == disk1 && r.Evidence != "" && r.PolicySerial == 1
+	}) {
+		t.Errorf("no record of the ticket in %+v", s.records(t)) // J3
+	}
+	key := []byte(hex.EncodeToString(resp.GetDiskKey()))
+	if bytes.Contains(s.auditText(t), key) || bytes.Contains(s.join.Log.Bytes(), key) { // K3
+		t.Error("the key is on a log")
+	}
+	second, err := s.rejoin(t, m, again())
+	if err != nil || !bytes.Equal(second.GetDiskKey(), resp.GetDiskKey()) || bytes.Equal(second.GetTicketId(), resp.GetTicketId()) {
+		t.Errorf("asked once more: %v, %v", second, err)
+	}
+	if n := s.join.Metric(t, "muster_rejoin_tickets_total", "role", "worker", "reason", "ACCEPTED"); n != 2 {
+		t.Errorf("%v rejoins are counted", n)
+	}
+}
+
+// The first machine was enrolled by its owner, who knows its disk from the init's result.
+func TestTheFirstMachineRejoinsToo(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
+	resp, err := s.rejoin(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
+		r.NodeName, r.Role, r.DiskId = "first", joinv1.Role_ROLE_CONTROL_PLANE, disk3
+	}))
+	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk3)) {
+		t.Errorf("%v, %v", resp, err)
+	}
+}
+
+// J2: each refusal passes once only the offending input is repaired.
+func TestRefusedRejoins(t *testing.T) {
+	s := setUp(t)
+	neighbour := s.machine(t)
+	s.ticketFor(t, neighbour, worker(t, named("w2", disk2, "192.168.77.20"), encrypted))
+	plain := s.machine(t)
+	s.ticketFor(t, plain, worker(t, named("w3", disk3, "192.168.77.21")))
+	fresh := s.machine(t)
+	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
+	m, stranger := s.rebooted(t), s.machine(t)
+
+	for name, tt := range map[string]struct {
+		machine *attesttest.Machine // nil: w1's
+		change  func(*joinv1.IssueRejoinTicketRequest)
+		want    attestv1.Reason
+	}{
+		"a machine that nobody knows":              {stranger, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
+		"a machine with the name of another":       {stranger, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
+		"an enrolled machine under another name":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NAME_MISMATCH},
+		"an enrolled machine with another's name":  {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w2" }, attestv1.Reason_REASON_NAME_MISMATCH},
+		"a worker that was a control plane":        {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = joinv1.Role_ROLE_CONTROL_PLANE }, attestv1.Reason_REASON_ROLE_REFUSED},
+		"another disk":                             {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = diskNumber(9) }, attestv1.Reason_REASON_DISK_MISMATCH},
+		"the disk of another machine":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = disk2 }, attestv1.Reason_REASON_DISK_MISMATCH},
+		"a disk that was moved to another machine": {neighbour, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w2" }, attestv1.Reason_REASON_DISK_MISMATCH},
+		"a plain disk, which no key opens":         {plain, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w3", disk3 }, attestv1.Reason_REASON_DISK_MISMATCH},
+		"a machine that has not joined yet": {fresh, func(r *joinv1.IssueRejoinTicketRequest) {
+			r.NodeName, r.Role = "cp2", joinv1.Role_ROLE_CONTROL_PLANE
+		}, attestv1.Reason_REASON_DISK_MISMATCH},
+		"no name":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a name with a path": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no role":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an unknown role":    {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in braces":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
+	} {
+		t.Run(name, func(t *testing.T) {
+			asks := tt.machine
+			if asks == nil {
+				asks = m
+			}
+			err := s.notAgain(t, asks, again(tt.change), tt.want)
+			if bytes.Contains([]byte(err.Error()), []byte(m.ID().String())) { // R1
+				t.Errorf("the caller learns more than the reason: %v", err)
+			}
+			if _, err := s.rejoin(t, m, again()); err != nil {
+				t.Errorf("repaired: %v", err)
+			}
+		})
+	}
+	// The owner is shown who waits.
+	membertest.Eventually(t, func() error {
+		w := s.waiting(t)
+		if _, listed := w[m.ID().String()]; listed {
+			return membertest.Want(false, "w1 has its key, and is listed: %+v", w)
+		}
+		e, listed := w[stranger.ID().String()]
+		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the stranger is listed as %+v", e)
+	})
+}
+
+// What a machine has become since it joined is judged as at the join, by the policy in force.
+func TestARebootedMachineIsJudgedAnew(t *testing.T) {
+	for name, tt := range map[string]struct {
+		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
+		want  attestv1.Reason
+		asked bool // as far as the RPC; else refused in the exchange
+	}{
+		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
+		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
+		"one that runs already":         {func(_ *testing.T, s *stage, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
+		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			n := s.Node(t, "w1")
+			n.Spec.Banned = true
+			if err := s.Client.Update(t.Context(), n); err != nil {
+				t.Error(err)
+			}
+		}, attestv1.Reason_REASON_BANNED, false},
+		"one that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
+		"one whose role the policy lists no more": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial, p.Roles = 2, []string{"control-plane"} }))
+		}, attestv1.Reason_REASON_ROLE_REFUSED, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t)
+			m := s.rebooted(t)
+			if _, err := s.rejoin(t, m, again()); err != nil {
+				t.Fatal(err)
+			}
+			tt.spoil(t, s, m)
+			membertest.Eventually(t, func() error { // the informers follow
+				_, err := s.rejoin(t, m, again())
+				return membertest.Want(rpc.ReasonFrom(err) == tt.want, "%v, want %s", err, attest.ReasonName(tt.want))
+			})
+			if tt.asked {
+				_ = s.notAgain(t, m, again(), tt.want)
+				return
+			}
+			refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), func() error {
+				_, err := s.rejoin(t, m, again())
+				return err
+			})
+		})
+	}
+}
+
+func TestFaultsOfOursGiveNoRejoinTicket(t *testing.T) {
+	s := setUp(t)
+	m := s.rebooted(t)
+	path := filepath.Join(s.rootDir, "root")
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	err := s.notAgain(t, m, again(), attestv1.Reason_REASON_ROOT_SEALED)
+	if rpc.RetryAfterFrom(err) == 0 {
+		t.Errorf("%v has no hint when to try again", err)
+	}
+	if err := os.WriteFile(path, s.Root[:], 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.rejoin(t, m, again()); err != nil {
+		t.Error(err)
+	}
+}
+
+// J3: no key leaves without its record.
+func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
+	s := setUp(t, auditAt(full))
+	m := s.machine(t)
+	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	membertest.Eventually(t, func() error {
+		_, err := s.rejoin(t, m, again())
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%v", err)
+	})
+	_ = s.notAgain(t, m, again(), attestv1.Reason_REASON_AUDIT_UNAVAILABLE)
+}
+
+// A machine that gave its ticket back keeps name and disk until its certificates have expired, and so its key.
+func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	ticket := s.ticketFor(t, m, worker(t, encrypted))
+	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := s.rejoin(t, m, again())
+	if err != nil || !bytes.Equal(resp.GetDiskKey(), ticket.GetDiskKey()) {
+		t.Errorf("%v", err)
+	}
+	if at := s.Node(t, "w1").Status.ReleasedAt; at == nil {
+		t.Error("it is not released any more")
+	}
+}

@@ -1,0 +1,224 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/x509"
+	"errors"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// volume is a state disk that one key opens.
+type volume struct {
+	id  string
+	key []byte
+
+	mu   sync.Mutex
+	open bool
+}
+
+func (v *volume) ID() (keys.DiskID, error) { return keys.ParseDiskID(v.id) }
+
+func (v *volume) State() (disk.State, error) { return disk.StateLocked, nil }
+
+func (v *volume) Format(context.Context, func(done, total uint64)) error {
+	return errors.New("a locked disk is not to be formatted")
+}
+
+func (v *volume) Unlock(_ context.Context, key keys.Disk) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !bytes.Equal(key.Expose(), v.key) {
+		return disk.ErrWrongKey
+	}
+	v.open = true
+	return nil
+}
+
+func (v *volume) isOpen() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.open
+}
+
+// initramfs is a machine that has rebooted, until its disk is open.
+type initramfs struct {
+	t       *testing.T
+	screen  string
+	log     *membertest.Buffer
+	disk    *volume
+	metrics *prometheus.Registry
+	done    chan error
+}
+
+// unlock boots a machine that knows its owner, with disk1.
+func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
+	t.Helper()
+	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.diskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
+	if err := os.WriteFile(i.screen, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	told, err := console.Open(i.screen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = told.Close() })
+	u, err := unlock.New(unlock.Config{
+		Image: &metadata.Image{OwnerKey: s.Public, TPM: metadata.TPM{Bank: "sha256"}},
+		Metadata: func() (*metadata.Machine, error) {
+			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
+		},
+		Disk: i.disk, TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
+			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
+		},
+		Timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 20 * time.Millisecond, RetryMax: 200 * time.Millisecond, Dial: 5 * time.Second, Ticket: 30 * time.Second},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	go func() { i.done <- u.Run(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		<-i.done
+	})
+	return i
+}
+
+// opens waits until the disk is open.
+func (i *initramfs) opens() {
+	i.t.Helper()
+	select {
+	case err := <-i.done:
+		i.done <- err
+		if err != nil || !i.disk.isOpen() {
+			i.t.Fatalf("%v, open %t", err, i.disk.isOpen())
+		}
+	case <-time.After(time.Minute):
+		i.t.Fatalf("the disk is not opened:\n%s", i.log)
+	}
+}
+
+// refused waits until it is told, on console and metric, that it was refused for that reason.
+func (i *initramfs) refused(want attestv1.Reason) {
+	i.t.Helper()
+	name := attest.ReasonName(want)
+	membertest.Eventually(i.t, func() error {
+		families, err := i.metrics.Gather()
+		if err != nil {
+			return err
+		}
+		b, err := os.ReadFile(i.screen)
+		if err != nil {
+			return err
+		}
+		told := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
+			return strings.HasPrefix(l, "muster: waiting for the key of the state disk: "+name+" by 127.0.0.1:") && strings.Contains(l, "; next try in ")
+		})
+		return membertest.Want(told && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not told: %q", name, b)
+	})
+}
+
+func TestARebootedMachineOpensItsDisk(t *testing.T) {
+	s := setUp(t)
+	s.unlock(t, s.rebooted(t)).opens()
+}
+
+// Whichever side was upgraded first: a policy that lists both images lets both back in.
+func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
+	for name, tt := range map[string]struct{ cluster, machine string }{
+		"a newer machine in an older cluster":  {cluster: "v1", machine: "v2"},
+		"an older machine in a newer cluster":  {cluster: "v2", machine: "v1"},
+		"both have been upgraded, for control": {cluster: "v2", machine: "v2"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t, booting(tt.cluster))
+			v1, v2 := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "v1"}), attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "v2"})
+			serial := uint64(1)
+			accept := func(machines ...*attesttest.Machine) {
+				t.Helper()
+				serial++
+				s.inForce(t, s.SetPolicy(t, attesttest.Policy(t, s.ca, append(machines, s.cp1), func(p *attestv1.Policy) {
+					p.Serial, p.Insecure = serial, &attestv1.InsecureSwitches{AllowPlainState: true}
+				})))
+			}
+			// It joined while the cluster was what it is, and so was the machine.
+			m := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: tt.cluster})
+			s.ticketFor(t, m, worker(t, encrypted))
+			m.LockTo(s.ID)
+			m.BootImage(tt.machine)
+			i := s.unlock(t, m)
+			if tt.machine != tt.cluster {
+				i.refused(attestv1.Reason_REASON_POLICY_REFUSED)
+			}
+			accept(v1, v2)
+			i.opens()
+			if v := s.Node(t, "w1"); v.Spec.DiskID != disk1 {
+				t.Errorf("its enrolment is %+v", v.Spec)
+			}
+		})
+	}
+}
+
+// A crash in the middle of the first join: the machine is enrolled, its disk has the cluster's key, and its journal
+// says that it is no node yet. It opens its disk, and asks for a ticket again once it has locked itself again.
+func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
+	s := setUp(t)
+	m := s.rebooted(t)
+	s.unlock(t, m).opens()
+	m.LockTo(s.ID)
+	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
+		t.Error("another key")
+	}
+}
+
+// A machine whose enrolment the owner has undone is told so. The way out is an empty disk, or being enrolled again.
+func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
+	s := setUp(t)
+	m := s.rebooted(t)
+	s.forget(t, "w1")
+	i := s.unlock(t, m)
+	i.refused(attestv1.Reason_REASON_NOT_ENROLLED)
+	text, err := os.ReadFile(i.screen)
+	if err != nil || !strings.Contains(string(text), "one that was forgotten starts over with an empty state disk") {
+		t.Errorf("console %q, %v", text, err)
+	}
+	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
+	i.opens()
+}
+
+// A disk in another machine stays closed, whatever that machine's own standing is.
+func TestAStolenDiskStaysClosed(t *testing.T) {
+	s := setUp(t)
+	s.rebooted(t)
+	thief := s.machine(t)
+	i := s.unlock(t, thief) // a good machine that knows name and disk of w1, and is not w1
+	i.refused(attestv1.Reason_REASON_NAME_TAKEN)
+	if i.disk.isOpen() {
+		t.Error("the disk is open")
+	}
+}
