@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -64,6 +65,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
 	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
+	screen := flags.String("console", console.DefaultPath, "terminal that is told what the machine waits for; nothing if there is none")
 	switch args[0] {
 	case "run":
 		if err := parse(flags, args[1:]); err != nil {
@@ -72,7 +74,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := noCoreDumps(); err != nil {
 			return err
 		}
-		return runBootstrapper(ctx, *image, *meta, *record, *lock, logger(stderr))
+		return runBootstrapper(ctx, *image, *meta, *record, *lock, *screen, logger(stderr))
 	case "attester":
 		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
 		if err := parse(flags, args[1:]); err != nil {
@@ -136,6 +138,15 @@ func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm
 	return tpm2.NewAttester(cfg)
 }
 
+// openConsole gives the machine's console. One that can't be opened keeps no machine from its work.
+func openConsole(path string, log *slog.Logger) (c *console.Console, done func()) {
+	c, err := console.Open(path)
+	if err != nil {
+		log.Warn("nothing will be told on the console", "err", err)
+	}
+	return c, func() { _ = c.Close() }
+}
+
 // noCoreDumps keeps what passes through our memory off the disk (K3).
 func noCoreDumps() error {
 	if err := syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{}); err != nil {
@@ -148,7 +159,7 @@ func newVerifier(roots []*x509.Certificate) (attest.Verifier, error) {
 	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now, KnownPairs: 64})
 }
 
-func runBootstrapper(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
+func runBootstrapper(ctx context.Context, image, meta, record, lock, screen string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
 		return err
@@ -165,12 +176,14 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock string, log 
 	if err != nil {
 		return err
 	}
+	told, done := openConsole(screen, log)
+	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Config: bootstrapper.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
 			NewVerifier:       newVerifier,
-			WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Log: log,
+			WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Console: told, Log: log,
 		},
 		Public: public,
 	})

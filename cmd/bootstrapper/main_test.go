@@ -113,6 +113,28 @@ listen: {init: "127.0.0.1:0", metrics: "127.0.0.1:0", attesterMetrics: "127.0.0.
 `, dir, e.Socket, dir))
 }
 
+// shows waits until a machine's console begins with the text.
+func shows(t *testing.T, screen, want string) {
+	t.Helper()
+	deadline := time.After(30 * time.Second)
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		b, err := os.ReadFile(screen)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.HasPrefix(string(b), want) {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("the console shows %q, want %q", b, want)
+		}
+	}
+}
+
 func get(t *testing.T, url string) (int, string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
@@ -151,9 +173,11 @@ func (unlocked) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, 
 func TestRunServesInitProbesAndMetricsWithARealTPM(t *testing.T) {
 	dir, e := t.TempDir(), tpmtest.SWTPM(t)
 	meta := write(t, filepath.Join(dir, "metadata.yaml"), fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\ninitSecretHash: %x\n", sha256.Sum256(bytes.Repeat([]byte{1}, 32))))
-	p := start(t, "run", "--image", imageFile(t, dir, e), "--metadata", meta, "--journal", filepath.Join(dir, "journal"), "--tpm-lock", e.Lock)
+	screen := write(t, filepath.Join(dir, "console"), "")
+	p := start(t, "run", "--image", imageFile(t, dir, e), "--metadata", meta, "--journal", filepath.Join(dir, "journal"), "--tpm-lock", e.Lock, "--console", screen)
 	at := p.line("listening")
 
+	shows(t, screen, "muster: waiting to join a cluster: the metadata name no joinservice (joinEndpoints); `muster init` can make it the first of a new one; next try in 1 s\r\n")
 	transport, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
 	if err != nil {
 		t.Fatal(err)
