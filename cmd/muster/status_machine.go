@@ -37,6 +37,12 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	line("Machine", "%s", s.Machine)
 	line("Node", "%s, %s", dash(s.NodeName), dash(s.Role))
 	phase := s.Phase
+	switch phase {
+	case "unlocking":
+		phase += " (its state disk waits for the key)"
+	case "formatting":
+		phase += " (its state disk, which happens once)"
+	}
 	if s.Taker != "" {
 		phase += ", locked by " + map[string]string{"init": "an init", "join": "a join"}[s.Taker]
 	}

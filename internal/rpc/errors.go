@@ -63,7 +63,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
-	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enrol the machine first: `muster enroll NAME --role control-plane --machine-id ID`."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enrol the machine first: `muster enroll NAME --role control-plane --machine-id ID`. A machine that was forgotten joins anew with an empty state disk."},
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},

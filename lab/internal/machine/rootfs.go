@@ -81,6 +81,22 @@ func (r *rootfs) bindFile(source, at string) {
 	r.mount(source, at, "", unix.MS_BIND, "")
 }
 
+// console gives the machine a console of its own, a file, if the host has one: what a machine tells whoever stands
+// before it is not for the host's.
+func (r *rootfs) console(file string) {
+	if _, err := os.Stat(r.path("dev/console")); err != nil {
+		return
+	}
+	r.do("make console", func() error {
+		f, err := os.OpenFile(file, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o644)
+		if err != nil {
+			return err
+		}
+		return f.Close()
+	})
+	r.mount(file, "dev/console", "", unix.MS_BIND, "")
+}
+
 // makeRoot builds the machine's root file system and moves into it.
 func makeRoot(s Spec) error {
 	r := rootfs{root: filepath.Join(s.Dir, "root")}
@@ -108,6 +124,7 @@ func makeRoot(s Spec) error {
 	r.mount("proc", "proc", "proc", 0, "")
 	r.mount("sysfs", "sys", "sysfs", 0, "")
 	r.mount("/dev", "dev", "", unix.MS_BIND|unix.MS_REC, "")
+	r.console(filepath.Join(s.Dir, "console"))
 	r.cgroups(s.Cgroups)
 	r.sysctls()
 	if s.TPMSocket != "" {
