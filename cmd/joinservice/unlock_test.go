@@ -104,7 +104,9 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	go func() { i.done <- u.Run(ctx) }()
 	t.Cleanup(func() {
 		stop()
-		<-i.done
+		if err := <-i.done; err != nil && !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
 	})
 	return i
 }
