@@ -33,6 +33,7 @@ import (
 
 const usage = `usage: bootstrapper COMMAND [flags]
 
+  unlock    open this machine's state disk, in the initramfs
   run       make this machine a node: the first one of a cluster, or one more
   attester  give the services on this machine evidence of it, and its cluster too
   doctor    look for what keeps this machine from becoming a node, and say what to do
@@ -67,6 +68,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
 	screen := flags.String("console", console.DefaultPath, "terminal that is told what the machine waits for; nothing if there is none")
 	switch args[0] {
+	case "unlock":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		if err := noCoreDumps(); err != nil {
+			return err
+		}
+		return runUnlock(ctx, *image, *meta, *lock, *screen, logger(stderr))
 	case "run":
 		if err := parse(flags, args[1:]); err != nil {
 			return err

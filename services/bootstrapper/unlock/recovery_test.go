@@ -3,15 +3,23 @@ package unlock_test
 import (
 	"bytes"
 	"context"
+	"encoding/hex"
 	"errors"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -131,5 +139,66 @@ func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
 	}
 	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
 		t.Errorf("%v, opened %d times", err, w.disk.opens)
+	}
+}
+
+// The whole process, and the owner's call as `muster recover` makes it.
+func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
+	w := newWorld(t)
+	w.meta.Role = "control-plane"
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	root, salt := bytes.Repeat([]byte{0xAB}, 32), bytes.Repeat([]byte{0xCD}, 32)
+	id, err := keys.ParseDiskID(diskID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := keys.NewRoot([32]byte(root), [32]byte(salt)).Disk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.disk.key = key.Expose()
+	done := make(chan error, 1)
+	go func() { done <- unlock.Serve(t.Context(), w.config()) }()
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: atls.NoAttester, Verifier: attesttest.Verifier(t, w.ca), PeerPurpose: attest.PurposeMachine,
+		Appraiser: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.machine}).For(attest.Unlocked()),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = transport.Close() }()
+	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
+	recover := func(root []byte) (last recoverv1.State, err error) {
+		stream, err := client.Recover(t.Context(), &recoverv1.RecoverRequest{RootSecret: bytes.Clone(root), Salt: bytes.Clone(salt)})
+		if err != nil {
+			return 0, err
+		}
+		defer func() { _ = stream.Close() }()
+		for stream.Receive() {
+			last = stream.Msg().GetState()
+		}
+		return last, stream.Err()
+	}
+	if _, err := recover(salt); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+		t.Errorf("a wrong root secret: %v", err)
+	}
+	before := j.asked()
+	eventually(t, "rejoining goes on", func() bool { return j.asked() > before })
+	if state, err := recover(root); err != nil || state != recoverv1.State_STATE_OPENED {
+		t.Errorf("%v, %v", state, err)
+	}
+	select {
+	case err := <-done:
+		if err != nil || w.disk.opens != 1 {
+			t.Errorf("%v, opened %d times", err, w.disk.opens)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("it does not end")
+	}
+	for _, secret := range [][]byte{root, salt, key.Expose()} { // K3
+		if bytes.Contains(w.log.Bytes(), []byte(hex.EncodeToString(secret))) {
+			t.Error("a secret is on the log")
+		}
 	}
 }

@@ -12,23 +12,26 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Serve is the process `bootstrapper unlock`: it opens the disk and tells meanwhile how that gets on, on the ports that
-// `bootstrapper run` has later. cfg is without Metrics. It returns nil once the disk is open.
+// `bootstrapper run` has later. cfg is without Metrics and Recovery. It returns nil once the disk is open.
 func Serve(ctx context.Context, cfg Config) error {
 	if cfg.Image == nil || cfg.Attester == nil || cfg.Log == nil {
 		return errors.New("unlock: Serve: Image, Attester and Log are required")
 	}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	cfg.Metrics = registry
-	u, err := New(cfg)
+	calls, err := rpc.NewMetrics(registry)
 	if err != nil {
 		return err
 	}
-	calls, err := rpc.NewMetrics(registry)
+	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, calls, registry)
+	u, err := New(cfg)
 	if err != nil {
 		return err
 	}
@@ -61,6 +64,33 @@ func Serve(ctx context.Context, cfg Config) error {
 			Ready: map[string]func(context.Context) error{"unlock": func(context.Context) error { return nil }},
 		}.Part(),
 	)
+}
+
+// recoverBy gives the recovery of a control plane, on a port of its own.
+func recoverBy(cfg Config, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
+	return func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error {
+		s, err := recovery.New(recovery.Config{
+			DiskID: id, Attester: cfg.Attester, Calls: calls, Metrics: registry, Log: cfg.Log,
+			Try: func(ctx context.Context, key keys.Disk) error {
+				err := try(ctx, key)
+				switch {
+				case errors.Is(err, disk.ErrWrongKey):
+					return fmt.Errorf("%w: %w", recovery.ErrWrongKey, err)
+				case errors.Is(err, ErrOpen):
+					return fmt.Errorf("%w: %w", recovery.ErrOpen, err)
+				}
+				return err
+			},
+		})
+		if err != nil {
+			return err
+		}
+		l, err := listen(ctx, "listen.recover", cfg.Image.Listen.Recover)
+		if err != nil {
+			return err
+		}
+		return s.Run(ctx, l)
+	}
 }
 
 func listen(ctx context.Context, field, addr string) (net.Listener, error) {

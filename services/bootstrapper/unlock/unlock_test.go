@@ -346,13 +346,7 @@ func TestServeTellsItsStatusUntilTheDiskIsOpen(t *testing.T) {
 	j.script(refuses(attestv1.Reason_REASON_NOT_ENROLLED, 0))
 	done := make(chan error, 1)
 	go func() { done <- unlock.Serve(t.Context(), w.config()) }()
-	var addr string
-	eventually(t, "it listens", func() bool {
-		_, rest, ok := bytes.Cut(w.log.Bytes(), []byte(`"init":"`))
-		at, _, _ := bytes.Cut(rest, []byte(`"`))
-		addr = string(at)
-		return ok
-	})
+	addr := w.logged("init")
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
 	defer transport.CloseIdleConnections()
 	client := initv1connect.NewMachineServiceClient(&http.Client{Transport: transport}, "https://"+addr)

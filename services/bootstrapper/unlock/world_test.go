@@ -49,6 +49,8 @@ var (
 
 // volume is a state disk whose key is known.
 type volume struct {
+	key []byte // nil: right
+
 	mu     sync.Mutex
 	state  disk.State
 	broken error // what looking at it gives
@@ -84,7 +86,11 @@ func (v *volume) Unlock(_ context.Context, key keys.Disk) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.tried++
-	if !bytes.Equal(key.Expose(), right) {
+	opener := right
+	if v.key != nil {
+		opener = v.key
+	}
+	if !bytes.Equal(key.Expose(), opener) {
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w", disk.ErrWrongKey)
 	}
 	v.state = disk.StateOpen
@@ -148,7 +154,7 @@ func newWorld(t testing.TB) *world {
 		screen: filepath.Join(t.TempDir(), "console"),
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
-	w.image.Listen.Init, w.image.Listen.Metrics = "127.0.0.1:0", "127.0.0.1:0"
+	w.image.Listen.Init, w.image.Listen.Metrics, w.image.Listen.Recover = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
 	if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -365,6 +371,17 @@ func (w *world) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, change
 func (w *world) like() *attesttest.Machine {
 	w.t.Helper()
 	return attesttest.NewMachine(w.t, w.ca, attesttest.Options{})
+}
+
+// logged waits for a line of the log that has the attribute, and gives its value.
+func (w *world) logged(name string) (value string) {
+	w.t.Helper()
+	eventually(w.t, "the log has "+name, func() bool {
+		_, rest, ok := strings.Cut(string(w.log.Bytes()), `"`+name+`":"`)
+		value, _, _ = strings.Cut(rest, `"`)
+		return ok
+	})
+	return value
 }
 
 // eventually waits for a condition.

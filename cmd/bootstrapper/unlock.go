@@ -1,0 +1,41 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// runUnlock opens the state disk. It ends without an error once that is open, and never gives up by itself.
+func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.Logger) error {
+	img, err := metadata.LoadImage(image)
+	if err != nil {
+		return err
+	}
+	if img.StateDisk.Mode == metadata.DiskPlain {
+		log.InfoContext(ctx, "the state is kept in a folder: there is nothing to unlock")
+		return nil
+	}
+	volume, err := disk.OpenLUKS(img.StateDisk.Path, disk.WithIntegrity(img.StateDisk.Integrity))
+	if err != nil {
+		return err
+	}
+	device, err := openTPM(img, lock)
+	if err != nil {
+		return err
+	}
+	own, err := newAttester(img, device, attest.PurposeMachine)
+	if err != nil {
+		return err
+	}
+	told, done := openConsole(screen, log)
+	defer done()
+	return unlock.Serve(ctx, unlock.Config{
+		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Disk: volume,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Console: told, Timing: unlock.DefaultTiming, Log: log,
+	})
+}

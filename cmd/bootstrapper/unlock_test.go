@@ -1,0 +1,51 @@
+package main
+
+import (
+	"crypto/tls"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
+)
+
+func TestUnlockHasNothingToDoForAFolder(t *testing.T) {
+	dir := t.TempDir()
+	image := write(t, filepath.Join(dir, "image.yaml"), fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: %s/state}\n", dir))
+	if err := run(t.Context(), []string{"unlock", "--image", image, "--metadata", filepath.Join(dir, "none")}, io.Discard, io.Discard); err != nil {
+		t.Error(err)
+	}
+}
+
+// The machine waits, whatever is wrong, and says why to whoever asks or looks.
+func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
+	dir, e := t.TempDir(), tpmtest.SWTPM(t)
+	image, err := os.ReadFile(imageFile(t, dir, e))
+	if err != nil {
+		t.Fatal(err)
+	}
+	device := filepath.Join(dir, "device")
+	write(t, filepath.Join(dir, "image.yaml"), strings.Replace(string(image), fmt.Sprintf("{mode: plain, path: %s/state}", dir), fmt.Sprintf("{mode: luks, path: %s}", device), 1))
+	meta := write(t, filepath.Join(dir, "metadata.yaml"), "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: worker\naddresses: [192.168.77.11]\n")
+	screen := write(t, filepath.Join(dir, "console"), "")
+	p := start(t, "unlock", "--image", filepath.Join(dir, "image.yaml"), "--metadata", meta, "--tpm-lock", e.Lock, "--console", screen)
+	at := p.line("listening")
+	shows(t, screen, "muster: can't use the state disk: STATE_DISK (the state disk can't be used); next try in 1 s\r\n")
+	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
+	defer transport.CloseIdleConnections()
+	s, err := initv1connect.NewMachineServiceClient(&http.Client{Transport: transport}, fmt.Sprint("https://", at["init"])).GetStatus(t.Context(), &initv1.GetStatusRequest{})
+	if err != nil || s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_STATE_DISK || s.GetNodeName() != "node1" {
+		t.Errorf("%v, %v", s, err)
+	}
+	_, body := get(t, fmt.Sprint("http://", at["metrics"], "/metrics"))
+	if !strings.Contains(body, `muster_unlock_attempts_total{reason="STATE_DISK"}`) {
+		t.Error("no muster_unlock_attempts_total in the metrics")
+	}
+}
