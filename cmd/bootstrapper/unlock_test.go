@@ -13,6 +13,9 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
@@ -43,6 +46,16 @@ func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
 	s, err := initv1connect.NewMachineServiceClient(&http.Client{Transport: transport}, fmt.Sprint("https://", at["init"])).GetStatus(t.Context(), &initv1.GetStatusRequest{})
 	if err != nil || s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_STATE_DISK || s.GetNodeName() != "node1" {
 		t.Errorf("%v, %v", s, err)
+	}
+	// Over a session, for who judges the machine first.
+	judging, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = judging.Close() }()
+	proven, err := initv1connect.NewMachineServiceClient(rpc.HTTPClient(judging), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...).GetStatus(t.Context(), &initv1.GetStatusRequest{})
+	if err != nil || proven.GetLastReason() != attestv1.Reason_REASON_STATE_DISK {
+		t.Errorf("%v, %v", proven, err)
 	}
 	_, body := get(t, fmt.Sprint("http://", at["metrics"], "/metrics"))
 	if !strings.Contains(body, `muster_unlock_attempts_total{reason="STATE_DISK"}`) {

@@ -367,4 +367,6 @@ var phases = map[initv1.Phase]string{
 	initv1.Phase_PHASE_KUBEADM:       "kubeadm:",
 	initv1.Phase_PHASE_CLUSTER_STATE: "cluster state:",
 	initv1.Phase_PHASE_DONE:          "done:",
+	initv1.Phase_PHASE_FORMATTING:    "state disk, formatting:",
+	initv1.Phase_PHASE_UNLOCKING:     "state disk, unlocking:",
 }

@@ -111,6 +111,9 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 }
 
 func tries(s *owner.MachineStatus) string {
+	if s.Phase == "unlocking" {
+		return fmt.Sprintf("%d tries to open its state disk failed, at %d joinservices", s.FailedTries, len(s.JoinEndpoints))
+	}
 	if s.FailedTries == 0 {
 		return "its latest init failed"
 	}

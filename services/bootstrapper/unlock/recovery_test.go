@@ -169,7 +169,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	}
 	defer func() { _ = transport.Close() }()
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
-	recover := func(root []byte) (last recoverv1.State, err error) {
+	open := func(root []byte) (last recoverv1.State, err error) {
 		stream, err := client.Recover(t.Context(), &recoverv1.RecoverRequest{RootSecret: bytes.Clone(root), Salt: bytes.Clone(salt)})
 		if err != nil {
 			return 0, err
@@ -180,12 +180,12 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 		}
 		return last, stream.Err()
 	}
-	if _, err := recover(salt); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+	if _, err := open(salt); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
 		t.Errorf("a wrong root secret: %v", err)
 	}
 	before := j.asked()
 	eventually(t, "rejoining goes on", func() bool { return j.asked() > before })
-	if state, err := recover(root); err != nil || state != recoverv1.State_STATE_OPENED {
+	if state, err := open(root); err != nil || state != recoverv1.State_STATE_OPENED {
 		t.Errorf("%v, %v", state, err)
 	}
 	select {

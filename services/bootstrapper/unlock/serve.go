@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -45,7 +46,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	}
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: port, Health: health, Metrics: calls, Log: cfg.Log,
+		Listener: port, Health: health, Metrics: calls, Log: cfg.Log, Grace: grace,
 		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
 		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.JudgeNobody},
 		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
@@ -65,6 +66,9 @@ func Serve(ctx context.Context, cfg Config) error {
 		}.Part(),
 	)
 }
+
+// grace is how long a call may keep a machine from booting on whose disk is open.
+const grace = 2 * time.Second
 
 // recoverBy gives the recovery of a control plane, on a port of its own.
 func recoverBy(cfg Config, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
