@@ -1,0 +1,28 @@
+package main
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/owner"
+)
+
+func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
+	now := time.Now()
+	next := now.Add(8 * time.Second)
+	for phase, want := range map[string]string{
+		"unlocking":  "Phase        unlocking (its state disk waits for the key)\n",
+		"formatting": "Phase        formatting (its state disk, which happens once)\n",
+		"waiting":    "Phase        waiting\n",
+	} {
+		var out bytes.Buffer
+		(&app{stdout: &out}).showMachine(&owner.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedTries: 3, NextTry: &next, NodeName: "w1", Role: "worker"}, now)
+		for _, line := range []string{want, "NOT_ENROLLED", "failed tries: 3", "Next try     in 8s"} {
+			if !strings.Contains(out.String(), line) {
+				t.Errorf("%s: no %q in\n%s", phase, line, &out)
+			}
+		}
+	}
+}
