@@ -58,6 +58,8 @@ func (v *volume) Unlock(_ context.Context, key keys.Disk) error {
 	return nil
 }
 
+func (v *volume) Close(context.Context) error { return nil }
+
 func (v *volume) isOpen() bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -149,6 +149,9 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 		return err
 	}
 	t, err := parseTicket(resp, k, meta, b.cfg.Now())
+	if err == nil {
+		err = client.Belongs(t.clusterID)
+	}
 	if err != nil {
 		b.giveBack(ctx, client, resp.GetTicketId())
 		return err

@@ -3,22 +3,18 @@ package bootstrapper
 import (
 	"bytes"
 	"context"
-	"crypto"
-	"fmt"
 	"sync"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // PCRs is what the node lock needs of the TPM.
-type PCRs interface {
-	PCRReader
-	Measure(ctx context.Context, pcr int, data []byte) error
-}
+type PCRs = nodelock.PCRs
 
 // nodeLock is the machine's one transition from unlocked to locked (B1), which init and
 // join race for (B2). Its durable half is the journal, its irrevocable half PCR 15.
@@ -30,7 +26,6 @@ type nodeLock struct {
 	file  Journal
 	pcrs  PCRs
 	bank  tpm.Bank
-	hash  crypto.Hash   // of bank
 	taken chan struct{} // closed once the journal names a taker
 	seen  func(journal.Record)
 
@@ -44,11 +39,7 @@ func openLock(file Journal, pcrs PCRs, bank tpm.Bank, seen func(journal.Record))
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
 	}
-	hash, ok := bank.Hash()
-	if !ok {
-		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "unknown PCR %s", bank)
-	}
-	l := &nodeLock{file: file, pcrs: pcrs, bank: bank, hash: hash, taken: make(chan struct{}), rec: rec, seen: seen}
+	l := &nodeLock{file: file, pcrs: pcrs, bank: bank, taken: make(chan struct{}), rec: rec, seen: seen}
 	if rec.Locked() {
 		close(l.taken)
 	}
@@ -85,7 +76,7 @@ func (l *nodeLock) acquire(ctx context.Context, claim journal.Record) error {
 	if err := l.save(claim); err != nil { // B1: from here on it is claim's, whatever happens
 		return err
 	}
-	if err := l.settle(ctx, [32]byte(claim.ClusterID)); err != nil {
+	if err := nodelock.Settle(ctx, l.pcrs, l.bank, [32]byte(claim.ClusterID)); err != nil {
 		return err
 	}
 	if l.rec.Step == journal.StepLocking {
@@ -119,35 +110,6 @@ func taker(k journal.Kind) string {
 	return "a join"
 }
 
-// settle makes PCR 15 say which cluster the machine belongs to.
-func (l *nodeLock) settle(ctx context.Context, clusterID [32]byte) error {
-	now, err := l.pcrs.ReadPCR(ctx, l.bank, attest.LockPCR)
-	if err != nil {
-		return fmt.Errorf("read the node lock: %w", err)
-	}
-	want := attest.LockValue(l.hash, clusterID)
-	if bytes.Equal(now, want) {
-		return nil // taken before a crash: extending again would give another value
-	}
-	if !bytes.Equal(now, make([]byte, len(want))) {
-		return foreign(now)
-	}
-	if err := l.pcrs.Measure(ctx, attest.LockPCR, clusterID[:]); err != nil {
-		return fmt.Errorf("take the node lock: %w", err)
-	}
-	if now, err = l.pcrs.ReadPCR(ctx, l.bank, attest.LockPCR); err != nil {
-		return fmt.Errorf("read the node lock: %w", err)
-	}
-	if !bytes.Equal(now, want) {
-		return foreign(now)
-	}
-	return nil
-}
-
-func foreign(pcr []byte) error {
-	return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "PCR %d is %x: the machine was locked to another cluster since it booted; reboot it", attest.LockPCR, pcr)
-}
-
 // relock puts PCR 15 right after a reboot of a machine that is locked already.
 func (l *nodeLock) relock(ctx context.Context) error {
 	l.mu.Lock()
@@ -155,7 +117,7 @@ func (l *nodeLock) relock(ctx context.Context) error {
 	if !l.rec.Locked() {
 		return nil
 	}
-	return l.settle(ctx, [32]byte(l.rec.ClusterID))
+	return nodelock.Settle(ctx, l.pcrs, l.bank, [32]byte(l.rec.ClusterID))
 }
 
 // advance notes that a step was reached. A step that lies behind is not noted again, so

@@ -54,7 +54,7 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 	if _, open, err := l.mapped(); err != nil {
 		return err
 	} else if open { // by an earlier try of this boot
-		if err := l.close(ctx); err != nil {
+		if err := l.Close(ctx); err != nil {
 			return err
 		}
 	}
@@ -75,7 +75,7 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 		return err
 	}
 	if err := l.fill(ctx, h, first); err != nil {
-		return errors.Join(refuse("format %s: %w", l.device, err), l.close(context.WithoutCancel(ctx)))
+		return errors.Join(refuse("format %s: %w", l.device, err), l.Close(context.WithoutCancel(ctx)))
 	}
 	return nil
 }
@@ -189,7 +189,8 @@ func (l *LUKS) open(ctx context.Context, f *os.File, key keys.Disk) error {
 	return nil
 }
 
-func (l *LUKS) close(ctx context.Context) error {
+// Close closes the volume, with which it is as if it had not been opened.
+func (l *LUKS) Close(ctx context.Context) error {
 	if err := l.cryptsetup(ctx, nil, nil, nil, "close", mappedName); err != nil {
 		return refuse("close %s: %w", Mapped, err)
 	}

@@ -4,8 +4,10 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"sync"
 	"time"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -19,6 +21,8 @@ type Session struct {
 	Endpoint string
 
 	transport *atls.Transport
+	mu        sync.Mutex
+	peers     []attest.Peer // whose machines were judged
 }
 
 // SessionConfig lists what a Session needs. All fields are required.
@@ -40,18 +44,39 @@ func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Con
 	if err != nil {
 		return nil, err
 	}
-	transport, err := atls.NewTransport(atls.ClientConfig{
+	s := &Session{Endpoint: endpoint}
+	s.transport, err = atls.NewTransport(atls.ClientConfig{
 		Attester: cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
 		DialContext: handOver(first, cfg.Dial),
 		OnPeer: func(p attest.Peer) {
+			s.mu.Lock()
+			s.peers = append(s.peers, p)
+			s.mu.Unlock()
 			cfg.Log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", cfg.Judges.OwnerKey != nil)
 		},
 	})
 	if err != nil {
 		return nil, err
 	}
-	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
-	return &Session{JoinServiceClient: client, Endpoint: endpoint, transport: transport}, nil
+	s.JoinServiceClient = joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport), "https://"+endpoint, rpc.ClientOptions()...)
+	return s, nil
+}
+
+// Belongs says whether the joinservice is of the cluster that its answer speaks of: the node lock of its machine,
+// as quoted, has that cluster's value. Otherwise it refuses with LOCK_FOREIGN. An owner's policy is that of
+// several clusters, maybe, and none of them speaks for another one.
+func (s *Session) Belongs(clusterID [32]byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.peers) == 0 {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was judged")
+	}
+	for _, p := range s.peers {
+		if err := attest.CheckLock(p.Claims(), attest.LockedTo(clusterID)); err != nil {
+			return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the joinservice speaks for cluster %x, to which its own machine does not belong: %w", clusterID, err)
+		}
+	}
+	return nil
 }
 
 // Close ends it.

@@ -39,18 +39,18 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
 	answered := false
-	w.recovery = func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error {
+	w.recovery = func(ctx context.Context, id keys.DiskID, try unlock.Try) error {
 		if id.String() != diskID {
 			t.Errorf("recovery of %s", id)
 		}
-		if err := try(ctx, parsed(t, wrong)); !errors.Is(err, disk.ErrWrongKey) {
+		if err := try(ctx, parsed(t, wrong), clusterID); !errors.Is(err, disk.ErrWrongKey) {
 			t.Errorf("a wrong key: %v", err)
 		}
 		eventually(t, "rejoining goes on", func() bool { return j.asked() > 3 })
-		if err := try(ctx, parsed(t, right)); err != nil {
+		if err := try(ctx, parsed(t, right), clusterID); err != nil {
 			t.Errorf("the right key: %v", err)
 		}
-		if err := try(ctx, parsed(t, right)); !errors.Is(err, unlock.ErrOpen) {
+		if err := try(ctx, parsed(t, right), clusterID); !errors.Is(err, unlock.ErrOpen) {
 			t.Errorf("once more: %v", err)
 		}
 		<-ctx.Done()
@@ -70,9 +70,9 @@ func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
 	w.meta.Role = "control-plane"
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
-	w.recovery = func(ctx context.Context, _ keys.DiskID, try func(context.Context, keys.Disk) error) error {
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
 		<-ctx.Done()
-		if err := try(context.WithoutCancel(ctx), parsed(t, right)); !errors.Is(err, unlock.ErrOpen) {
+		if err := try(context.WithoutCancel(ctx), parsed(t, right), clusterID); !errors.Is(err, unlock.ErrOpen) {
 			t.Errorf("a key that comes late: %v", err)
 		}
 		return nil
@@ -88,7 +88,7 @@ func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
 	failing.meta.Role = "control-plane"
 	k := failing.cluster(failing.like(), failing.owner)
 	k.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
-	failing.recovery = func(context.Context, keys.DiskID, func(context.Context, keys.Disk) error) error {
+	failing.recovery = func(context.Context, keys.DiskID, unlock.Try) error {
 		return errors.New("the port is taken")
 	}
 	r = failing.boot()
@@ -106,7 +106,7 @@ func TestWorkersHaveNoRecovery(t *testing.T) {
 	w := newWorld(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
-	w.recovery = func(context.Context, keys.DiskID, func(context.Context, keys.Disk) error) error {
+	w.recovery = func(context.Context, keys.DiskID, unlock.Try) error {
 		t.Error("a worker serves recovery")
 		return nil
 	}
@@ -123,7 +123,7 @@ func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
 	w := newWorld(t)
 	w.meta.Role = "control-plane"
 	w.cluster(w.like(), w.owner)
-	w.recovery = func(ctx context.Context, _ keys.DiskID, try func(context.Context, keys.Disk) error) error {
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
 		var all sync.WaitGroup
 		for i := range 20 {
 			all.Go(func() {
@@ -131,7 +131,7 @@ func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
 				if i%2 == 0 {
 					key = wrong
 				}
-				_ = try(ctx, parsed(t, key))
+				_ = try(ctx, parsed(t, key), clusterID)
 			})
 		}
 		all.Wait()
@@ -170,7 +170,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	defer func() { _ = transport.Close() }()
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
 	open := func(root []byte) (last recoverv1.State, err error) {
-		stream, err := client.Recover(t.Context(), &recoverv1.RecoverRequest{RootSecret: bytes.Clone(root), Salt: bytes.Clone(salt)})
+		stream, err := client.Recover(t.Context(), &recoverv1.RecoverRequest{RootSecret: bytes.Clone(root), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(salt)})
 		if err != nil {
 			return 0, err
 		}
@@ -193,6 +193,8 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 		if err != nil || w.disk.opens != 1 {
 			t.Errorf("%v, opened %d times", err, w.disk.opens)
 		}
+		// Whoever made this disk has a root secret for it: his own cluster is what the machine belongs to now.
+		w.lockedTo(keys.NewRoot([32]byte(root), [32]byte(salt)).ClusterID([32]byte(salt)))
 	case <-time.After(time.Minute):
 		t.Fatal("it does not end")
 	}

@@ -123,8 +123,8 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	s.warn()
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: s.cfg.Attester, Dial: s.cfg.Timing.Dial, Log: s.cfg.Log,
-		// Which cluster the machine belongs to stands in the journal on the disk. Another cluster of the same owner
-		// gives a key that does not open it.
+		// Which cluster the machine belongs to stands in the journal on the disk. What the joinservice says of it is
+		// compared with its own machine's lock once it has answered.
 		Lock: attest.AnyLock(),
 		Judges: seek.Judges{
 			OwnerKey: s.cfg.Image.OwnerKey, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
@@ -144,29 +144,32 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	if err != nil {
 		return err
 	}
-	key, err := parse(resp)
+	key, cluster, err := parse(resp)
 	if err != nil {
 		return err
 	}
+	if err := client.Belongs(cluster); err != nil {
+		return err
+	}
 	s.cfg.Log.InfoContext(ctx, "got the key of the state disk", "endpoint", endpoint, "ticket", fmt.Sprintf("%x", resp.GetTicketId()), "cluster", fmt.Sprintf("%x", resp.GetClusterId()))
-	return s.use(ctx, key)
+	return s.use(ctx, key, cluster)
 }
 
 // parse checks an answer: REQUEST_INVALID.
-func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, error) {
+func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, error) {
 	if len(resp.GetTicketId()) != 16 || len(resp.GetClusterId()) != len(keys.ClusterID{}) {
-		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
+		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
 	}
 	key, err := keys.ParseDisk(resp.GetDiskKey())
 	if err != nil {
-		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: %w", err)
+		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: %w", err)
 	}
-	return key, nil
+	return key, keys.ClusterID(resp.GetClusterId()), nil
 }
 
 // use tries the key of a ticket.
-func (s *search) use(ctx context.Context, key keys.Disk) error {
-	err := s.try(ctx, key)
+func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+	err := s.try(ctx, key, cluster)
 	switch {
 	case err == nil:
 		s.end()
@@ -186,8 +189,8 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 	}
 	s.serving = true
 	s.recovery.Go(func() {
-		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk) error {
-			err := s.try(ctx, key)
+		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+			err := s.try(ctx, key, cluster)
 			if err == nil {
 				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
 				s.end()

@@ -72,11 +72,11 @@ const grace = 2 * time.Second
 
 // recoverBy gives the recovery of a control plane, on a port of its own.
 func recoverBy(cfg Config, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
-	return func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error {
+	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
 			DiskID: id, Attester: cfg.Attester, Calls: calls, Metrics: registry, Log: cfg.Log,
-			Try: func(ctx context.Context, key keys.Disk) error {
-				err := try(ctx, key)
+			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+				err := try(ctx, key, cluster)
 				switch {
 				case errors.Is(err, disk.ErrWrongKey):
 					return fmt.Errorf("%w: %w", recovery.ErrWrongKey, err)

@@ -5,7 +5,10 @@
 // For one that belongs to a cluster it asks that cluster's joinservices for the key, as often and for as long as it takes,
 // and lets the owner of a control plane give it by recovery meanwhile. The first key that opens the disk ends both.
 //
-// It decides nothing about the disk itself: what opens it is right. It never gives up, since nobody is there to start it again.
+// Disk and metadata are anybody's, so a disk that a key opens proves nothing: it may have been made for that. Therefore
+// the machine is locked to the cluster whose key it was before anything of the disk is used: to the one that the
+// joinservice's own machine belongs to, or that the root secret leads to. It never gives up, since nobody is there to
+// start it again.
 package unlock
 
 import (
@@ -26,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -42,11 +46,13 @@ type Disk interface {
 	Format(ctx context.Context, progress func(done, total uint64)) error
 	// Unlock opens the disk, or returns an error that wraps [disk.ErrWrongKey].
 	Unlock(ctx context.Context, key keys.Disk) error
+	// Close closes the disk.
+	Close(ctx context.Context) error
 }
 
 // TPM is what unlocking needs of it beside evidence.
 type TPM interface {
-	seek.PCRReader
+	nodelock.PCRs
 	seek.EndorsementKeyer
 }
 
@@ -68,7 +74,10 @@ var DefaultTiming = Timing{
 
 // Recovery serves muster.recover.v1 until ctx ends, which it does once the disk is open. It opens the disk of that ID
 // by try alone, whose errors wrap [disk.ErrWrongKey] or [ErrOpen]; calls that are under way when ctx ends are answered.
-type Recovery func(ctx context.Context, id keys.DiskID, try func(context.Context, keys.Disk) error) error
+type Recovery func(ctx context.Context, id keys.DiskID, try Try) error
+
+// Try opens the disk with a key of a cluster, and locks the machine to that cluster.
+type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 
 // ErrOpen says that a key was not tried, since the disk is open already.
 var ErrOpen = errors.New("the state disk is open already")
@@ -108,8 +117,9 @@ type Unlocker struct {
 	attempts *prometheus.CounterVec
 	insecure *prometheus.GaugeVec
 
-	opening sync.Mutex // one key at a time
-	open    bool       // guarded by opening
+	opening sync.Mutex      // one key at a time; guards what follows
+	cluster *keys.ClusterID // whose key has opened the disk; nil: none has
+	open    bool            // and the machine is locked to it
 
 	mu      sync.Mutex // guards what a status tells
 	machine *attest.MachineID
@@ -173,7 +183,13 @@ func (u *Unlocker) once(ctx context.Context) error {
 	}
 	switch state {
 	case disk.StateOpen:
-		return nil
+		// We have not opened it, or not come to an end with it: a process before us died, or formatting failed. Whose
+		// it is, nobody knows any more.
+		u.cfg.Log.WarnContext(ctx, "the state disk is open, but was not made ready; starting over")
+		if err := u.cfg.Disk.Close(ctx); err != nil {
+			return disked(err)
+		}
+		return u.once(ctx)
 	case disk.StateBlank, disk.StateNew:
 		u.enter(initv1.Phase_PHASE_FORMATTING)
 		u.cfg.Log.InfoContext(ctx, "formatting the state disk", "state", state.String())
@@ -222,14 +238,23 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 	u.cfg.Console.Waits(w)
 }
 
-// try opens the disk, one key after the other.
-func (u *Unlocker) try(ctx context.Context, key keys.Disk) error {
+// try opens the disk, one key after the other, and locks the machine to the cluster whose key that is before anything of
+// the disk is used (B1). So a disk that somebody else has made, under a key of his own, never runs in a machine that
+// passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
+func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
 	if u.open {
 		return ErrOpen
 	}
-	if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
+	if u.cluster == nil {
+		if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
+			return err
+		}
+		u.cluster = &cluster
+	}
+	// If the TPM fails here, the next try is no new choice of a cluster.
+	if err := nodelock.Settle(ctx, u.cfg.TPM, u.bank, *u.cluster); err != nil {
 		return err
 	}
 	u.open = true

@@ -23,6 +23,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) {
@@ -51,13 +52,69 @@ func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) 
 	}
 }
 
-func TestADiskThatIsOpenIsLeftAlone(t *testing.T) {
+// Whose key has opened a disk that is found open, nobody knows any more.
+func TestADiskThatIsFoundOpenIsClosedAndOpenedAnew(t *testing.T) {
 	w := newWorld(t)
 	j := w.cluster(w.like(), w.owner)
 	w.disk.state = disk.StateOpen
-	if err := w.boot().end(t); err != nil || w.disk.tried > 0 || w.disk.wrote || j.asked() > 0 {
-		t.Errorf("%v, tried %d keys, formatted %t, asked %d times", err, w.disk.tried, w.disk.wrote, j.asked())
+	if err := w.boot().end(t); err != nil || w.disk.closed != 1 || w.disk.opens != 1 || j.asked() != 1 {
+		t.Errorf("%v, closed %d times, opened %d times, asked %d times", err, w.disk.closed, w.disk.opens, j.asked())
 	}
+	w.lockedTo(clusterID)
+}
+
+// A disk that its maker's own cluster opens must not run in a machine that passes for one of another cluster, or of none.
+func TestAJoinserviceSpeaksForTheClusterOfItsOwnMachineAlone(t *testing.T) {
+	w := newWorld(t)
+	other := keys.ClusterID(bytes.Repeat([]byte{0xC2}, 32))
+	j := w.cluster(w.like(), w.owner) // its machine is locked to clusterID
+	j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+		resp, err := gives(right)(req)
+		resp.ClusterId = other[:]
+		return resp, err
+	})
+	r := w.told(attestv1.Reason_REASON_LOCK_FOREIGN)
+	if w.disk.tried > 0 || !bytes.Equal(w.machine.PCRs()[attest.LockPCR], make([]byte, 32)) {
+		t.Errorf("tried %d keys, PCR 15 %x", w.disk.tried, w.machine.PCRs()[attest.LockPCR])
+	}
+	j.script(gives(right))
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	w.lockedTo(clusterID)
+}
+
+// B1: a machine that was locked to another cluster since it booted opens no disk for good; a key that is wrong
+// locks it to nothing.
+func TestTheFirstKeyThatOpensTheDiskDecidesTheCluster(t *testing.T) {
+	w := newWorld(t)
+	w.meta.Role = "control-plane"
+	other := keys.ClusterID(bytes.Repeat([]byte{0xC2}, 32))
+	j := w.cluster(w.like(), w.owner)
+	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
+		if err := try(ctx, parsed(t, wrong), other); !errors.Is(err, disk.ErrWrongKey) {
+			t.Errorf("a wrong key: %v", err)
+		}
+		if !bytes.Equal(w.machine.PCRs()[attest.LockPCR], make([]byte, 32)) {
+			t.Error("a wrong key has locked the machine")
+		}
+		w.machine.SetPCR(attest.LockPCR, bytes.Repeat([]byte{1}, 32)) // the lock fails once the disk is open
+		if err := try(ctx, parsed(t, right), clusterID); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+			t.Errorf("opened in a machine of another cluster: %v", err)
+		}
+		w.machine.SetPCR(attest.LockPCR, make([]byte, 32))
+		// Nobody else's cluster takes what is open.
+		if err := try(ctx, parsed(t, wrong), other); err != nil {
+			t.Errorf("the lock is not taken up: %v", err)
+		}
+		<-ctx.Done()
+		return nil
+	}
+	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
+		t.Errorf("%v, opened %d times", err, w.disk.opens)
+	}
+	w.lockedTo(clusterID)
 }
 
 func TestALockedDiskIsOpenedByTheKeyOfAJoinservice(t *testing.T) {

@@ -3,6 +3,7 @@ package unlock_test
 import (
 	"bytes"
 	"context"
+	"crypto"
 	"crypto/ed25519"
 	"crypto/x509"
 	"errors"
@@ -55,6 +56,7 @@ type volume struct {
 	state  disk.State
 	broken error // what looking at it gives
 	opens  int
+	closed int
 	tried  int
 	format error
 	wrote  bool
@@ -95,6 +97,14 @@ func (v *volume) Unlock(_ context.Context, key keys.Disk) error {
 	}
 	v.state = disk.StateOpen
 	v.opens++
+	return nil
+}
+
+func (v *volume) Close(context.Context) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.state = disk.StateLocked
+	v.closed++
 	return nil
 }
 
@@ -396,6 +406,14 @@ func eventually(t testing.TB, what string, ok func() bool) {
 		case <-deadline:
 			t.Fatalf("not within 30 s: %s", what)
 		}
+	}
+}
+
+// lockedTo fails if PCR 15 of the machine says anything but that cluster.
+func (w *world) lockedTo(cluster keys.ClusterID) {
+	w.t.Helper()
+	if got := w.machine.PCRs()[attest.LockPCR]; !bytes.Equal(got, attest.LockValue(crypto.SHA256, cluster)) {
+		w.t.Errorf("PCR 15 is %x, which is not that of cluster %s", got, cluster)
 	}
 }
 

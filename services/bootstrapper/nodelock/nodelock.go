@@ -1,0 +1,53 @@
+// Package nodelock is the irrevocable half of a machine's node lock: PCR 15, which says until the next boot
+// which cluster the machine belongs to. The durable half is the journal.
+package nodelock
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// PCRs is what the node lock needs of the TPM.
+type PCRs interface {
+	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+	Measure(ctx context.Context, pcr int, data []byte) error
+}
+
+// Settle makes PCR 15 say which cluster the machine belongs to (B1). It does nothing if it says so already, and
+// refuses with LOCK_FOREIGN if it says anything else than that or nothing.
+func Settle(ctx context.Context, pcrs PCRs, bank tpm.Bank, clusterID [32]byte) error {
+	hash, ok := bank.Hash()
+	if !ok {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "unknown PCR %s", bank)
+	}
+	now, err := pcrs.ReadPCR(ctx, bank, attest.LockPCR)
+	if err != nil {
+		return fmt.Errorf("read the node lock: %w", err)
+	}
+	want := attest.LockValue(hash, clusterID)
+	if bytes.Equal(now, want) {
+		return nil // taken before a crash: extending again would give another value
+	}
+	if !bytes.Equal(now, make([]byte, len(want))) {
+		return foreign(now)
+	}
+	if err := pcrs.Measure(ctx, attest.LockPCR, clusterID[:]); err != nil {
+		return fmt.Errorf("take the node lock: %w", err)
+	}
+	if now, err = pcrs.ReadPCR(ctx, bank, attest.LockPCR); err != nil {
+		return fmt.Errorf("read the node lock: %w", err)
+	}
+	if !bytes.Equal(now, want) {
+		return foreign(now)
+	}
+	return nil
+}
+
+func foreign(pcr []byte) error {
+	return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "PCR %d is %x: the machine was locked to another cluster since it booted; reboot it", attest.LockPCR, pcr)
+}
