@@ -111,7 +111,7 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Recovered is closed once a caller's key has opened the disk, and the caller was told.
+// Recovered is closed once a caller's key has opened the disk, and the caller was told, or did not listen for two seconds.
 func (s *Server) Recovered() <-chan struct{} { return s.recovered }
 
 // Service is what Run serves, for a server of another make.
@@ -146,34 +146,62 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 	return err
 }
 
+// recover tells the caller how far its key is. A caller takes what it is told when it pleases, and never if it
+// pleases, so its key goes its way beside that: who holds the turn, or a place in the queue, waits for no caller.
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tell func(recoverv1.State) error) error {
 	key, cluster, err := derive(req, s.cfg.DiskID)
 	if err != nil {
 		return err
 	}
-	if err := tell(recoverv1.State_STATE_RECEIVED); err != nil {
-		return err
-	}
+	ctx, hangUp := context.WithCancel(ctx)
+	defer hangUp()
+	states := make(chan recoverv1.State, len(recoverv1.State_name)) // each is sent once: it is never full
+	var outcome error
+	go func() {
+		defer close(states)
+		outcome = s.serve(ctx, key, cluster, func(state recoverv1.State) { states <- state })
+	}()
 	var told error
-	done, err := s.turns.take(ctx, sourceOf(ctx), func() { told = tell(recoverv1.State_STATE_WAITING) })
+	for state := range states {
+		if told != nil {
+			continue // what it is tried with is tried to its end
+		}
+		if told = tell(state); told != nil {
+			hangUp() // whoever hung up in the queue costs no try
+		} else if state == recoverv1.State_STATE_OPENED {
+			s.opened()
+		}
+	}
+	if outcome != nil {
+		return outcome
+	}
+	return told
+}
+
+// serve waits for the caller's turn and tries its key.
+func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterID, tell func(recoverv1.State)) error {
+	tell(recoverv1.State_STATE_RECEIVED)
+	done, err := s.turns.take(ctx, sourceOf(ctx), func() { tell(recoverv1.State_STATE_WAITING) })
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(told, tell(recoverv1.State_STATE_TRYING), ctx.Err()); err != nil {
+	if err := ctx.Err(); err != nil {
 		done(false)
-		return err // whoever hung up in the queue costs no try
+		return err
 	}
+	tell(recoverv1.State_STATE_TRYING)
 	err = s.try(ctx, key, cluster)
 	done(errors.Is(err, ErrWrongKey))
 	switch {
 	case err == nil:
 		s.cfg.Log.InfoContext(ctx, "the owner's secrets opened the state disk", "disk", s.cfg.DiskID.String())
+		tell(recoverv1.State_STATE_OPENED)
 		// Whether the caller still listens changes nothing: the disk is open.
-		_ = tell(recoverv1.State_STATE_OPENED)
-		s.once.Do(func() { close(s.recovered) })
+		time.AfterFunc(grace, s.opened)
 		return nil
 	case errors.Is(err, ErrOpen):
-		return tell(recoverv1.State_STATE_OPEN_ALREADY)
+		tell(recoverv1.State_STATE_OPEN_ALREADY)
+		return nil
 	case errors.Is(err, ErrWrongKey):
 		return attest.Refuse(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, "the secrets do not open disk %s", s.cfg.DiskID)
 	}
@@ -182,6 +210,8 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 	}
 	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w", err)
 }
+
+func (s *Server) opened() { s.once.Do(func() { close(s.recovered) }) }
 
 // try tries the key to its end, whether or not its caller waits for it: a half-done opening would be
 // nobody's.
