@@ -68,12 +68,7 @@ func (c Config) Of(program, version string) ([]byte, error) {
 		return nil, fmt.Errorf("%s: it was built from the module %q, want %s", program, info.Main.Path, own)
 	}
 	name, sum := filepath.Base(program), sha256.Sum256(binary)
-	d := &document{licenses: licenses{cache: c.ModuleCache, goroot: c.GOROOT}, root: ref("program", name), Document: spdx.Document{
-		SPDXVersion: spdx.Version, DataLicense: spdx.DataLicense, SPDXIdentifier: "DOCUMENT", DocumentName: name,
-		// Unique by content, as SPDX wants it; nothing is served there.
-		DocumentNamespace: fmt.Sprintf("https://%s/spdx/%s-%x", own, name, sum),
-		CreationInfo:      &spdx.CreationInfo{Created: c.Created.UTC().Format(time.RFC3339), Creators: []common.Creator{{CreatorType: "Tool", Creator: "muster-sbom"}}},
-	}}
+	d := c.document("program", name, sum)
 	d.add(&spdx.Package{
 		PackageName: name, PackageSPDXIdentifier: d.root, PackageVersion: version, PackageFileName: name, PrimaryPackagePurpose: "APPLICATION",
 		PackageLicenseConcluded: ownLicense, PackageLicenseDeclared: ownLicense,
@@ -88,11 +83,25 @@ func (c Config) Of(program, version string) ([]byte, error) {
 			return nil, err
 		}
 	}
+	return d.bytes()
+}
+
+// document begins one of a thing whose content has this hash.
+func (c Config) document(kind, name string, sum [sha256.Size]byte) *document {
+	return &document{licenses: licenses{cache: c.ModuleCache, goroot: c.GOROOT}, root: ref(kind, name), Document: spdx.Document{
+		SPDXVersion: spdx.Version, DataLicense: spdx.DataLicense, SPDXIdentifier: "DOCUMENT", DocumentName: name,
+		// Unique by content, as SPDX wants it; nothing is served there.
+		DocumentNamespace: fmt.Sprintf("https://%s/spdx/%s-%x", own, name, sum),
+		CreationInfo:      &spdx.CreationInfo{Created: c.Created.UTC().Format(time.RFC3339), Creators: []common.Creator{{CreatorType: "Tool", Creator: "muster-sbom"}}},
+	}}
+}
+
+func (d *document) bytes() ([]byte, error) {
 	if err := spdxlib.ValidateDocument(&d.Document); err != nil {
 		return nil, err
 	}
 	var out bytes.Buffer
-	err = json.Write(&d.Document, &out, json.Indent(" "), json.EscapeHTML(false))
+	err := json.Write(&d.Document, &out, json.Indent(" "), json.EscapeHTML(false))
 	return out.Bytes(), err
 }
 
@@ -120,8 +129,16 @@ func (d *document) module(m *debug.Module) error {
 	if err != nil {
 		return err
 	}
+	p := modulePackage(ref("module", m.Path), m, license)
+	d.add(p)
+	d.relate(d.root, "CONTAINS", p.PackageSPDXIdentifier)
+	return nil
+}
+
+// modulePackage describes a module that is not replaced.
+func modulePackage(id common.ElementID, m *debug.Module, license string) *spdx.Package {
 	p := &spdx.Package{
-		PackageName: m.Path, PackageVersion: m.Version, PackageSPDXIdentifier: ref("module", m.Path), PrimaryPackagePurpose: "LIBRARY",
+		PackageName: m.Path, PackageVersion: m.Version, PackageSPDXIdentifier: id, PrimaryPackagePurpose: "LIBRARY",
 		PackageLicenseConcluded: license, PackageLicenseDeclared: license,
 	}
 	if m.Sum != "" {
@@ -136,9 +153,7 @@ func (d *document) module(m *debug.Module) error {
 			Category: common.CategoryPackageManager, RefType: common.TypePackageManagerPURL, Locator: fmt.Sprintf(purlPattern, m.Path, m.Version),
 		}}
 	}
-	d.add(p)
-	d.relate(d.root, "CONTAINS", p.PackageSPDXIdentifier)
-	return nil
+	return p
 }
 
 func isOwn(path string) bool { return path == own || strings.HasPrefix(path, own+"/") }
