@@ -46,6 +46,16 @@ images: build ## Build the services' OCI images, without a container engine, int
 packages: build ## Build Debian packages and a tarball of the CLI and the bootstrapper into dist/packages/
 	go run -buildvcs=false ./deploy/packages -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -o $(ROOT)/dist/packages
 
+# OWNER_KEY and EK_ROOTS complete the image's configuration, IMAGE_CONFIG replaces it; `go run ./deploy/vm -h` lists the rest.
+.PHONY: vm-image
+vm-image: deps kube build ## Build the disk image of machines and foretell its measurements, into dist/vm/ (as root; VM_FLAGS=… for more)
+	go run -buildvcs=false ./deploy/vm -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -containerd "$$($(LAB) kube-binaries)" -o $(ROOT)/dist/vm \
+	  $(if $(IMAGE_CONFIG),-config '$(IMAGE_CONFIG)') $(if $(OWNER_KEY),-owner-key '$(OWNER_KEY)') $(if $(EK_ROOTS),-ek-roots '$(EK_ROOTS)') $(VM_FLAGS)
+
+.PHONY: test-image
+test-image: deps kube build ## Build the disk image twice from nothing but packages, and compare (as root, 10 minutes); not part of test
+	MUSTER_VM_CONTAINERD="$$($(LAB) kube-binaries)" go test -count=1 -timeout 30m -tags image -v -run TestTwoBuilds ./deploy/vm
+
 .PHONY: generate
 generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/
 	rm -rf gen/muster gen/grpc

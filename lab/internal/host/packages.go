@@ -25,8 +25,9 @@ var Packages = []string{
 	"conntrack", "ethtool", "socat", "swtpm", "swtpm-tools",
 	"curl", "openssl", // an intruder's tools, and the manual's
 	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
-	"cryptsetup-bin",                       // tests: state disks
-	"qemu-system-x86", "e2fsprogs", "kmod", // tests: a virtual machine with a state disk
+	"mmdebstrap", "squashfs-tools", "kmod", "sbsigntool", // disk images
+	"cryptsetup-bin", "cpio", "fdisk", "binutils", // tests: state disks, and other programs that read what disk images are made of
+	"qemu-system-x86", "e2fsprogs", // tests: virtual machines
 	"prometheus", // tests of alerts and dashboards
 }
 

@@ -1,0 +1,267 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/gpt"
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/deploy/vm/internal/measure"
+	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
+	"github.com/muster-k8s/muster/deploy/vm/internal/verity"
+)
+
+// What a build writes.
+const (
+	diskFile       = "muster.raw"
+	ukiFile        = "muster.efi"
+	measuredFile   = "measurements.json"            // firmware without Secure Boot
+	measuredSBFile = "measurements-secureboot.json" // firmware that checks signatures
+	billFile       = "muster.spdx.json"
+)
+
+// fixedCmdline is the kernel's command line but for the root. It is measured: who changes a word, changes PCRs 4, 9 and 11.
+var fixedCmdline = []string{
+	"console=tty0", "console=ttyS0", "quiet", "loglevel=4", "panic=30",
+	"printk.devkmsg=on", // the initramfs leaves its log for the journal, all of it
+	"net.ifnames=0",     // the initramfs has named the interfaces, and they are up
+	// Firmware's variables are not measured when the system reads them, and systemd takes options from one.
+	"efi=noruntime",
+	// Nor are those that a hypervisor hands over as credentials: they could write files and passwords.
+	"systemd.import_credentials=no",
+	"systemd.gpt_auto=no", "systemd.firstboot=no", "systemd.show_status=error",
+}
+
+func build(ctx context.Context, o options, stdout, log io.Writer) error {
+	config, err := o.config.make()
+	if err != nil {
+		return err
+	}
+	debian, err := fetch(ctx, o, log)
+	if err != nil {
+		return err
+	}
+	kernel, err := kernelVersion(debian.kernel())
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
+		return err
+	}
+	work, err := os.MkdirTemp(o.out, ".making-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work)
+
+	add, err := additions(o, debian, kernel, config)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintln(log, "the root: compressing it")
+	rootFile := filepath.Join(work, "root")
+	status, err := squash(ctx, o, debian, add, rootFile)
+	if err != nil {
+		return err
+	}
+	f, err := os.Open(rootFile)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	root, tree, err := verity.Tree(f)
+	if err != nil {
+		return err
+	}
+
+	program := filepath.Join(work, "init")
+	if err := compileInit(ctx, o, program); err != nil {
+		return err
+	}
+	image, err := unified(o, debian, kernel, program, root)
+	if err != nil {
+		return err
+	}
+	if image, err = sign(ctx, o, image, work); err != nil {
+		return err
+	}
+	esp, err := systemPartition(ctx, o, image, work)
+	if err != nil {
+		return err
+	}
+	if err := writeDisk(filepath.Join(o.out, diskFile), esp, f, int64(root.Blocks)*layout.BlockSize, tree); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(o.out, ukiFile), image, 0o644); err != nil {
+		return err
+	}
+	if err := writeMeasurements(o, image); err != nil {
+		return err
+	}
+	if err := writeBill(ctx, o, debian, status, program); err != nil {
+		return err
+	}
+	return report(o, stdout)
+}
+
+// compileInit builds the initramfs's program as all of ours are built.
+func compileInit(ctx context.Context, o options, to string) error {
+	abs, err := filepath.Abs(to)
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=", "-o", abs, "./deploy/vm/initramfs")
+	cmd.Dir = o.source
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the initramfs's program: %w\n%s", err, out)
+	}
+	return nil
+}
+
+// unified makes the one program that firmware starts.
+func unified(o options, b base, kernel, program string, root layout.Root) ([]byte, error) {
+	init, err := os.ReadFile(program)
+	if err != nil {
+		return nil, err
+	}
+	ram, err := initrd(init, filepath.Join(b.kernel(), "lib", "modules", kernel))
+	if err != nil {
+		return nil, err
+	}
+	linux, err := os.ReadFile(filepath.Join(b.kernel(), "boot", "vmlinuz-"+kernel))
+	if err != nil {
+		return nil, err
+	}
+	// The loader's name ends in a word that stands for unfinished work elsewhere.
+	found, err := filepath.Glob(filepath.Join(b.loader(), "usr/lib/systemd/boot/efi/linuxx64.efi.*"))
+	if err != nil || len(found) != 1 {
+		return nil, fmt.Errorf("the package %s has %d loaders for x86-64, want one: %w", loaderPackage, len(found), err)
+	}
+	loader, err := os.ReadFile(found[0])
+	if err != nil {
+		return nil, err
+	}
+	return uki.Build(loader, []uki.Section{
+		{Name: ".osrel", Data: osRelease(o)}, {Name: ".cmdline", Data: append([]byte(cmdline(o, root)), 0)}, {Name: ".linux", Data: linux}, {Name: ".initrd", Data: ram},
+	})
+}
+
+func cmdline(o options, root layout.Root) string {
+	return strings.Join(append(append(append([]string{}, fixedCmdline...), strings.Fields(o.cmdline)...), layout.VerityKey+root.String()), " ")
+}
+
+// sign adds a signature for Secure Boot, if there is a key.
+func sign(ctx context.Context, o options, image []byte, work string) ([]byte, error) {
+	if o.key == "" {
+		return image, nil
+	}
+	in, out := filepath.Join(work, "unsigned.efi"), filepath.Join(work, "signed.efi")
+	if err := os.WriteFile(in, image, 0o644); err != nil {
+		return nil, err
+	}
+	if err := tool(ctx, o, "sbsign", "--key", o.key, "--cert", o.cert, "--output", out, in); err != nil {
+		return nil, err
+	}
+	signed, err := os.ReadFile(out)
+	if err != nil {
+		return nil, err
+	}
+	before, err := uki.Authenticode(image)
+	if err != nil {
+		return nil, err
+	}
+	if after, err := uki.Authenticode(signed); err != nil || before != after {
+		return nil, fmt.Errorf("signing changed what firmware measures: %w", err)
+	}
+	return signed, nil
+}
+
+// systemPartition makes the file system that firmware reads (UEFI 2.10, section 13.3), with the program at the
+// place where it is looked for on a disk that firmware doesn't know (section 3.5.1.1).
+func systemPartition(ctx context.Context, o options, image []byte, work string) ([]byte, error) {
+	program, esp := filepath.Join(work, "boot.efi"), filepath.Join(work, "esp")
+	if err := os.WriteFile(program, image, 0o644); err != nil {
+		return nil, err
+	}
+	if err := os.Chtimes(program, o.date, o.date); err != nil {
+		return nil, err
+	}
+	// FAT32 has at least 65,525 clusters; these have 512 bytes.
+	size := max(int64(40<<20), (int64(len(image))+(8<<20))&^(1<<20-1))
+	if err := os.WriteFile(esp, nil, 0o644); err != nil {
+		return nil, err
+	}
+	if err := os.Truncate(esp, size); err != nil {
+		return nil, err
+	}
+	for _, c := range [][]string{
+		{"mkfs.vfat", "--invariant", "-F", "32", "-s", "1", "-i", "6d757374", "-n", "MUSTER-ESP", esp},
+		{"mmd", "-i", esp, "::/EFI", "::/EFI/BOOT"},
+		{"mcopy", "-m", "-i", esp, program, "::/EFI/BOOT/BOOTX64.EFI"},
+	} {
+		if err := tool(ctx, o, c[0], c[1:]...); err != nil {
+			return nil, err
+		}
+	}
+	return os.ReadFile(esp)
+}
+
+func writeDisk(to string, esp []byte, root io.ReadSeeker, rootSize int64, tree []byte) error {
+	if _, err := root.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	f, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	_, err = gpt.Write(f, layout.DiskGUID, []gpt.Partition{
+		{Type: layout.ESPType, GUID: layout.ESPGUID, Name: layout.ESPName, Content: bytes.NewReader(esp), Size: int64(len(esp))},
+		{Type: layout.RootType, GUID: layout.RootGUID, Name: layout.RootName, Content: root, Size: rootSize},
+		{Type: layout.TreeType, GUID: layout.TreeGUID, Name: layout.TreeName, Content: bytes.NewReader(tree), Size: int64(len(tree))},
+	})
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
+
+func writeMeasurements(o options, image []byte) error {
+	for file, secure := range map[string]bool{measuredFile: false, measuredSBFile: true} {
+		name := "muster " + o.version
+		if secure {
+			name += ", Secure Boot"
+		}
+		m, err := measure.Boot{UKI: image, SecureBoot: secure}.Predict(name)
+		if err != nil {
+			return err
+		}
+		b, err := json.MarshalIndent(m, "", "  ")
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(o.out, file), append(b, '\n'), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// report prints what was made, as `sha256sum` would.
+func report(o options, stdout io.Writer) error {
+	for _, name := range []string{diskFile, ukiFile, measuredFile, measuredSBFile, billFile} {
+		sum, err := sumOf(filepath.Join(o.out, name))
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(stdout, "%x  %s\n", sum, name)
+	}
+	return nil
+}

@@ -1,0 +1,142 @@
+package main
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"encoding/base64"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+func place(t *testing.T, dir, name, content string) string {
+	t.Helper()
+	file := filepath.Join(dir, name)
+	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
+	key := base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))
+	b, err := configOptions{ownerKey: key}.make()
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := metadata.ParseImage(b)
+	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil {
+		t.Errorf("%+v, %v", img, err)
+	}
+}
+
+func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
+	dir := t.TempDir()
+	const head = "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"
+	plain := place(t, dir, "plain.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\n")
+	good := place(t, dir, "good.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\n")
+	for name, tt := range map[string]struct {
+		options configOptions
+		says    string
+	}{
+		"state that is not encrypted": {configOptions{file: plain}, "-allow-plain-state"},
+		"an unknown field":            {configOptions{file: place(t, dir, "bad.yaml", head+"stateDisk: {mode: luks, path: /d}\ncolour: red\n")}, "colour"},
+		"no file":                     {configOptions{file: filepath.Join(dir, "none")}, "none"},
+		"a key that is none":          {configOptions{ownerKey: "x"}, "ownerKey"},
+		"roots that are none":         {configOptions{ekRoots: good}, "ekRoots"},
+		"a file and a key":            {configOptions{file: good, ownerKey: "x"}, "-config"},
+	} {
+		if _, err := tt.options.make(); err == nil || !strings.Contains(err.Error(), tt.says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for _, o := range []configOptions{{file: plain, plain: true}, {file: good}} {
+		if _, err := o.make(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestModulesComeAfterWhatTheyNeed(t *testing.T) {
+	dir := t.TempDir()
+	place(t, dir, "modules.dep", "kernel/a-b.ko: kernel/c.ko kernel/d.ko\nkernel/c.ko: kernel/d.ko\nkernel/d.ko:\nkernel/e.ko:\n")
+	place(t, dir, "modules.builtin", "kernel/inside.ko\n")
+	for _, f := range []string{"a-b", "c", "d", "e"} {
+		place(t, dir, "kernel/"+f+".ko", f)
+	}
+	got, err := moduleOrder(dir, []string{"a_b", "inside", "c"})
+	if err != nil || !slices.Equal(got, []string{"kernel/d.ko", "kernel/c.ko", "kernel/a-b.ko"}) {
+		t.Errorf("%v, %v", got, err)
+	}
+	if _, err := moduleOrder(dir, []string{"virtio_pci"}); err == nil || !strings.Contains(err.Error(), "virtio_pci") {
+		t.Errorf("a module that is nowhere: %v", err)
+	}
+}
+
+func TestTheInitialRAMDiskIsTheSameEachTime(t *testing.T) {
+	dir := t.TempDir()
+	var dep strings.Builder
+	for _, m := range modules {
+		place(t, dir, m+".ko", strings.Repeat(m, 1000))
+		dep.WriteString(m + ".ko:\n")
+	}
+	place(t, dir, "modules.dep", dep.String())
+	place(t, dir, "modules.builtin", "")
+	a, err := initrd([]byte("program"), dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := initrd([]byte("program"), dir)
+	if err != nil || !bytes.Equal(a, b) {
+		t.Errorf("it changes: %v", err)
+	}
+	c, err := initrd([]byte("Program"), dir)
+	if err != nil || bytes.Equal(a, c) {
+		t.Errorf("another program makes no difference: %v", err)
+	}
+}
+
+func TestTheCommandLineNamesTheRootOnce(t *testing.T) {
+	root := layout.Root{Hash: [32]byte{1}, Blocks: 9}
+	line := cmdline(options{cmdline: "a=b  c"}, root)
+	if got, err := layout.RootOf(line); err != nil || got != root || !strings.Contains(line, " a=b c ") {
+		t.Errorf("%q: %v, %v", line, got, err)
+	}
+	if strings.Contains(line, "roothash=") {
+		t.Error("systemd's generators would wait for a partition")
+	}
+}
+
+func TestFilesOfAptAreNamed(t *testing.T) {
+	p, err := debianFile("linux-image-6.1.0-9-cloud-amd64_1%3a6.1.27-1_amd64.deb")
+	if err != nil || p.Name != "linux-image-6.1.0-9-cloud-amd64" || p.Version != "1:6.1.27-1" || p.Architecture != "amd64" {
+		t.Errorf("%+v, %v", p, err)
+	}
+	if p, err := debianFile("x.deb"); err == nil {
+		t.Errorf("%+v", p)
+	}
+}
+
+func TestArgumentsThatDontGoTogetherAreRefused(t *testing.T) {
+	for name, tt := range map[string]struct {
+		args []string
+		says string
+	}{
+		"half a signature": {[]string{"-containerd", "x", "-secure-boot-key", "k"}, "together"},
+		"no containerd":    {nil, "-containerd"},
+		"more":             {[]string{"x"}, "unexpected"},
+	} {
+		if err := run(t.Context(), tt.args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), tt.says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

@@ -1,0 +1,62 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+// configOptions say what image.yaml is to be.
+type configOptions struct {
+	file              string
+	ownerKey, ekRoots string
+	plain             bool
+}
+
+// make gives the image.yaml, which the bootstrapper would accept.
+func (c configOptions) make() ([]byte, error) {
+	b, err := c.text()
+	if err != nil {
+		return nil, err
+	}
+	img, err := metadata.ParseImage(b)
+	if err != nil {
+		return nil, fmt.Errorf("image.yaml: %w", err)
+	}
+	if img.StateDisk.Mode != metadata.DiskLUKS && !c.plain {
+		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that anybody can read; -allow-plain-state builds such an image")
+	}
+	return b, nil
+}
+
+func (c configOptions) text() ([]byte, error) {
+	if c.file != "" {
+		if c.ownerKey != "" || c.ekRoots != "" {
+			return nil, errors.New("-config is the whole image.yaml: write the owner's key and the EK roots there")
+		}
+		return os.ReadFile(c.file)
+	}
+	b, err := files.ReadFile("files/image.yaml")
+	if err != nil {
+		return nil, err
+	}
+	var conf map[string]any
+	if err := yaml.Unmarshal(b, &conf); err != nil {
+		return nil, err
+	}
+	if c.ownerKey != "" {
+		conf["ownerKey"] = c.ownerKey
+	}
+	if c.ekRoots != "" {
+		roots, err := os.ReadFile(c.ekRoots)
+		if err != nil {
+			return nil, fmt.Errorf("-ek-roots: %w", err)
+		}
+		conf["ekRoots"] = string(roots)
+	}
+	return yaml.Marshal(conf)
+}

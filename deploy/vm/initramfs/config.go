@@ -1,0 +1,174 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+// maxConfig bounds a file of the config medium, in bytes.
+const maxConfig = 256 << 10
+
+// network is what network.yaml says. Like all of the medium it is not measured: who lies in it
+// cuts the machine off, and learns nothing, since all connections are attested.
+type network struct {
+	APIVersion string `json:"apiVersion"` // muster.dev/v1alpha1
+	Kind       string `json:"kind"`       // MachineNetwork
+	// Interfaces that get addresses; the others stay down.
+	Interfaces []netInterface `json:"interfaces"`
+	// Nameservers go to resolv.conf, at most three.
+	Nameservers []string `json:"nameservers,omitempty"`
+}
+
+type netInterface struct {
+	MAC       string   `json:"mac"`               // of the interface; empty: the only one there is
+	Addresses []string `json:"addresses"`         // ADDRESS/BITS
+	Gateway   string   `json:"gateway,omitempty"` // of the default route
+	MTU       int      `json:"mtu,omitempty"`     // bytes; 0: the driver's
+}
+
+const (
+	networkKind    = "MachineNetwork"
+	maxInterfaces  = 16
+	maxNameservers = 3 // resolv.conf(5)
+)
+
+func parseNetwork(b []byte) (*network, error) {
+	n := &network{}
+	if err := yaml.UnmarshalStrict(b, n, yaml.DisallowUnknownFields); err != nil {
+		return nil, err
+	}
+	if n.APIVersion != metadata.APIVersion || n.Kind != networkKind {
+		return nil, fmt.Errorf("want apiVersion %s and kind %s, not %q and %q", metadata.APIVersion, networkKind, n.APIVersion, n.Kind)
+	}
+	if len(n.Interfaces) == 0 || len(n.Interfaces) > maxInterfaces {
+		return nil, fmt.Errorf("interfaces: want 1 to %d, not %d", maxInterfaces, len(n.Interfaces))
+	}
+	if len(n.Nameservers) > maxNameservers {
+		return nil, fmt.Errorf("nameservers: at most %d, not %d", maxNameservers, len(n.Nameservers))
+	}
+	for i, s := range n.Nameservers {
+		if a, err := netip.ParseAddr(s); err != nil || a.Zone() != "" {
+			return nil, fmt.Errorf("nameservers[%d]: want an IP address, not %q", i, s)
+		}
+	}
+	for i, f := range n.Interfaces {
+		if err := f.check(len(n.Interfaces)); err != nil {
+			return nil, fmt.Errorf("interfaces[%d].%w", i, err)
+		}
+	}
+	return n, nil
+}
+
+func (f netInterface) check(of int) error {
+	if _, err := net.ParseMAC(f.MAC); err != nil && (f.MAC != "" || of > 1) {
+		return fmt.Errorf("mac: want one like 52:54:00:12:34:56, not %q; it may be missing if there is one interface only", f.MAC)
+	}
+	if len(f.Addresses) == 0 || len(f.Addresses) > maxInterfaces {
+		return fmt.Errorf("addresses: want 1 to %d, not %d", maxInterfaces, len(f.Addresses))
+	}
+	for i, s := range f.Addresses {
+		p, err := netip.ParsePrefix(s)
+		if err != nil || p.Addr().IsUnspecified() || p.Addr().IsMulticast() || p.Addr().IsLoopback() {
+			return fmt.Errorf("addresses[%d]: want ADDRESS/BITS of this machine, not %q", i, s)
+		}
+	}
+	if a, err := netip.ParseAddr(f.Gateway); f.Gateway != "" && (err != nil || a.Zone() != "") {
+		return fmt.Errorf("gateway: want an IP address, not %q", f.Gateway)
+	}
+	if f.MTU != 0 && (f.MTU < 576 || f.MTU > 65535) {
+		return fmt.Errorf("mtu: want 576 to 65535 bytes, not %d", f.MTU)
+	}
+	return nil
+}
+
+// config waits for the config medium and takes what it holds. The network is nil if DHCP is to give it.
+func (b *boot) config(ctx context.Context) (*metadata.Machine, *network, error) {
+	for {
+		device, err := await(ctx, devices, func() (string, error) { return labelled("/sys", "/dev", layout.ConfigLabel) })
+		if errors.Is(err, errNotYet) {
+			b.say("waiting for the config medium: %v; it has to hold %s", err, layout.MetadataFile)
+			continue
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		m, n, err := takeConfig(device)
+		if err == nil {
+			b.say("this machine is %s, and asks to be a %s; its metadata are from %s", m.Name, m.Role, device)
+			return m, n, nil
+		}
+		b.say("the config medium %s can't be used: %v; reading it again in %s", device, err, before)
+		if err := wait(ctx, before); err != nil {
+			return nil, nil, err
+		}
+	}
+}
+
+// takeConfig copies the medium's files to where they stay for this boot.
+func takeConfig(device string) (*metadata.Machine, *network, error) {
+	const at = "/run/muster/medium"
+	if err := os.MkdirAll(at, 0o700); err != nil {
+		return nil, nil, err
+	}
+	if err := unix.Mount(device, at, "vfat", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
+		return nil, nil, fmt.Errorf("mount it: %w", err)
+	}
+	defer func() { _ = unix.Unmount(at, unix.MNT_DETACH) }()
+	return readConfig(at)
+}
+
+func readConfig(dir string) (*metadata.Machine, *network, error) {
+	b, err := readBounded(filepath.Join(dir, layout.MetadataFile))
+	if err != nil {
+		return nil, nil, err
+	}
+	m, err := metadata.ParseMachine(b)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", layout.MetadataFile, err)
+	}
+	var n *network
+	nb, err := readBounded(filepath.Join(dir, layout.NetworkFile))
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return nil, nil, err
+	default:
+		if n, err = parseNetwork(nb); err != nil {
+			return nil, nil, fmt.Errorf("%s: %w", layout.NetworkFile, err)
+		}
+	}
+	return m, n, write(layout.RunMetadata, b)
+}
+
+func readBounded(name string) ([]byte, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxConfig+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(b) > maxConfig {
+		return nil, fmt.Errorf("%s: longer than %d bytes", filepath.Base(name), maxConfig)
+	}
+	return b, nil
+}
+
+// linkTimeout is how long an interface may take to turn up.
+const linkTimeout = 30 * time.Second

@@ -1,0 +1,183 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+// partition finds a partition by its name in the GPT, and gives its MAJOR:MINOR.
+func partition(sys, name string) (string, error) {
+	all, err := filepath.Glob(sys + "/class/block/*/uevent")
+	if err != nil {
+		return "", err
+	}
+	for _, file := range all {
+		b, err := os.ReadFile(file)
+		if err != nil || !slices.Contains(strings.Split(string(b), "\n"), "PARTNAME="+name) {
+			continue
+		}
+		dev, err := os.ReadFile(filepath.Join(filepath.Dir(file), "dev"))
+		if err != nil {
+			return "", err
+		}
+		return strings.TrimSpace(string(dev)), nil
+	}
+	return "", fmt.Errorf("a partition named %s: %w", name, errNotYet)
+}
+
+// disk finds a disk by its serial number, and gives its path. Virtio disks have theirs in one place,
+// SCSI and NVMe ones in another.
+func disk(sys, serial string) (string, error) {
+	for _, pattern := range []string{"/block/*/serial", "/block/*/device/serial"} {
+		all, err := filepath.Glob(sys + pattern)
+		if err != nil {
+			return "", err
+		}
+		for _, file := range all {
+			if b, err := os.ReadFile(file); err == nil && strings.TrimSpace(string(b)) == serial {
+				name, _, _ := strings.Cut(strings.TrimPrefix(file, sys+"/block/"), "/")
+				return "/dev/" + name, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("a disk with the serial number %s: %w", serial, errNotYet)
+}
+
+// labelled finds a disk or partition that holds a FAT file system of this label.
+func labelled(sys, dev, label string) (string, error) {
+	all, err := os.ReadDir(sys + "/class/block")
+	if err != nil {
+		return "", err
+	}
+	for _, e := range all {
+		name := filepath.Join(dev, e.Name())
+		if got, err := fatLabel(name); err == nil && got == label {
+			return name, nil
+		}
+	}
+	return "", fmt.Errorf("a vfat volume labelled %s: %w", label, errNotYet)
+}
+
+// fatLabel reads the label in a FAT file system's first sector (Microsoft, FAT File System
+// Specification, "Boot Sector and BPB").
+func fatLabel(name string) (string, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	b := make([]byte, 512)
+	if _, err := io.ReadFull(f, b); err != nil {
+		return "", err
+	}
+	if b[510] != 0x55 || b[511] != 0xaa {
+		return "", errors.New("no boot sector")
+	}
+	for _, at := range []int{54, 82} { // the file system's type in FAT12 and FAT16, and in FAT32; the label is before it
+		if bytes.HasPrefix(b[at:], []byte("FAT")) {
+			return strings.TrimRight(string(b[at-11:at]), " "), nil
+		}
+	}
+	return "", errors.New("no FAT")
+}
+
+// state opens the state disk, and gives the device that holds its file system. It returns when the
+// disk is open, however long that takes.
+func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {
+	device, err := b.stateDisk(ctx, img.StateDisk)
+	if err != nil {
+		return "", err
+	}
+	if img.StateDisk.Mode == metadata.DiskPlain {
+		b.say("this image keeps its state on a disk that is NOT encrypted")
+		return device, b.formatPlain(ctx, device)
+	}
+	const mapped = "/dev/mapper/muster-state"
+	for {
+		err := b.inRoot(ctx, "/usr/bin/bootstrapper", "unlock", "--image", metadata.ImagePath, "--metadata", metadata.MachinePath)
+		if err == nil {
+			return mapped, nil
+		}
+		const again = 10 * time.Second
+		b.say("unlocking the state disk ended: %v; trying again in %s", err, again)
+		if err := wait(ctx, again); err != nil {
+			return "", err
+		}
+	}
+}
+
+// stateDisk waits for the disk. In mode plain the image's path is a folder, and the disk is the one
+// with our serial number.
+func (b *boot) stateDisk(ctx context.Context, s metadata.StateDisk) (string, error) {
+	look := func() (string, error) {
+		if s.Mode == metadata.DiskLUKS && s.Path != layout.StateDevice {
+			if _, err := os.Stat(s.Path); err != nil {
+				return "", fmt.Errorf("%s: %w", s.Path, errNotYet)
+			}
+			return s.Path, nil
+		}
+		return disk("/sys", layout.StateSerial)
+	}
+	for {
+		device, err := await(ctx, devices, look)
+		if errors.Is(err, errNotYet) {
+			b.say("waiting for the state disk: %v", err)
+			continue
+		}
+		if err != nil || device == s.Path {
+			return device, err
+		}
+		if err := os.MkdirAll(filepath.Dir(layout.StateDevice), 0o755); err != nil {
+			return "", err
+		}
+		return device, os.Symlink(device, layout.StateDevice)
+	}
+}
+
+// formatPlain makes a file system on a disk that begins with zeros. Anything else stays as it is.
+func (b *boot) formatPlain(ctx context.Context, device string) error {
+	f, err := os.Open(device)
+	if err != nil {
+		return err
+	}
+	head := make([]byte, 64<<10)
+	_, err = io.ReadFull(f, head)
+	f.Close()
+	if err != nil {
+		return fmt.Errorf("the state disk: %w", err)
+	}
+	if !bytes.Equal(head, make([]byte, len(head))) {
+		return nil
+	}
+	b.say("the state disk is blank: making a file system")
+	return b.inRoot(ctx, "/usr/sbin/mkfs.ext4", "-q", device)
+}
+
+// inRoot runs a program of the verified root there, to its end. What it logs goes to the journal; what a
+// person should read, it writes to the console itself.
+func (b *boot) inRoot(ctx context.Context, program string, args ...string) error {
+	cmd := exec.CommandContext(ctx, program, args...)
+	cmd.SysProcAttr = &unix.SysProcAttr{Chroot: sysroot}
+	// Without udev, libdevmapper has to make its devices itself.
+	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", "DM_DISABLE_UDEV=1"}
+	out := &lines{w: b.journal, prefix: "<6>" + filepath.Base(program) + ": "}
+	cmd.Dir, cmd.Stdout, cmd.Stderr = "/", out, out
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("%s: %w: %s", program, err, out.last)
+	}
+	return nil
+}

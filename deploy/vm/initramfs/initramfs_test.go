@@ -1,0 +1,289 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/insomniacslk/dhcp/dhcpv4"
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func place(t *testing.T, dir, name, content string) {
+	t.Helper()
+	file := filepath.Join(dir, name)
+	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestDisksAreFoundByWhatTheyAreCalled(t *testing.T) {
+	sys := t.TempDir()
+	place(t, sys, "class/block/vda/uevent", "MAJOR=254\nDEVTYPE=disk\n")
+	place(t, sys, "class/block/vda2/uevent", "MAJOR=254\nPARTN=2\nPARTNAME=muster-root\n")
+	place(t, sys, "class/block/vda2/dev", "254:2\n")
+	place(t, sys, "block/vda/serial", "boot\n")
+	place(t, sys, "block/vdb/serial", "muster-state")
+	place(t, sys, "block/nvme0n1/device/serial", "other   \n")
+	if dev, err := partition(sys, "muster-root"); err != nil || dev != "254:2" {
+		t.Errorf("%q, %v", dev, err)
+	}
+	if dev, err := disk(sys, "muster-state"); err != nil || dev != "/dev/vdb" {
+		t.Errorf("%q, %v", dev, err)
+	}
+	if dev, err := disk(sys, "other"); err != nil || dev != "/dev/nvme0n1" {
+		t.Errorf("%q, %v", dev, err)
+	}
+	for name, look := range map[string]func() (string, error){
+		"a name that only begins so": func() (string, error) { return partition(sys, "muster") },
+		"no such partition":          func() (string, error) { return partition(sys, "muster-tree") },
+		"no such serial number":      func() (string, error) { return disk(sys, "muster") },
+	} {
+		if dev, err := look(); !errors.Is(err, errNotYet) {
+			t.Errorf("%s: %q, %v", name, dev, err)
+		}
+	}
+}
+
+func TestTheConfigMediumIsFoundByItsLabel(t *testing.T) {
+	dir := t.TempDir()
+	for name, args := range map[string][]string{
+		"small": {"-n", layout.ConfigLabel}, "large": {"-F", "32", "-n", "MUSTER-METB"}, "none": nil,
+	} {
+		file := filepath.Join(dir, "dev", name)
+		place(t, dir, "dev/"+name, "")
+		place(t, dir, "sys/class/block/"+name+"/dev", "")
+		if err := os.Truncate(file, 40<<20); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := exec.CommandContext(t.Context(), "/usr/sbin/mkfs.vfat", append(args, file)...).CombinedOutput(); err != nil {
+			t.Fatalf("mkfs.vfat: %v: %s", err, out)
+		}
+	}
+	place(t, dir, "dev/text", strings.Repeat("FAT", 500))
+	place(t, dir, "sys/class/block/text/dev", "")
+	place(t, dir, "sys/class/block/absent/dev", "")
+	for label, want := range map[string]string{layout.ConfigLabel: "small", "MUSTER-METB": "large"} {
+		if got, err := labelled(dir+"/sys", dir+"/dev", label); err != nil || got != dir+"/dev/"+want {
+			t.Errorf("%s: %q, %v", label, got, err)
+		}
+	}
+	if got, err := labelled(dir+"/sys", dir+"/dev", "OTHER"); !errors.Is(err, errNotYet) {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
+func FuzzLabel(f *testing.F) {
+	f.Add([]byte(strings.Repeat("FAT16   ", 64)))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		file := filepath.Join(t.TempDir(), "x")
+		if err := os.WriteFile(file, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if label, err := fatLabel(file); err == nil && len(label) > 11 {
+			t.Errorf("%q", label)
+		}
+	})
+}
+
+const machine = "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: worker\naddresses: [192.0.2.7]\n"
+
+const static = `apiVersion: muster.dev/v1alpha1
+kind: MachineNetwork
+interfaces:
+- {mac: "52:54:00:00:00:01", addresses: [192.0.2.7/24, "2001:db8::7/64"], gateway: 192.0.2.1, mtu: 1400}
+nameservers: [192.0.2.1]
+`
+
+func TestANetworkIsReadStrictly(t *testing.T) {
+	n, err := parseNetwork([]byte(static))
+	if err != nil || n.Interfaces[0].MTU != 1400 || len(n.Interfaces[0].Addresses) != 2 || n.Nameservers[0] != "192.0.2.1" {
+		t.Fatalf("%+v, %v", n, err)
+	}
+	if _, err := parseNetwork([]byte(strings.Replace(static, `mac: "52:54:00:00:00:01", `, "", 1))); err != nil {
+		t.Errorf("one interface needs no address: %v", err)
+	}
+	second := strings.Replace(static, "nameservers", "- {addresses: [192.0.2.8/24]}\nnameservers", 1)
+	for name, tt := range map[string][2]string{
+		"another kind":         {strings.Replace(static, "MachineNetwork", "Network", 1), "kind"},
+		"another version":      {strings.Replace(static, "v1alpha1", "v2", 1), "apiVersion"},
+		"an unknown field":     {static + "colour: red\n", "colour"},
+		"a doubled field":      {static + "nameservers: []\n", "nameservers"},
+		"no interface":         {"apiVersion: muster.dev/v1alpha1\nkind: MachineNetwork\n", "interfaces"},
+		"no mask":              {strings.Replace(static, "7/24", "7", 1), "addresses[0]"},
+		"loopback":             {strings.Replace(static, "192.0.2.7/24", "127.0.0.1/8", 1), "addresses[0]"},
+		"no address":           {strings.Replace(static, `[192.0.2.7/24, "2001:db8::7/64"]`, "[]", 1), "addresses"},
+		"a gateway by name":    {strings.Replace(static, "gateway: 192.0.2.1", "gateway: router", 1), "gateway"},
+		"a small MTU":          {strings.Replace(static, "1400", "100", 1), "mtu"},
+		"a bad MAC":            {strings.Replace(static, "52:54", "zz", 1), "mac"},
+		"two and one nameless": {second, "mac"},
+		"a server by name":     {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [\"x\\n\"]", 1), "nameservers[0]"},
+		"a line in a server":   {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [\"fe80::1%\\nsearch x\"]", 1), "nameservers[0]"},
+		"four servers":         {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [192.0.2.1, 192.0.2.2, 192.0.2.3, 192.0.2.4]", 1), "nameservers"},
+	} {
+		if _, err := parseNetwork([]byte(tt[0])); err == nil || !strings.Contains(err.Error(), tt[1]) {
+			t.Errorf("%s: %v, want %s", name, err, tt[1])
+		}
+	}
+}
+
+func FuzzNetwork(f *testing.F) {
+	f.Add([]byte(static))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		n, err := parseNetwork(b)
+		if err != nil {
+			return
+		}
+		for _, i := range n.Interfaces { // what configure is given without another look
+			for _, a := range i.Addresses {
+				netip.MustParsePrefix(a)
+			}
+		}
+		if r := resolv(n.Nameservers); bytes.Count(r, []byte("\n")) != len(n.Nameservers) {
+			t.Errorf("resolv.conf is %q", r)
+		}
+	})
+}
+
+func TestAMediumThatIsTooLargeOrEmptyIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), layout.MetadataFile) {
+		t.Errorf("no metadata: %v", err)
+	}
+	place(t, dir, layout.MetadataFile, machine+strings.Repeat("#", maxConfig))
+	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), "longer") {
+		t.Errorf("large metadata: %v", err)
+	}
+	place(t, dir, layout.MetadataFile, machine)
+	place(t, dir, layout.NetworkFile, "x")
+	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), layout.NetworkFile) {
+		t.Errorf("a bad network: %v", err)
+	}
+}
+
+func TestHostsNameTheMachine(t *testing.T) {
+	m, err := metadata.ParseMachine([]byte(machine))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := string(hosts(m)); !strings.Contains(got, "\n192.0.2.7 node1\n") {
+		t.Errorf("%q", got)
+	}
+}
+
+func TestOnlyWholeLeasesAreUsed(t *testing.T) {
+	lease := func(ip net.IP, options ...dhcpv4.Option) *dhcpv4.DHCPv4 {
+		d, err := dhcpv4.New(dhcpv4.WithYourIP(ip))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range options {
+			d.UpdateOption(o)
+		}
+		return d
+	}
+	ip, mask := net.IPv4(192, 0, 2, 9), dhcpv4.OptSubnetMask(net.CIDRMask(24, 32))
+	a, g, s, err := offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptDNS(net.IPv4(192, 0, 2, 2))))
+	if err != nil || a.String() != "192.0.2.9/24" || g.String() != "192.0.2.1" || !slices.Equal(s, []string{"192.0.2.2"}) {
+		t.Errorf("%v %v %v %v", a, g, s, err)
+	}
+	if _, g, _, err := offered(lease(ip, mask)); err != nil || g.IsValid() {
+		t.Errorf("without a router: %v, %v", g, err)
+	}
+	for name, l := range map[string]*dhcpv4.DHCPv4{
+		"no mask": lease(ip), "no address": lease(net.IPv4zero, mask), "many machines' address": lease(net.IPv4(224, 0, 0, 1), mask),
+		"a mask that is none": lease(ip, dhcpv4.OptSubnetMask(net.IPMask{255, 0, 255, 0})),
+	} {
+		if a, _, _, err := offered(l); err == nil {
+			t.Errorf("%s: %v", name, a)
+		}
+	}
+}
+
+// The numbers are those of linux/dm-ioctl.h, on every 64-bit machine.
+func TestTheDeviceMapperIsAskedAsTheKernelWants(t *testing.T) {
+	root := layout.Root{Hash: [32]byte{0xab}, Blocks: 1000}
+	table := verityTable(root, "254:2", "254:3")
+	if want := fmt.Sprintf("1 254:2 254:3 4096 4096 1000 0 sha256 ab%s - 1 panic_on_corruption", strings.Repeat("00", 31)); table != want {
+		t.Errorf("%s", table)
+	}
+	b := dmRequest("name", "verity", table, 8000)
+	le := binary.LittleEndian
+	for what, x := range map[string][2]uint64{
+		"version": {uint64(le.Uint32(b)), 4}, "size": {uint64(le.Uint32(b[12:])), uint64(len(b))}, "start": {uint64(le.Uint32(b[16:])), 312},
+		"targets": {uint64(le.Uint32(b[20:])), 1}, "flags": {uint64(le.Uint32(b[28:])), 1},
+		"sectors": {le.Uint64(b[312+8:]), 8000}, "next": {uint64(le.Uint32(b[312+20:])), uint64(len(b) - 312)}, "whole words": {uint64(len(b) % 8), 0},
+	} {
+		if x[0] != x[1] {
+			t.Errorf("%s is %d, want %d", what, x[0], x[1])
+		}
+	}
+	if !bytes.HasPrefix(b[48:], []byte("name\x00")) || !bytes.HasPrefix(b[336:], []byte("verity\x00")) || !bytes.HasPrefix(b[352:], append([]byte(table), 0)) {
+		t.Error("a name is elsewhere")
+	}
+}
+
+func TestLogsComeInWholeLinesOfBoundedLength(t *testing.T) {
+	var got bytes.Buffer
+	l := &lines{w: &got, prefix: "<6>x: "}
+	for _, s := range []string{"one\ntw", "o\n\n", strings.Repeat("long", 500), "er\nlast\nnot yet"} {
+		if n, err := l.Write([]byte(s)); n != len(s) || err != nil {
+			t.Errorf("%d, %v", n, err)
+		}
+	}
+	if want := "<6>x: one\n<6>x: two\n<6>x: " + strings.Repeat("long", maxLine/4) + "\n<6>x: last\n"; got.String() != want || string(l.last) != "last" {
+		t.Errorf("%q, and last %q", got.String(), l.last)
+	}
+	var console, journal bytes.Buffer
+	b := &boot{console: &console}
+	b.say("%d", 1)
+	b.journal = &journal
+	b.say("%d", 2)
+	if console.String() != "muster: 1\nmuster: 2\n" || journal.String() != "<5>muster: 2\n" {
+		t.Errorf("%q, %q", &console, &journal)
+	}
+}
+
+func TestWaitingEnds(t *testing.T) {
+	tries := 0
+	v, err := await(t.Context(), time.Minute, func() (int, error) {
+		if tries++; tries < 3 {
+			return 0, fmt.Errorf("x: %w", errNotYet)
+		}
+		return 7, nil
+	})
+	if err != nil || v != 7 {
+		t.Errorf("%d, %v", v, err)
+	}
+	if _, err := await(t.Context(), time.Millisecond, func() (int, error) { return 0, errNotYet }); !errors.Is(err, errNotYet) {
+		t.Errorf("over: %v", err)
+	}
+	other := errors.New("other")
+	if _, err := await(t.Context(), time.Minute, func() (int, error) { return 0, other }); !errors.Is(err, other) {
+		t.Errorf("another error: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := await(ctx, time.Minute, func() (int, error) { return 0, errNotYet }); !errors.Is(err, errNotYet) {
+		t.Errorf("cancelled: %v", err)
+	}
+}

@@ -1,0 +1,194 @@
+// Command initramfs is the first program of a machine that boots Muster's image: it finds the root
+// that the measured command line names, unlocks the state disk, and hands over to systemd.
+//
+// All that it trusts was measured: itself, the command line, and by its hash the root. What it reads from
+// the config medium nobody vouches for. It says in plain words on the console what it does and waits for.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+const (
+	// sysroot is where the root is mounted until it becomes /.
+	sysroot = "/sysroot"
+	// devices is how long disks of the image may take to turn up.
+	devices = time.Minute
+	// before is how long an error is shown before the machine restarts.
+	before = 30 * time.Second
+)
+
+func main() {
+	// PID 1 shares root and working directory with the kernel's own threads; both change with it.
+	runtime.LockOSThread()
+	if os.Getpid() != 1 {
+		fmt.Fprintln(os.Stderr, "initramfs: this is the first program of a machine; it runs as PID 1 only")
+		os.Exit(1)
+	}
+	ctx := context.Background()
+	b := &boot{console: os.Stdout}
+	err := b.run(ctx)
+	b.say("the machine can't start: %v", err)
+	b.say("it restarts in %s", before)
+	_ = wait(ctx, before)
+	unix.Sync()
+	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART)
+	select {}
+}
+
+// boot is one start of the machine.
+type boot struct {
+	console io.Writer
+	journal io.Writer // nil until there is one
+}
+
+// run does not return if all goes well.
+func (b *boot) run(ctx context.Context) error {
+	if err := mountKernel(); err != nil {
+		return err
+	}
+	b.openJournal()
+	b.say("starting")
+	if err := loadModules(modulesFile); err != nil {
+		return err
+	}
+	b.measured()
+	if err := b.root(ctx); err != nil {
+		return err
+	}
+	img, err := metadata.LoadImage(sysroot + metadata.ImagePath)
+	if err != nil {
+		return err
+	}
+	machine, network, err := b.config(ctx)
+	if err != nil {
+		return err
+	}
+	if err := unix.Sethostname([]byte(machine.Name)); err != nil {
+		return fmt.Errorf("name the machine %s: %w", machine.Name, err)
+	}
+	if err := bind(layout.RunMetadata, sysroot+metadata.MachinePath); err != nil {
+		return err
+	}
+	if err := b.network(ctx, network, machine); err != nil {
+		return err
+	}
+	device, err := b.state(ctx, img)
+	if err != nil {
+		return err
+	}
+	if err := mountState(device, sysroot); err != nil {
+		return fmt.Errorf("the state disk: %w", err)
+	}
+	b.say("state is mounted; starting systemd")
+	return switchRoot(sysroot)
+}
+
+// measured prints the registers that the owner's policy judges, so that a person can compare them
+// with the prediction.
+func (b *boot) measured() {
+	for _, n := range []int{4, 9, 11} {
+		v, err := os.ReadFile(fmt.Sprintf("/sys/class/tpm/tpm0/pcr-sha256/%d", n))
+		if err != nil {
+			b.say("PCR %d can't be read, so this machine can't prove what it booted: %v", n, err)
+			continue
+		}
+		b.say("PCR %d is %s", n, strings.ToLower(strings.TrimSpace(string(v))))
+	}
+}
+
+// root mounts the root: the one that the command line names, or none.
+func (b *boot) root(ctx context.Context) error {
+	cmdline, err := os.ReadFile("/proc/cmdline")
+	if err != nil {
+		return err
+	}
+	want, err := layout.RootOf(string(cmdline))
+	if err != nil {
+		return err
+	}
+	data, err := await(ctx, devices, func() (string, error) { return partition("/sys", layout.RootName) })
+	if err != nil {
+		return fmt.Errorf("find the root: %w", err)
+	}
+	tree, err := await(ctx, devices, func() (string, error) { return partition("/sys", layout.TreeName) })
+	if err != nil {
+		return fmt.Errorf("find the root's hash tree: %w", err)
+	}
+	device, err := openVerity("muster-root", want, data, tree)
+	if err != nil {
+		return fmt.Errorf("the root: %w", err)
+	}
+	if err := os.MkdirAll(sysroot, 0o755); err != nil {
+		return err
+	}
+	if err := unix.Mount(device, sysroot, "squashfs", unix.MS_RDONLY, ""); err != nil {
+		return fmt.Errorf("mount the root, which the hash in the command line must fit: %w", err)
+	}
+	for _, m := range kernelMounts {
+		if err := unix.Mount(m.target, sysroot+m.target, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+			return fmt.Errorf("mount %s in the root: %w", m.target, err)
+		}
+	}
+	b.say("the root is verified as it is read")
+	return nil
+}
+
+// errNotYet says that what is looked for isn't there so far.
+var errNotYet = errors.New("it is not there")
+
+// await looks until something other than errNotYet comes out, or the time is over.
+func await[T any](ctx context.Context, most time.Duration, look func() (T, error)) (T, error) {
+	const pause = 20 * time.Millisecond
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	for {
+		v, err := look()
+		if !errors.Is(err, errNotYet) {
+			return v, err
+		}
+		if wait(ctx, pause) != nil {
+			return v, fmt.Errorf("%w after %s", err, most)
+		}
+	}
+}
+
+func wait(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-t.C:
+		return nil
+	}
+}
+
+// bind puts a file or folder over another.
+func bind(from, over string) error {
+	if err := unix.Mount(from, over, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("mount %s over %s: %w", from, over, err)
+	}
+	return nil
+}
+
+// write writes a file of /run whole.
+func write(name string, content []byte) error {
+	if err := os.MkdirAll(filepath.Dir(name), 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(name, content, 0o644)
+}

@@ -1,0 +1,195 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/insomniacslk/dhcp/dhcpv4"
+	"github.com/insomniacslk/dhcp/dhcpv4/nclient4"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+// network brings the machine's network up, by the medium's file or by DHCP, and writes the files
+// that the root's resolv.conf and hosts are links to.
+func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) error {
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		return fmt.Errorf("the network: %w", err)
+	}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		return fmt.Errorf("the network: lo: %w", err)
+	}
+	var servers []string
+	if n == nil {
+		servers, err = b.dhcp(ctx)
+	} else {
+		servers, err = n.Nameservers, b.static(ctx, n)
+	}
+	if err != nil {
+		return fmt.Errorf("the network: %w", err)
+	}
+	if err := write(layout.RunHosts, hosts(m)); err != nil {
+		return err
+	}
+	return write(layout.RunResolv, resolv(servers))
+}
+
+func hosts(m *metadata.Machine) []byte {
+	return fmt.Appendf(nil, "127.0.0.1 localhost\n::1 localhost\n%s %s\n", m.Addresses[0], m.Name)
+}
+
+func resolv(servers []string) []byte {
+	var b strings.Builder
+	for _, s := range servers[:min(len(servers), maxNameservers)] {
+		fmt.Fprintf(&b, "nameserver %s\n", s)
+	}
+	return []byte(b.String())
+}
+
+// static gives interfaces what the medium says.
+func (b *boot) static(ctx context.Context, n *network) error {
+	for _, f := range n.Interfaces {
+		link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf(f.MAC) })
+		if err != nil {
+			return err
+		}
+		if f.MTU != 0 {
+			if err := netlink.LinkSetMTU(link, f.MTU); err != nil {
+				return fmt.Errorf("%s: MTU %d: %w", link.Attrs().Name, f.MTU, err)
+			}
+		}
+		var gateway netip.Addr
+		if f.Gateway != "" {
+			gateway = netip.MustParseAddr(f.Gateway)
+		}
+		var addresses []netip.Prefix
+		for _, s := range f.Addresses {
+			addresses = append(addresses, netip.MustParsePrefix(s))
+		}
+		if err := configure(link, addresses, gateway); err != nil {
+			return err
+		}
+		b.say("network: %s has %s", link.Attrs().Name, strings.Join(f.Addresses, ", "))
+	}
+	return nil
+}
+
+// linkOf finds an Ethernet interface by its address; without one, the first.
+func linkOf(mac string) (netlink.Link, error) {
+	all, err := netlink.LinkList()
+	if err != nil {
+		return nil, err
+	}
+	want, _ := net.ParseMAC(mac)
+	for _, l := range all {
+		a := l.Attrs()
+		if a.Flags&net.FlagLoopback != 0 || a.EncapType != "ether" {
+			continue
+		}
+		if mac == "" || a.HardwareAddr.String() == want.String() {
+			return l, nil
+		}
+	}
+	if mac == "" {
+		return nil, fmt.Errorf("a network interface: %w", errNotYet)
+	}
+	return nil, fmt.Errorf("a network interface with the address %s: %w", mac, errNotYet)
+}
+
+func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) error {
+	name := link.Attrs().Name
+	for _, a := range addresses {
+		addr := &netlink.Addr{IPNet: &net.IPNet{IP: a.Addr().AsSlice(), Mask: net.CIDRMask(a.Bits(), a.Addr().BitLen())}}
+		if a.Addr().Is6() {
+			addr.Flags = unix.IFA_F_NODAD // the address has to work at once
+		}
+		if err := netlink.AddrReplace(link, addr); err != nil {
+			return fmt.Errorf("%s: address %s: %w", name, a, err)
+		}
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	if !gateway.IsValid() {
+		return nil
+	}
+	if err := netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Gw: gateway.AsSlice()}); err != nil {
+		return fmt.Errorf("%s: default route by %s: %w", name, gateway, err)
+	}
+	return nil
+}
+
+// dhcp asks for an address until it has one (RFC 2131), and leaves the lease's renewal to
+// systemd-networkd. It gives the name servers.
+func (b *boot) dhcp(ctx context.Context) ([]string, error) {
+	for {
+		servers, err := b.lease(ctx)
+		if err == nil || ctx.Err() != nil {
+			return servers, err
+		}
+		b.say("waiting for an address by DHCP: %v; the config medium may have a %s instead", err, layout.NetworkFile)
+	}
+}
+
+func (b *boot) lease(ctx context.Context) ([]string, error) {
+	const most = time.Minute
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf("") })
+	if err != nil {
+		return nil, err
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return nil, err
+	}
+	name := link.Attrs().Name
+	client, err := nclient4.New(name)
+	if err != nil {
+		return nil, errors.Join(err, wait(ctx, time.Second))
+	}
+	defer func() { _ = client.Close() }()
+	l, err := client.Request(ctx)
+	if err != nil {
+		return nil, errors.Join(err, wait(ctx, time.Second))
+	}
+	address, gateway, servers, err := offered(l.ACK)
+	if err != nil {
+		return nil, errors.Join(err, wait(ctx, time.Second))
+	}
+	if err := configure(link, []netip.Prefix{address}, gateway); err != nil {
+		return nil, err
+	}
+	b.say("network: %s has %s by DHCP", name, address)
+	return servers, write("/run/systemd/network/10-muster.network", renewal(link.Attrs().HardwareAddr))
+}
+
+// offered takes from the server's answer what this machine uses of it.
+func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, servers []string, err error) {
+	ip, ok := netip.AddrFromSlice(ack.YourIPAddr.To4())
+	bits, size := ack.SubnetMask().Size()
+	if !ok || ip.IsUnspecified() || ip.IsMulticast() || size != 32 || bits == 0 {
+		return address, gateway, nil, fmt.Errorf("the server offered the address %v with the mask %v", ack.YourIPAddr, ack.SubnetMask())
+	}
+	if r := ack.Router(); len(r) > 0 {
+		gateway, _ = netip.AddrFromSlice(r[0].To4())
+	}
+	for _, s := range ack.DNS() {
+		servers = append(servers, s.String())
+	}
+	return netip.PrefixFrom(ip, bits), gateway, servers, nil
+}
+
+// renewal is what systemd-networkd goes on with (systemd.network(5)). Addresses and routes of
+// others, a CNI plugin's among them, are not its business.
+func renewal(mac net.HardwareAddr) []byte {
+	return fmt.Appendf(nil, "[Match]\nMACAddress=%s\nType=ether\n\n[Network]\nDHCP=ipv4\nKeepConfiguration=yes\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n\n[DHCPv4]\nUseHostname=no\nUseDNS=no\n", mac)
+}

@@ -1,0 +1,139 @@
+package measure
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
+	"github.com/muster-k8s/muster/deploy/vm/internal/uki/ukitest"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func image(t *testing.T, change map[string]string) []byte {
+	t.Helper()
+	var parts []uki.Section
+	for _, s := range [][2]string{{".osrel", "ID=x\n"}, {".cmdline", "quiet root=x \x00"}, {".linux", string(ukitest.Program(512))}, {".initrd", "ram"}} {
+		if c, ok := change[s[0]]; ok {
+			s[1] = c
+		}
+		parts = append(parts, uki.Section{Name: s[0], Data: []byte(s[1])})
+	}
+	b, err := uki.Build(ukitest.Program(1024), parts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func predict(t *testing.T, b []byte, secure bool) policyfile.Measurements {
+	t.Helper()
+	m, err := Boot{UKI: b, SecureBoot: secure}.Predict("x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// chain is the definition, written out: digests of digests, from zeros.
+func chain(digests ...[]byte) string {
+	v := make([]byte, 32)
+	for _, d := range digests {
+		s := sha256.Sum256(bytes.Join([][]byte{v, d}, nil))
+		v = s[:]
+	}
+	return hex.EncodeToString(v)
+}
+
+func sha(s string) []byte { h := sha256.Sum256([]byte(s)); return h[:] }
+
+func TestPCRsAreTheChainsOfTheSpecifications(t *testing.T) {
+	b := image(t, nil)
+	whole, err := uki.Authenticode(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	inner, err := uki.Authenticode(ukitest.Program(512))
+	if err != nil {
+		t.Fatal(err)
+	}
+	action, separator := sha("Calling EFI Application from Boot Option"), sha("\x00\x00\x00\x00")
+	m, s := predict(t, b, false), predict(t, b, true)
+	for what, x := range map[string][2]string{
+		"PCR 4":                  {m.PCRs["4"], chain(action, separator, whole[:], inner[:])},
+		"PCR 4 with Secure Boot": {s.PCRs["4"], chain(action, separator, whole[:])},
+		"PCR 9":                  {m.PCRs["9"], chain(sha("q\x00u\x00i\x00e\x00t\x00 \x00r\x00o\x00o\x00t\x00=\x00x\x00\x00\x00"), sha("ram"))},
+		"PCR 11": {m.PCRs["11"], chain(sha(".linux\x00"), sha(string(ukitest.Program(512))), sha(".osrel\x00"), sha("ID=x\n"),
+			sha(".cmdline\x00"), sha("quiet root=x \x00"), sha(".initrd\x00"), sha("ram"))},
+	} {
+		if x[0] != x[1] {
+			t.Errorf("%s is %s, want %s", what, x[0], x[1])
+		}
+	}
+	if m.PCRs["9"] != s.PCRs["9"] || m.PCRs["11"] != s.PCRs["11"] {
+		t.Error("Secure Boot changes PCR 9 or 11")
+	}
+}
+
+func TestAChangeOfAnyPartShows(t *testing.T) {
+	before := predict(t, image(t, nil), false)
+	other := ukitest.Program(512)
+	other[len(other)-1] ^= 1
+	for part, pcrs := range map[string][]string{".osrel": {"4", "11"}, ".cmdline": {"4", "9", "11"}, ".linux": {"4", "11"}, ".initrd": {"4", "9", "11"}} {
+		changed := "changed"
+		if part == ".linux" {
+			changed = string(other)
+		}
+		after := predict(t, image(t, map[string]string{part: changed}), false)
+		for _, n := range pcrs {
+			if before.PCRs[n] == after.PCRs[n] {
+				t.Errorf("%s changed, PCR %s didn't", part, n)
+			}
+		}
+	}
+}
+
+func TestAPolicyCanBeMadeOfThePredictions(t *testing.T) {
+	b := image(t, nil)
+	// One that tests of policies have.
+	root, err := os.ReadFile(filepath.FromSlash("../../../../internal/owner/policyfile/testdata/ek-root.pem"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := policyfile.Build(policyfile.Template{
+		Measurements: []policyfile.Measurements{predict(t, b, false), predict(t, b, true)},
+		NodeCIDRs:    []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}, Roles: []string{"worker"}, Roots: []policyfile.Root{{PEM: string(root), Operator: true}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, json, err := policyfile.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for pcr, want := range map[int]int{4: 2, 9: 1, 11: 1, 12: 1} {
+		if got := policyfile.Rules(json)[pcr].Values; len(got) != want {
+			t.Errorf("PCR %d has the values %v", pcr, got)
+		}
+	}
+}
+
+func TestWhatIsNotOurImageIsNotForetold(t *testing.T) {
+	whole := image(t, nil)
+	for name, b := range map[string][]byte{
+		"nothing": nil, "no sections": ukitest.Program(512), "cut off": whole[:len(whole)-512],
+		"a kernel that firmware can't start": image(t, map[string]string{".linux": "kernel"}),
+	} {
+		if m, err := (Boot{UKI: b}).Predict("x"); err == nil {
+			t.Errorf("%s: %v", name, m)
+		}
+	}
+}

@@ -1,0 +1,92 @@
+// Vm builds the disk image that Muster's machines boot, from Debian 12's packages and the
+// project's own programs, and foretells what a machine's TPM will say when it has booted it.
+//
+//	go run ./deploy/vm -bin bin -containerd DIR -version v0.1.0 -o dist/vm
+//
+// The same packages, programs and configuration give the same bytes. docs/image.md says what is in
+// the image and why.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(1)
+	}
+}
+
+// options are what a build is told.
+type options struct {
+	source     string // the checkout
+	bin        string // folder with the static program bootstrapper
+	containerd string // folder with containerd, containerd-shim-runc-v2 and ctr, static
+	version    string
+	date       time.Time // of all files
+	out        string
+
+	config         configOptions
+	add            string // folder whose files go into the root
+	cmdline        string // words added to the kernel's command line
+	key, cert      string // of Secure Boot, PEM; both or none
+	sources, cache string // apt's sources.list, and where downloads are kept
+	refresh        bool   // don't take the root that the cache has
+}
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	var o options
+	flags.StringVar(&o.source, "source", ".", "the checkout")
+	flags.StringVar(&o.bin, "bin", "bin", "folder with the static linux/amd64 program bootstrapper")
+	flags.StringVar(&o.containerd, "containerd", "", "folder with containerd, containerd-shim-runc-v2 and ctr, static; `make kube` builds them")
+	flags.StringVar(&o.version, "version", "dev", "version of the image")
+	date := flags.Int64("date", 1767225600, "time of all files, in seconds since 1970")
+	flags.StringVar(&o.out, "o", filepath.Join("dist", "vm"), "folder to write to")
+	flags.StringVar(&o.config.file, "config", "", "image.yaml to put into the image, instead of one that is made here")
+	flags.StringVar(&o.config.ownerKey, "owner-key", "", "owner's public key for image.yaml, Ed25519 in base64")
+	flags.StringVar(&o.config.ekRoots, "ek-roots", "", "PEM file of the authorities that vouch for TPMs, for image.yaml")
+	flags.BoolVar(&o.config.plain, "allow-plain-state", false, "insecure: allow an image.yaml whose state disk is not encrypted")
+	flags.StringVar(&o.add, "add", "", "folder whose files are put into the root, at the same path, owner root; for example etc/containerd/certs.d")
+	flags.StringVar(&o.cmdline, "cmdline", "", "words to add to the kernel's command line")
+	flags.StringVar(&o.key, "secure-boot-key", "", "PEM file of the key that signs for Secure Boot")
+	flags.StringVar(&o.cert, "secure-boot-cert", "", "PEM file of its certificate")
+	flags.StringVar(&o.sources, "sources", "", "apt's sources.list to take packages from, instead of Debian's own mirrors")
+	flags.StringVar(&o.cache, "cache", "", "folder for what is downloaded (default: muster/vm in the user's cache folder)")
+	flags.BoolVar(&o.refresh, "refresh", false, "take Debian's packages as they are today, not those of the last build")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	if flags.NArg() > 0 {
+		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	if (o.key == "") != (o.cert == "") {
+		return errors.New("-secure-boot-key and -secure-boot-cert go together")
+	}
+	if o.containerd == "" {
+		return errors.New("-containerd is missing: `go run ./lab kube-binaries` prints the folder")
+	}
+	o.date = time.Unix(*date, 0).UTC()
+	if o.cache == "" {
+		dir, err := os.UserCacheDir()
+		if err != nil {
+			return fmt.Errorf("%w: give -cache", err)
+		}
+		o.cache = filepath.Join(dir, "muster", "vm")
+	}
+	return build(ctx, o, stdout, stderr)
+}
