@@ -50,6 +50,8 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 	}{
 		"state that is not encrypted": {configOptions{file: plain}, "-allow-plain-state"},
 		"an unknown field":            {configOptions{file: place(t, dir, "bad.yaml", head+"stateDisk: {mode: luks, path: /d}\ncolour: red\n")}, "colour"},
+		"no owner":                    {configOptions{}, "-allow-no-owner-key"},
+		"no owner in the file":        {configOptions{file: good}, "-allow-no-owner-key"},
 		"no file":                     {configOptions{file: filepath.Join(dir, "none")}, "none"},
 		"a key that is none":          {configOptions{ownerKey: "x"}, "ownerKey"},
 		"roots that are none":         {configOptions{ekRoots: good}, "ekRoots"},
@@ -59,7 +61,7 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	for _, o := range []configOptions{{file: plain, plain: true}, {file: good}} {
+	for _, o := range []configOptions{{file: plain, plain: true}, {file: good, noOwner: true}, {noOwner: true}} {
 		if _, err := o.make(); err != nil {
 			t.Error(err)
 		}

@@ -14,7 +14,7 @@ import (
 type configOptions struct {
 	file              string
 	ownerKey, ekRoots string
-	plain             bool
+	plain, noOwner    bool // insecure: what is allowed
 }
 
 // make gives the image.yaml, which the bootstrapper would accept.
@@ -29,6 +29,9 @@ func (c configOptions) make() ([]byte, error) {
 	}
 	if img.StateDisk.Mode != metadata.DiskLUKS && !c.plain {
 		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that anybody can read; -allow-plain-state builds such an image")
+	}
+	if img.StateDisk.Mode == metadata.DiskLUKS && img.OwnerKey == nil && !c.noOwner {
+		return nil, errors.New("image.yaml: ownerKey is missing: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-key KEY names the owner, -allow-no-owner-key builds such an image")
 	}
 	return b, nil
 }

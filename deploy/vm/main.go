@@ -61,6 +61,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.StringVar(&o.config.ownerKey, "owner-key", "", "owner's public key for image.yaml, Ed25519 in base64")
 	flags.StringVar(&o.config.ekRoots, "ek-roots", "", "PEM file of the authorities that vouch for TPMs, for image.yaml")
 	flags.BoolVar(&o.config.plain, "allow-plain-state", false, "insecure: allow an image.yaml whose state disk is not encrypted")
+	flags.BoolVar(&o.config.noOwner, "allow-no-owner-key", false, "insecure: allow an image.yaml without the owner's key")
 	flags.StringVar(&o.add, "add", "", "folder whose files are put into the root, at the same path, owner root; for example etc/containerd/certs.d")
 	flags.StringVar(&o.cmdline, "cmdline", "", "words to add to the kernel's command line")
 	flags.StringVar(&o.key, "secure-boot-key", "", "PEM file of the key that signs for Secure Boot")

@@ -54,7 +54,7 @@ var enabled = map[string]string{
 var removed = []string{"var", "boot", "run", "tmp", "dev", "proc", "sys", "mnt", "media", "srv", "home", "etc/apt", "etc/group-", "etc/gshadow-", "etc/passwd-", "etc/shadow-", "etc/subgid-", "etc/subuid-", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/machine-id", "etc/mtab", "etc/fstab", "etc/network", "usr/share/zsh", "usr/local", "opt", "etc/systemd/system"}
 
 // folders that the root needs as places to mount to.
-var folders = []string{"boot", "dev", "etc/cni", "etc/kubernetes", "etc/muster", "home", "mnt", "opt/cni", "proc", "run", "srv", "sys", "tmp", "usr/local", "var"}
+var folders = []string{"boot", "dev", "etc/cni/net.d", "etc/kubernetes", "etc/muster", "home", "mnt", "opt/cni", "proc", "run", "srv", "sys", "tmp", "usr/local/bin", "usr/local/lib/muster", "var"}
 
 // tree is what the image adds to Debian's root: path without leading slash → entry.
 type tree map[string]entry

@@ -17,7 +17,7 @@ func TestTwoBuildsFromNothingButPackagesAreTheSameBytes(t *testing.T) {
 	}
 	var printed [2]bytes.Buffer
 	for i := range printed {
-		args := []string{"-source", "../..", "-bin", "../../bin", "-containerd", containerd, "-version", "v0.0.0-test", "-cache", t.TempDir(), "-o", filepath.Join(t.TempDir(), "out")}
+		args := []string{"-source", "../..", "-bin", "../../bin", "-containerd", containerd, "-version", "v0.0.0-test", "-allow-no-owner-key", "-cache", t.TempDir(), "-o", filepath.Join(t.TempDir(), "out")}
 		if err := run(t.Context(), args, &printed[i], t.Output()); err != nil {
 			t.Fatal(err)
 		}

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -19,24 +20,69 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// partition finds a partition by its name in the GPT, and gives its MAJOR:MINOR.
-func partition(sys, name string) (string, error) {
+// rootDisk finds the partitions of the root and of its hash tree on one disk, and gives MAJOR:MINOR of both. Any disk may
+// have partitions of these names; ours is the one whose tree begins with the block that the measured hash is of.
+func rootDisk(sys, dev string, want layout.Root) (data, tree string, err error) {
+	roots, err := partitions(sys, layout.RootName)
+	if err != nil {
+		return "", "", err
+	}
+	trees, err := partitions(sys, layout.TreeName)
+	if err != nil {
+		return "", "", err
+	}
+	for _, t := range trees {
+		if !beginsWith(filepath.Join(dev, t.name), want.Hash) {
+			continue
+		}
+		for _, r := range roots {
+			if r.disk == t.disk {
+				return r.number, t.number, nil
+			}
+		}
+	}
+	return "", "", fmt.Errorf("a disk with the partitions %s and %s of this image (%d and %d have these names): %w", layout.RootName, layout.TreeName, len(roots), len(trees), errNotYet)
+}
+
+// beginsWith says whether the first block of a disk has this hash.
+func beginsWith(name string, hash [sha256.Size]byte) bool {
+	f, err := os.Open(name)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	b := make([]byte, layout.BlockSize)
+	_, err = io.ReadFull(f, b)
+	return err == nil && sha256.Sum256(b) == hash
+}
+
+// part is a partition: its name in /dev, the disk that it is on, and its MAJOR:MINOR.
+type part struct{ name, disk, number string }
+
+// partitions finds those of a name in the GPT.
+func partitions(sys, name string) ([]part, error) {
 	all, err := filepath.Glob(sys + "/class/block/*/uevent")
 	if err != nil {
-		return "", err
+		return nil, err
 	}
+	var out []part
 	for _, file := range all {
 		b, err := os.ReadFile(file)
 		if err != nil || !slices.Contains(strings.Split(string(b), "\n"), "PARTNAME="+name) {
 			continue
 		}
-		dev, err := os.ReadFile(filepath.Join(filepath.Dir(file), "dev"))
+		number, err := os.ReadFile(filepath.Join(filepath.Dir(file), "dev"))
 		if err != nil {
-			return "", err
+			continue // it was taken away
 		}
-		return strings.TrimSpace(string(dev)), nil
+		// The link leads to …/DISK/PARTITION.
+		at, err := filepath.EvalSymlinks(filepath.Dir(file))
+		if err != nil {
+			continue
+		}
+		out = append(out, part{filepath.Base(at), filepath.Dir(at), strings.TrimSpace(string(number))})
 	}
-	return "", fmt.Errorf("a partition named %s: %w", name, errNotYet)
+	return out, nil
 }
 
 // disk finds a disk by its serial number, and gives its path. Virtio disks have theirs in one place,

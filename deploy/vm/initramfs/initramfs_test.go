@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -36,30 +37,76 @@ func place(t *testing.T, dir, name, content string) {
 	}
 }
 
-func TestDisksAreFoundByWhatTheyAreCalled(t *testing.T) {
+func TestDisksAreFoundByTheirSerialNumbers(t *testing.T) {
 	sys := t.TempDir()
-	place(t, sys, "class/block/vda/uevent", "MAJOR=254\nDEVTYPE=disk\n")
-	place(t, sys, "class/block/vda2/uevent", "MAJOR=254\nPARTN=2\nPARTNAME=muster-root\n")
-	place(t, sys, "class/block/vda2/dev", "254:2\n")
 	place(t, sys, "block/vda/serial", "boot\n")
 	place(t, sys, "block/vdb/serial", "muster-state")
 	place(t, sys, "block/nvme0n1/device/serial", "other   \n")
-	if dev, err := partition(sys, "muster-root"); err != nil || dev != "254:2" {
-		t.Errorf("%q, %v", dev, err)
+	for serial, want := range map[string]string{"muster-state": "/dev/vdb", "other": "/dev/nvme0n1"} {
+		if dev, err := disk(sys, serial); err != nil || dev != want {
+			t.Errorf("%s: %q, %v", serial, dev, err)
+		}
 	}
-	if dev, err := disk(sys, "muster-state"); err != nil || dev != "/dev/vdb" {
-		t.Errorf("%q, %v", dev, err)
+	if dev, err := disk(sys, "muster"); !errors.Is(err, errNotYet) {
+		t.Errorf("a serial number that only begins so: %q, %v", dev, err)
 	}
-	if dev, err := disk(sys, "other"); err != nil || dev != "/dev/nvme0n1" {
-		t.Errorf("%q, %v", dev, err)
+}
+
+// machineOf makes the folders of a machine with these partitions, DISK/PARTITION → name and first block, as
+// Linux shows them.
+func machineOf(t *testing.T, parts map[string][2]string) (sys, dev string) {
+	t.Helper()
+	dir := t.TempDir()
+	sys, dev = filepath.Join(dir, "sys"), filepath.Join(dir, "dev")
+	for at, p := range parts {
+		name := filepath.Base(at)
+		place(t, sys, "devices/"+at+"/uevent", "DEVTYPE=partition\nPARTNAME="+p[0]+"\n")
+		place(t, sys, "devices/"+at+"/dev", at+"\n")
+		place(t, dev, name, p[1])
+		if err := os.MkdirAll(sys+"/class/block", 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink("../../devices/"+at, sys+"/class/block/"+name); err != nil {
+			t.Fatal(err)
+		}
 	}
-	for name, look := range map[string]func() (string, error){
-		"a name that only begins so": func() (string, error) { return partition(sys, "muster") },
-		"no such partition":          func() (string, error) { return partition(sys, "muster-tree") },
-		"no such serial number":      func() (string, error) { return disk(sys, "muster") },
+	return sys, dev
+}
+
+func TestTheRootIsOnTheDiskWhoseTreeFitsTheHash(t *testing.T) {
+	ours, other := strings.Repeat("a", layout.BlockSize), strings.Repeat("b", layout.BlockSize)
+	want := layout.Root{Hash: sha256.Sum256([]byte(ours)), Blocks: 9}
+	root, tree := [2]string{layout.RootName, "x"}, [2]string{layout.TreeName, ours}
+	for name, parts := range map[string]map[string][2]string{
+		"one disk":                     {"vdb/vdb2": root, "vdb/vdb3": tree},
+		"another image's before it":    {"vda/vda2": root, "vda/vda3": {layout.TreeName, other}, "vdb/vdb2": root, "vdb/vdb3": tree},
+		"another image's after it":     {"vdc/vdc2": root, "vdc/vdc3": {layout.TreeName, other}, "vdb/vdb2": root, "vdb/vdb3": tree},
+		"a tree without a root before": {"vda/vda3": tree, "vdb/vdb2": root, "vdb/vdb3": tree},
+		"a tree that is too short":     {"vda/vda2": root, "vda/vda3": {layout.TreeName, "a"}, "vdb/vdb2": root, "vdb/vdb3": tree},
 	} {
-		if dev, err := look(); !errors.Is(err, errNotYet) {
-			t.Errorf("%s: %q, %v", name, dev, err)
+		sys, dev := machineOf(t, parts)
+		if d, h, err := rootDisk(sys, dev, want); err != nil || d != "vdb/vdb2" || h != "vdb/vdb3" {
+			t.Errorf("%s: %q, %q, %v", name, d, h, err)
+		}
+	}
+	for name, parts := range map[string]map[string][2]string{
+		"nothing": nil, "no tree": {"vdb/vdb2": root}, "no root": {"vdb/vdb3": tree}, "two halves": {"vda/vda2": root, "vdb/vdb3": tree},
+		"another image's": {"vdb/vdb2": root, "vdb/vdb3": {layout.TreeName, other}},
+		"other names":     {"vdb/vdb2": {layout.RootName + "2", "x"}, "vdb/vdb3": {"x" + layout.TreeName, ours}},
+	} {
+		sys, dev := machineOf(t, parts)
+		if d, h, err := rootDisk(sys, dev, want); !errors.Is(err, errNotYet) {
+			t.Errorf("%s: %q, %q, %v", name, d, h, err)
+		}
+	}
+}
+
+func TestNothingOfTheStateDiskIsWhereSystemdLooks(t *testing.T) {
+	for _, k := range kept {
+		for _, searched := range []string{"/etc/systemd", "/run/systemd", "/usr/lib/systemd", "/usr/local/lib/systemd", "/usr/local/sbin", "/etc/modprobe.d", "/etc/udev"} {
+			if k.at == searched || strings.HasPrefix(searched, k.at+"/") {
+				t.Errorf("%s lies on the state disk, and in it %s", k.at, searched)
+			}
 		}
 	}
 }

@@ -120,15 +120,15 @@ func (b *boot) root(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	data, err := await(ctx, devices, func() (string, error) { return partition("/sys", layout.RootName) })
+	type pair struct{ data, tree string }
+	found, err := await(ctx, devices, func() (pair, error) {
+		data, tree, err := rootDisk("/sys", "/dev", want)
+		return pair{data, tree}, err
+	})
 	if err != nil {
 		return fmt.Errorf("find the root: %w", err)
 	}
-	tree, err := await(ctx, devices, func() (string, error) { return partition("/sys", layout.TreeName) })
-	if err != nil {
-		return fmt.Errorf("find the root's hash tree: %w", err)
-	}
-	device, err := openVerity("muster-root", want, data, tree)
+	device, err := openVerity("muster-root", want, found.data, found.tree)
 	if err != nil {
 		return fmt.Errorf("the root: %w", err)
 	}

@@ -68,7 +68,8 @@ func loadModules(list string) error {
 // stateFolder is where the whole file system of the state disk can be seen.
 const stateFolder = "/run/muster/state"
 
-// kept are the folders of the root that lie on the state disk. The rest of the root can't be written.
+// kept are the folders of the root that lie on the state disk. The rest of the root can't be written: nothing of the
+// disk is where systemd looks for units, generators or its own configuration, of /usr/local in particular.
 var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
@@ -76,17 +77,22 @@ var kept = []struct {
 }{
 	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}},
 	{"/etc/kubernetes", 0o700, nil},
-	{"/etc/cni", 0o755, []string{"net.d"}},
+	{"/etc/cni/net.d", 0o755, nil},
 	{"/opt/cni", 0o755, []string{"bin"}},
-	{"/usr/local", 0o755, []string{"bin", "lib/muster"}},
+	{"/usr/local/bin", 0o755, nil},
+	{"/usr/local/lib/muster", 0o755, nil},
 }
+
+// stateFlags: no program on the disk makes its caller root, and no file is a device. Containers have their own: the
+// overlays that they run on are mounts of their own, without these flags.
+const stateFlags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOATIME
 
 // mountState puts the state disk's folders into the root. They are named after their place there.
 func mountState(device, root string) error {
 	if err := os.MkdirAll(stateFolder, 0o700); err != nil {
 		return err
 	}
-	if err := unix.Mount(device, stateFolder, "ext4", unix.MS_NODEV|unix.MS_NOATIME, ""); err != nil {
+	if err := unix.Mount(device, stateFolder, "ext4", stateFlags, ""); err != nil {
 		return fmt.Errorf("mount %s: %w", device, err)
 	}
 	for _, k := range kept {
@@ -142,5 +148,5 @@ func switchRoot(root string) error {
 	if err := os.Chdir("/"); err != nil {
 		return err
 	}
-	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "TERM=linux"}))
+	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin", "TERM=linux"}))
 }

@@ -49,7 +49,8 @@ func dmRequest(name, target, params string, sectors uint64) []byte {
 }
 
 // verityTable gives the parameters of the target (Linux, Documentation/admin-guide/device-mapper/verity.rst).
-// A changed block stops the machine: what reads it must not go on with an error instead of it.
+// A block whose hash is wrong stops the machine when it is read. One that the disk can't read at all is an error to
+// whoever reads it, as on any disk: the machine may go on without it, but never with another in its place.
 func verityTable(r layout.Root, data, tree string) string {
 	return fmt.Sprintf("1 %s %s %d %d %d 0 sha256 %x - 1 panic_on_corruption", data, tree, layout.BlockSize, layout.BlockSize, r.Blocks, r.Hash)
 }
