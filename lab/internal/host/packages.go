@@ -29,6 +29,8 @@ var Packages = []string{
 	"cryptsetup-bin", "cpio", "fdisk", "binutils", // tests: state disks, and other programs that read what disk images are made of
 	"qemu-system-x86", "e2fsprogs", // tests: virtual machines
 	"prometheus", // tests of alerts and dashboards
+	"prometheus",                                      // tests of alerts and dashboards
+	"qemu-system-x86", "ovmf", "mtools", "dosfstools", // virtual machines and their config medium
 }
 
 // ErrNotRoot says that the caller may not make namespaces.

@@ -111,12 +111,30 @@ func (t TPM) Command() *exec.Cmd {
 	return cmd
 }
 
+// ControlSocket is where swtpm listens for QEMU, in the TPM's folder.
+const ControlSocket = "control.sock"
+
+// ChipCommand returns the command line of a swtpm that is soldered to a QEMU machine: QEMU starts, resets
+// and stops it by its control socket, and it ends when QEMU does.
+func (t TPM) ChipCommand() *exec.Cmd {
+	cmd := exec.Command("swtpm", "socket", "--tpm2", "--tpmstate", "dir=state", "--ctrl", "type=unixio,path="+ControlSocket, "--terminate")
+	cmd.Dir = t.Dir
+	return cmd
+}
+
+// WaitChip returns when what [TPM.ChipCommand] has started listens.
+func (t TPM) WaitChip(ctx context.Context) error {
+	return waitSocket(ctx, filepath.Join(t.Dir, ControlSocket))
+}
+
 // WaitReady returns when the TPM listens.
-func (t TPM) WaitReady(ctx context.Context) error {
+func (t TPM) WaitReady(ctx context.Context) error { return waitSocket(ctx, t.Socket()) }
+
+func waitSocket(ctx context.Context, path string) error {
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		if fi, err := os.Stat(t.Socket()); err == nil && fi.Mode()&os.ModeSocket != 0 {
+		if fi, err := os.Stat(path); err == nil && fi.Mode()&os.ModeSocket != 0 {
 			return nil
 		}
 		select {

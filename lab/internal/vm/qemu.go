@@ -1,0 +1,113 @@
+package vm
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"github.com/muster-k8s/muster/lab/internal/vtpm"
+)
+
+// Debian's OVMF: the 4 MiB build without System Management Mode, whose variables begin without Secure
+// Boot keys. Which one it is, is in PCR 0 and 7; policies of the lab's images compare neither.
+const (
+	firmwareCode = "/usr/share/OVMF/OVMF_CODE_4M.fd"
+	firmwareVars = "/usr/share/OVMF/OVMF_VARS_4M.fd"
+)
+
+// Files in a machine's folder.
+const (
+	qmpSocket  = "qmp.sock"
+	mediumFile = "medium.img"
+)
+
+// arguments is QEMU's command line. The devices and their order are part of what a machine is: firmware
+// puts them into its boot options, and a TPM sees those (PCR 1).
+func arguments(c Config, console string) []string {
+	args := []string{
+		"-nodefaults", "-display", "none", "-monitor", "none",
+		"-no-reboot", // a machine that reboots by itself would do so unseen; who drives it gives it power again
+		"-accel", "tcg,thread=multi", "-machine", "q35,smm=off", "-cpu", "max",
+		"-smp", strconv.Itoa(processors), "-m", strconv.Itoa(orDefault(c.Memory, DefaultMemory)),
+		"-chardev", "file,id=console,path=" + option(filepath.Base(console)), "-serial", "chardev:console",
+		"-qmp", "unix:" + qmpSocket + ",server=on,wait=off",
+		"-drive", "if=pflash,format=raw,readonly=on,file=" + firmwareCode,
+		"-drive", "if=pflash,format=raw,file=vars.fd",
+		"-chardev", "socket,id=tpm,path=tpm/" + vtpm.ControlSocket, "-tpmdev", "emulator,id=tpm0,chardev=tpm", "-device", "tpm-crb,tpmdev=tpm0",
+		"-drive", "if=none,id=boot,format=raw,readonly=on,file=" + option(c.Image),
+		"-device", "virtio-blk-pci,drive=boot,serial=boot,bootindex=0",
+		// A write that the machine has made is in the host's page cache, which outlives QEMU: nothing has to
+		// be flushed for a power cut to be one. What the machine had not written yet is lost, as it should be.
+		"-drive", "if=none,id=state,format=raw,cache=unsafe,discard=unmap,file=state.raw",
+		"-device", "virtio-blk-pci,drive=state,serial=" + StateSerial,
+	}
+	if c.Medium != nil {
+		args = append(args, "-drive", "if=none,id=medium,format=raw,readonly=on,file="+mediumFile, "-device", "virtio-blk-pci,drive=medium,serial=muster-meta")
+	}
+	if c.Tap != "" {
+		args = append(args, "-netdev", "tap,id=lan,script=no,downscript=no,ifname="+option(c.Tap), "-device", "virtio-net-pci,netdev=lan,romfile=,mac="+c.MAC.String())
+	}
+	return append(args, "-device", "virtio-rng-pci")
+}
+
+// option escapes a value of a QEMU option list, where a comma is written twice.
+func option(s string) string {
+	var b []byte
+	for i := range len(s) {
+		if s[i] == ',' {
+			b = append(b, ',')
+		}
+		b = append(b, s[i])
+	}
+	return string(b)
+}
+
+// qmpTimeout bounds the talk with QEMU itself, not what the machine does about it.
+const qmpTimeout = 20 * time.Second
+
+// powerButton presses a machine's power button by QMP (QEMU Machine Protocol, QEMU's docs/interop/qmp-spec).
+func powerButton(ctx context.Context, socket string) error {
+	ctx, cancel := context.WithTimeout(ctx, qmpTimeout)
+	defer cancel()
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", socket)
+	if err != nil {
+		return fmt.Errorf("talk to QEMU: %w", err)
+	}
+	defer c.Close()
+	defer context.AfterFunc(ctx, func() { _ = c.Close() })()
+	in := json.NewDecoder(bufio.NewReader(c))
+	var greeting struct {
+		QMP json.RawMessage `json:"QMP"`
+	}
+	if err := in.Decode(&greeting); err != nil || greeting.QMP == nil {
+		return errors.Join(errors.New("QEMU doesn't greet"), err, ctx.Err())
+	}
+	for _, command := range []string{"qmp_capabilities", "system_powerdown"} {
+		if _, err := fmt.Fprintf(c, `{"execute":%q}`+"\n", command); err != nil {
+			return err
+		}
+		for answered := false; !answered; { // events may come before the answer
+			var m struct {
+				Return json.RawMessage `json:"return"`
+				Error  *struct {
+					Desc string `json:"desc"`
+				} `json:"error"`
+			}
+			if err := in.Decode(&m); err != nil {
+				return errors.Join(fmt.Errorf("QEMU's answer to %s: %w", command, err), ctx.Err())
+			}
+			if m.Error != nil {
+				return fmt.Errorf("QEMU refuses %s: %s", command, m.Error.Desc)
+			}
+			answered = m.Return != nil
+		}
+	}
+	return nil
+}
