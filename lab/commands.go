@@ -23,7 +23,7 @@ func commands() *cobra.Command {
 	root.PersistentFlags().StringVar(&dir, "dir", driver.DefaultDir, "the lab's folder; labs in different folders don't meet")
 	open := func() (*driver.Lab, error) { return driver.Open(dir, os.Stderr) }
 	root.AddCommand(upCommand(open), addNodeCommand(open), execCommand(open), shellCommand(open), statusCommand(open),
-		measurementsCommand(open), pushCommand(open), kubeBinariesCommand(), demoCommand(open), benchCommand(open), intruderCommand(), depsCommand())
+		measurementsCommand(open), pushCommand(open), vmCommand(open), kubeBinariesCommand(), demoCommand(open), benchCommand(open), intruderCommand(), depsCommand())
 	root.AddCommand(
 		simple("down", "End everything and remove all that the lab has made", cobra.NoArgs, open,
 			func(cmd *cobra.Command, l *driver.Lab, _ []string) error { return l.Down(cmd.Context()) }),

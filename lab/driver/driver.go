@@ -23,8 +23,6 @@ import (
 	"syscall"
 	"time"
 
-	"sigs.k8s.io/yaml"
-
 	"github.com/muster-k8s/muster/lab/internal/daemon"
 	"github.com/muster-k8s/muster/lab/internal/firmware"
 	"github.com/muster-k8s/muster/lab/internal/host"
@@ -145,31 +143,17 @@ type Node struct {
 
 // AddNode makes and boots a machine and returns when its units are started.
 func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
-	if n.Role == "" {
-		n.Role = "worker"
+	number, role, err := seat(n.Name, n.Number, n.Role)
+	if err != nil {
+		return Machine{}, err
 	}
-	if n.Role != "worker" && n.Role != "control-plane" {
-		return Machine{}, fmt.Errorf("role %q: want control-plane or worker", n.Role)
-	}
-	if n.Number == 0 {
-		if _, err := fmt.Sscanf(n.Name, "node%d", &n.Number); err != nil {
-			return Machine{}, fmt.Errorf("machine %q has no number in its name: give it one with --number", n.Name)
-		}
-	}
-	metadata := map[string]any{
-		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineMetadata",
-		"name": n.Name, "role": n.Role, "addresses": []string{lan.Address(n.Number)}, "joinEndpoints": append([]string{}, n.JoinEndpoints...),
-	}
-	if n.InitSecretHash != "" {
-		metadata["initSecretHash"] = n.InitSecretHash
-	}
-	y, err := yaml.Marshal(metadata)
+	metadata, err := machineMetadata(n.Name, role, number, n.InitSecretHash, n.JoinEndpoints)
 	if err != nil {
 		return Machine{}, err
 	}
 	done := l.step("machine " + n.Name)
 	m, err := l.client().AddNode(ctx, daemon.NodeRequest{
-		Name: n.Name, Number: n.Number, ControlPlane: n.Role == "control-plane", Metadata: string(y),
+		Name: n.Name, Number: number, ControlPlane: role == "control-plane", Metadata: string(metadata),
 		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
 	})
 	if err == nil {
@@ -235,6 +219,9 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 	i := slices.IndexFunc(s.Machines, func(m Machine) bool { return m.Name == where })
 	if i < 0 || !s.Machines[i].Running {
 		return nil, nil, fmt.Errorf("no machine %q runs; lab status lists them", where)
+	}
+	if s.Machines[i].VM {
+		return nil, nil, fmt.Errorf("machine %q is virtual and lets nobody in; lab vm console %s shows what it says", where, where)
 	}
 	env = []string{"PATH=" + machine.Path, "HOME=/root", "LANG=C.UTF-8", "TERM=" + os.Getenv("TERM")}
 	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil

@@ -48,6 +48,24 @@ type NodeRequest struct {
 	Bare               bool   `json:"bare"`               // containerd alone: no TPM, no firmware
 }
 
+// A VMRequest asks for a virtual machine.
+type VMRequest struct {
+	Name         string            `json:"name"`
+	Number       int               `json:"number"`       // its address follows from it
+	ControlPlane bool              `json:"controlPlane"` // the load balancer sends it connections
+	Image        string            `json:"image"`        // path of the raw disk image that it boots
+	Medium       map[string][]byte `json:"medium"`       // files of its config medium
+	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0: vm.DefaultState
+	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
+	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
+}
+
+// A BootRequest changes what a virtual machine boots from now on. Empty fields leave it as it was.
+type BootRequest struct {
+	Image  string            `json:"image"`
+	Medium map[string][]byte `json:"medium"`
+}
+
 // A Machine is a machine that was started.
 type Machine struct {
 	Name         string       `json:"name"`
@@ -55,7 +73,9 @@ type Machine struct {
 	Address      string       `json:"address"`
 	ControlPlane bool         `json:"controlPlane"`
 	Running      bool         `json:"running"`
-	Init         host.Process `json:"init"` // PID 1, as the host sees it
+	VM           bool         `json:"vm"`      // virtual: nobody gets into it from outside
+	Console      string       `json:"console"` // the file with a virtual machine's console since power on
+	Init         host.Process `json:"init"`    // PID 1, as the host sees it; a virtual machine's QEMU
 	TPM          host.Process `json:"tpm"`
 	TPMSocket    string       `json:"tpmSocket"` // the TPM's command socket on the host; empty for a bare machine
 	Log          string       `json:"log"`       // folder with the logs of its units
@@ -83,12 +103,21 @@ func MachineDir(dir, name string) string { return filepath.Join(dir, "machines",
 
 var validName = regexp.MustCompile(`^[a-z][a-z0-9-]{0,13}$`)
 
-func (r NodeRequest) check() error {
-	if !validName.MatchString(r.Name) || r.Name == "owner" {
-		return fmt.Errorf("machine name %q: want at most 14 lower-case letters, digits and dashes, and not owner", r.Name)
+func (r NodeRequest) check() error { return check(r.Name, r.Number) }
+
+func (r VMRequest) check() error {
+	if !filepath.IsAbs(r.Image) {
+		return fmt.Errorf("image %q of machine %s: want an absolute path", r.Image, r.Name)
 	}
-	if r.Number < 1 || r.Number > 240 {
-		return fmt.Errorf("machine number %d: want 1 to 240", r.Number)
+	return check(r.Name, r.Number)
+}
+
+func check(name string, number int) error {
+	if !validName.MatchString(name) || name == "owner" {
+		return fmt.Errorf("machine name %q: want at most 14 lower-case letters, digits and dashes, and not owner", name)
+	}
+	if number < 1 || number > 240 {
+		return fmt.Errorf("machine number %d: want 1 to 240", number)
 	}
 	return nil
 }
@@ -139,6 +168,21 @@ func (c *Client) RebootNode(ctx context.Context, name string) (m Machine, err er
 // KillNode cuts a machine's power. Its disk stays, and the load balancer goes on asking for it.
 func (c *Client) KillNode(ctx context.Context, name string) error {
 	return c.call(ctx, http.MethodPost, "/machines/"+name+"/kill", nil, nil)
+}
+
+// AddVM makes a virtual machine and returns when it has booted something.
+func (c *Client) AddVM(ctx context.Context, r VMRequest) (m Machine, err error) {
+	return m, c.call(ctx, http.MethodPost, "/vms", r, &m)
+}
+
+// RebootVM cuts a virtual machine's power, if it has any, and gives it power again.
+func (c *Client) RebootVM(ctx context.Context, name string, b BootRequest) (m Machine, err error) {
+	return m, c.call(ctx, http.MethodPost, "/vms/"+name+"/reboot", b, &m)
+}
+
+// StopVM presses a virtual machine's power button and waits until it has gone off.
+func (c *Client) StopVM(ctx context.Context, name string) error {
+	return c.call(ctx, http.MethodPost, "/vms/"+name+"/stop", nil, nil)
 }
 
 // Push puts the images of an OCI layout into the registry.

@@ -28,6 +28,9 @@ import (
 // cleanTimeout bounds how long the kernel may take to let go of cgroups.
 const cleanTimeout = 20 * time.Second
 
+// stopTimeout is how long a virtual machine may take to shut down.
+const stopTimeout = 2 * time.Minute
+
 // A Daemon is a running lab.
 type Daemon struct {
 	cfg     Config
@@ -176,7 +179,11 @@ func (d *Daemon) status() Status {
 	}
 	for _, m := range d.machines {
 		info := m.Machine
-		info.Running = m.Init.Alive()
+		if m.virtual != nil {
+			info = m.virtual.info(info)
+		} else {
+			info.Running = m.Init.Alive()
+		}
 		s.Machines = append(s.Machines, info)
 	}
 	slices.SortFunc(s.Machines, func(a, b Machine) int { return strings.Compare(a.Name, b.Name) })
@@ -217,6 +224,7 @@ func (d *Daemon) handler(life context.Context) http.Handler {
 	handle("POST /machines/{name}/kill", func(ctx context.Context, r *http.Request) (any, error) {
 		return nil, d.kill(ctx, r.PathValue("name"))
 	})
+	d.handleVMs(handle)
 	handle("POST /push", func(ctx context.Context, r *http.Request) (any, error) {
 		var layout string
 		if err := json.NewDecoder(r.Body).Decode(&layout); err != nil {

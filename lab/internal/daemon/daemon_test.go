@@ -30,15 +30,15 @@ func TestWhatAMachineMayBeCalled(t *testing.T) {
 
 func TestANameOrANumberIsTakenOnce(t *testing.T) {
 	d := &Daemon{machines: map[string]*running{}}
-	if err := d.reserve(NodeRequest{Name: "node1", Number: 1}); err != nil {
+	if err := d.reserve("node1", 1); err != nil {
 		t.Fatal(err)
 	}
 	for _, r := range []NodeRequest{{Name: "node1", Number: 2}, {Name: "node2", Number: 1}} {
-		if err := d.reserve(r); err == nil {
+		if err := d.reserve(r.Name, r.Number); err == nil {
 			t.Errorf("%+v was reserved beside node1 with number 1", r)
 		}
 	}
-	if err := d.reserve(NodeRequest{Name: "node2", Number: 2}); err != nil {
+	if err := d.reserve("node2", 2); err != nil {
 		t.Error(err)
 	}
 	if _, err := d.take("node1"); err == nil {

@@ -22,8 +22,9 @@ import (
 type running struct {
 	Machine
 	request NodeRequest
-	enter   *child // parent of the machine's PID 1
-	tpm     *child // nil for a bare machine
+	enter   *child   // parent of the machine's PID 1
+	tpm     *child   // nil for a bare machine
+	virtual *virtual // what it is instead, if it is a virtual machine
 	cgroup  string
 	cgroups host.Cgroups
 	off     bool // its power was cut: there is nothing to end
@@ -35,7 +36,7 @@ func (d *Daemon) add(ctx context.Context, r NodeRequest) (Machine, error) {
 		return Machine{}, err
 	}
 	dir := MachineDir(d.cfg.Dir, r.Name)
-	if err := d.reserve(r); err != nil {
+	if err := d.reserve(r.Name, r.Number); err != nil {
 		return Machine{}, err
 	}
 	err := d.provision(ctx, dir, r)
@@ -54,15 +55,15 @@ func (d *Daemon) add(ctx context.Context, r NodeRequest) (Machine, error) {
 }
 
 // reserve takes the machine's name and number.
-func (d *Daemon) reserve(r NodeRequest) error {
+func (d *Daemon) reserve(name string, number int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, m := range d.machines {
-		if m.Name == r.Name || m.Number == r.Number {
+		if m.Name == name || m.Number == number {
 			return fmt.Errorf("machine %s has this name or number; lab remove-node %s frees both", m.Name, m.Name)
 		}
 	}
-	d.machines[r.Name] = &running{Machine: Machine{Name: r.Name, Number: r.Number}}
+	d.machines[name] = &running{Machine: Machine{Name: name, Number: number}}
 	return nil
 }
 
@@ -194,6 +195,9 @@ func (d *Daemon) remove(ctx context.Context, name string) error {
 
 // reboot takes the power away and boots again from the same disk.
 func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
+	if d.virtualOf(name) != nil {
+		return d.rebootVM(ctx, name, BootRequest{})
+	}
 	m, err := d.take(name)
 	if err != nil {
 		return Machine{}, err
@@ -215,12 +219,15 @@ func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
 
 // kill takes the power away: without notice, and until a reboot for good. The machine stays known.
 func (d *Daemon) kill(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTimeout)
+	defer cancel()
+	if v := d.virtualOf(name); v != nil {
+		return v.end(ctx)
+	}
 	m, err := d.take(name)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTimeout)
-	defer cancel()
 	err = m.end(ctx)
 	m.off = err == nil
 	d.mu.Lock()
@@ -233,7 +240,7 @@ func (d *Daemon) take(name string) (*running, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	m := d.machines[name]
-	if m == nil || m.enter == nil {
+	if m == nil || m.enter == nil && m.virtual == nil {
 		return nil, fmt.Errorf("there is no machine %q; lab status lists them", name)
 	}
 	delete(d.machines, name)
@@ -244,6 +251,9 @@ func (d *Daemon) take(name string) (*running, error) {
 func (m *running) end(ctx context.Context) error {
 	if m.off {
 		return nil
+	}
+	if m.virtual != nil {
+		return m.virtual.end(ctx)
 	}
 	var errs []error
 	if m.enter != nil {

@@ -56,14 +56,35 @@ func Plug(ctx context.Context, name string, pid int) error {
 		}
 	}
 	return ip(ctx,
-		fmt.Sprintf("link add %s type veth peer name eth0 address %s netns %d", port, hardwareAddress(name), pid),
+		fmt.Sprintf("link add %s type veth peer name eth0 address %s netns %d", port, HardwareAddress(name), pid),
 		fmt.Sprintf("link set %s master %s up", port, bridge),
 	)
 }
 
-// hardwareAddress is a machine's for good, as a network card's is: others remember it, and would not find
+// Tap makes a network card's other end for a virtual machine: a tap device (tun(4)) on the bridge, in the
+// caller's network namespace. It replaces the one that an earlier power on of that name has left.
+func Tap(ctx context.Context, name string) (device string, err error) {
+	device = "v" + name
+	if len(device) > 15 { // IFNAMSIZ
+		return "", fmt.Errorf("machine name %q: at most 14 characters", name)
+	}
+	if err := Untap(ctx, name); err != nil {
+		return "", err
+	}
+	return device, ip(ctx, "tuntap add dev "+device+" mode tap", fmt.Sprintf("link set %s master %s up", device, bridge))
+}
+
+// Untap takes away what [Tap] made, if it is there.
+func Untap(ctx context.Context, name string) error {
+	if _, err := net.InterfaceByName("v" + name); err == nil {
+		return ip(ctx, "link delete v"+name)
+	}
+	return nil
+}
+
+// HardwareAddress is a machine's for good, as a network card's is: others remember it, and would not find
 // a machine that comes back with another one.
-func hardwareAddress(name string) net.HardwareAddr {
+func HardwareAddress(name string) net.HardwareAddr {
 	sum := sha256.Sum256([]byte(name))
 	return append(net.HardwareAddr{0x02}, sum[:5]...) // locally administered (IEEE 802)
 }
