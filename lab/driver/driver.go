@@ -52,6 +52,7 @@ const (
 	PodSubnet            = "10.244.0.0/16"
 	ServiceSubnet        = "10.96.0.0/16"
 	NodeSubnet           = lan.Network
+	RegistryMirror       = lan.Registry // HTTP; serves what machines pull, whatever registry a reference names
 )
 
 type (

@@ -3,8 +3,10 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"net"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -55,4 +57,18 @@ func TestEchoSaysWhereItRuns(t *testing.T) {
 		t.Error(err)
 	}
 	http.DefaultClient.CloseIdleConnections()
+}
+
+func TestAFileIsPutAndPrinted(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "marker")
+	var out bytes.Buffer
+	if err := run(t.Context(), []string{"cat", path}, &out); err == nil {
+		t.Error("a file that isn't there was printed")
+	}
+	for _, text := range []string{"a longer text", "text"} {
+		out.Reset()
+		if err := errors.Join(run(t.Context(), []string{"put", path, text}, &out), run(t.Context(), []string{"cat", path}, &out)); err != nil || out.String() != text {
+			t.Errorf("%q, %v; want %q", out.String(), err, text)
+		}
+	}
 }

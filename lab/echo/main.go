@@ -2,6 +2,8 @@
 //
 //	echo serve ADDR     answers each request with the node and the pod that it runs on
 //	echo get URL        prints the answer of one request; exits with 1 if there is none
+//	echo put FILE TEXT  writes a file, and returns when it is on the disk
+//	echo cat FILE       prints a file
 package main
 
 import (
@@ -33,7 +35,27 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if len(args) == 2 && args[0] == "get" {
 		return get(ctx, args[1], out)
 	}
-	return errors.New("usage: echo serve ADDR | echo get URL")
+	if len(args) == 3 && args[0] == "put" {
+		return put(args[1], args[2])
+	}
+	if len(args) == 2 && args[0] == "cat" {
+		b, err := os.ReadFile(args[1])
+		if err != nil {
+			return err
+		}
+		_, err = out.Write(b)
+		return err
+	}
+	return errors.New("usage: echo serve ADDR | echo get URL | echo put FILE TEXT | echo cat FILE")
+}
+
+func put(path, text string) error {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = io.WriteString(f, text)
+	return errors.Join(err, f.Sync(), f.Close())
 }
 
 func serve(ctx context.Context, addr string) error {
