@@ -76,7 +76,7 @@ unit: deps kube ## Unit, property and integration tests with the race detector, 
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
 # Those with the most machines have the computer to themselves: the others run two at a time.
-E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade
+E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade ./e2e/vm
 space := $(subst ,, )
 
 .PHONY: e2e
@@ -91,6 +91,10 @@ test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates,
 .PHONY: test-crash
 test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
 	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
+
+.PHONY: test-vm
+test-vm: deps kube images lab-bin ## Virtual machines at length: power cuts, moved disks, two images, recovery (as root, an hour)
+	$(GOTEST) -count=1 -timeout 120m -tags vm -v ./e2e/vm
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/firmware"
 	"github.com/muster-k8s/muster/lab/internal/host"
 	"github.com/muster-k8s/muster/lab/internal/image"
+	"github.com/muster-k8s/muster/lab/internal/kube"
 	"github.com/muster-k8s/muster/lab/internal/lan"
 	"github.com/muster-k8s/muster/lab/internal/machine"
 )
@@ -53,6 +54,12 @@ const (
 	ServiceSubnet        = "10.96.0.0/16"
 	NodeSubnet           = lan.Network
 	RegistryMirror       = lan.Registry // HTTP; serves what machines pull, whatever registry a reference names
+)
+
+// Tags of images in the lab's registry that kubeadm would give others, since the lab builds them from modules.
+const (
+	CoreDNSTag = kube.CoreDNSTag
+	EtcdTag    = kube.EtcdTag
 )
 
 type (

@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,6 +30,7 @@ type VM struct {
 	MemoryMiB int    // 0: 2048
 
 	// For its config medium, which is not measured.
+	MetadataName   string   // what its metadata call it; empty: Name
 	Role           string   // control-plane or worker (the default)
 	InitSecretHash string   // SHA-256 of the init secret, lower-case hex; only where init is allowed
 	JoinEndpoints  []string // host:port of joinservices
@@ -157,7 +159,7 @@ func machineMetadata(name, role string, number int, initSecretHash string, joinE
 
 // configMedium makes the files of a virtual machine's config medium.
 func configMedium(v VM, number int, role string) (map[string][]byte, error) {
-	metadata, err := machineMetadata(v.Name, role, number, v.InitSecretHash, v.JoinEndpoints)
+	metadata, err := machineMetadata(cmp.Or(v.MetadataName, v.Name), role, number, v.InitSecretHash, v.JoinEndpoints)
 	if err != nil {
 		return nil, err
 	}

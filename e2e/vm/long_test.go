@@ -1,0 +1,239 @@
+//go:build vm
+
+package vm
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/muster-k8s/muster/lab/driver"
+)
+
+// worker is a virtual machine that is to join the cluster of node1.
+func (w *world) worker(name string) driver.VM {
+	return driver.VM{Name: name, Image: w.image, StateMiB: stateMiB, JoinEndpoints: []string{joinservice1}}
+}
+
+// Three power cuts, each at a moment that nobody chose: in the first boot, while it joins, and in the boot after.
+func TestPowerCutsAtRandomMoments(t *testing.T) {
+	w := bringUp(t)
+	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
+		t.Fatal(err)
+	}
+	w.cut(t, "node7", "formatting the state disk", 60*time.Second)
+	w.boot(t, "node7", w.image)
+	w.cut(t, "node7", "fetching /usr/local/bin/", 90*time.Second)
+	w.boot(t, "node7", w.image)
+	first := w.ready(t, "node7", "")
+	w.boot(t, "node7", w.image)
+	w.cut(t, "node7", "looking for a joinservice", 60*time.Second)
+	w.boot(t, "node7", w.image)
+	w.ready(t, "node7", first)
+}
+
+// cut takes the power away within a time after the console has had a text.
+func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
+	t.Helper()
+	w.says(t, name, after, joinTime)
+	moment := rand.N(within)
+	select {
+	case <-time.After(moment):
+	case <-t.Context().Done():
+		t.Fatal(t.Context().Err())
+	}
+	if err := w.KillVM(t.Context(), name); err != nil {
+		t.Fatal(err)
+	}
+	path, err := w.Console(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	t.Logf("power cut %.1f s after %q; the last line was: %s", moment.Seconds(), after, driver.CleanLine(lines[len(lines)-1]))
+}
+
+// boot gives a machine power, with an image.
+func (w *world) boot(t *testing.T, name, image string) {
+	t.Helper()
+	if _, err := w.RebootVM(t.Context(), name, image); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A disk belongs to the machine that it was enrolled with (J2), and its header is read as an attacker's (B5).
+func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
+	w := bringUp(t)
+	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
+		t.Fatal(err)
+	}
+	first := w.ready(t, "node7", "")
+	if err := w.KillVM(t.Context(), "node7"); err != nil {
+		t.Fatal(err)
+	}
+	disk := w.StateDisk("node7")
+
+	for _, tt := range []struct{ name, as, reason string }{
+		{"moved to a machine with a name of its own", "node8", "NOT_ENROLLED"},
+		{"moved to a machine that says that it is the first one", "node7", "NAME_TAKEN"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			thief := w.worker("node8")
+			thief.MetadataName = tt.as
+			moved := w.StateDisk(thief.Name)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(moved), 0o700), copySparse(moved, disk)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := w.AddVM(t.Context(), thief); err != nil {
+				t.Fatal(err)
+			}
+			w.says(t, thief.Name, tt.reason, bootTime)
+			t.Logf("audit record: %s", w.refusal(t, tt.reason, "192.168.77.18"))
+			if err := w.RemoveVM(t.Context(), thief.Name); err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+
+	t.Run("a header that names a null cipher is refused before anything is opened", func(t *testing.T) {
+		good := filepath.Join(t.TempDir(), "good.raw")
+		if err := copySparse(good, disk); err != nil {
+			t.Fatal(err)
+		}
+		if err := rewriteHeader(disk, "aes-xts-plain64", "cipher_null-ecb"); err != nil {
+			t.Fatal(err)
+		}
+		w.boot(t, "node7", w.image)
+		w.says(t, "node7", "STATE_DISK", bootTime)
+		if err := errors.Join(w.KillVM(t.Context(), "node7"), os.Remove(disk), copySparse(disk, good)); err != nil {
+			t.Fatal(err)
+		}
+	})
+
+	w.boot(t, "node7", w.image) // the disk as it was, in its own machine
+	w.ready(t, "node7", first)
+}
+
+// copySparse copies a file of zeros mostly.
+func copySparse(to, from string) error {
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	out, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	b, zeros := make([]byte, 1<<20), make([]byte, 1<<20)
+	for at := int64(0); ; {
+		n, err := io.ReadFull(in, b)
+		if n > 0 && !bytes.Equal(b[:n], zeros[:n]) {
+			if _, err := out.WriteAt(b[:n], at); err != nil {
+				return errors.Join(err, out.Close())
+			}
+		}
+		at += int64(n)
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			return errors.Join(out.Truncate(at), out.Close())
+		}
+		if err != nil {
+			return errors.Join(err, out.Close())
+		}
+	}
+}
+
+// rewriteHeader replaces a text in both copies of a LUKS2 header and makes their checksums right (LUKS2 On-Disk
+// Format Specification 1.1.3, section 2.1: 64 bytes at 448, over binary header and JSON area with that field zero).
+func rewriteHeader(disk, from, to string) error {
+	f, err := os.OpenFile(disk, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	const size, checksum = 16384, 448 // cryptsetup's default size of each copy
+	for _, at := range []int64{0, size} {
+		b := make([]byte, size)
+		if _, err := f.ReadAt(b, at); err != nil {
+			return err
+		}
+		if !bytes.Contains(b[:6], []byte("LUKS")) && !bytes.Contains(b[:6], []byte("SKUL")) {
+			return fmt.Errorf("no LUKS2 header at %d", at)
+		}
+		if !bytes.Contains(b, []byte(from)) || len(from) != len(to) {
+			return fmt.Errorf("the header at %d has no %q", at, from)
+		}
+		b = bytes.ReplaceAll(b, []byte(from), []byte(to))
+		clear(b[checksum : checksum+64])
+		sum := sha256.Sum256(b)
+		copy(b[checksum:], sum[:])
+		if _, err := f.WriteAt(b, at); err != nil {
+			return err
+		}
+	}
+	return f.Sync()
+}
+
+// A cluster of two versions of an image: each machine boots the other one, since the signed policy accepts both.
+func TestAnotherAcceptedImageRejoins(t *testing.T) {
+	w := bringUp(t)
+	second, predicted, err := w.buildImage(t, "-cmdline", "muster.e2e=2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, pcr := range pcrs {
+		if predicted[pcr] == w.predicted[pcr] {
+			t.Fatalf("both images lead to the same PCR %s", pcr)
+		}
+	}
+	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
+		t.Fatal(err)
+	}
+	boot := w.ready(t, "node7", "")
+	w.policy(t, 2, "policy2.yaml", w.image, second)
+	w.Muster(t, "policy", "apply", "policy2.yaml")
+	for _, image := range []string{second, w.image} {
+		w.boot(t, "node7", image)
+		boot = w.ready(t, "node7", boot)
+	}
+}
+
+// A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.
+func TestALoneControlPlaneIsRecovered(t *testing.T) {
+	w := prepare(t)
+	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 3072, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{"192.168.77.15:30090"}}
+	if _, err := w.AddVM(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	w.says(t, "node5", "waiting to join a cluster", joinTime) // or to be initialised
+	w.initialise(t, "192.168.77.15", "--timeout", "40m")
+	marker := w.mark(t, "node5")
+	if err := w.KillVM(t.Context(), "node5"); err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	w.boot(t, "node5", w.image)
+	w.says(t, "node5", "waiting for the key of the state disk", bootTime)
+	w.Muster(t, "recover", "192.168.77.15")
+	until(t, 15*time.Minute-time.Since(start), func(ctx context.Context) error {
+		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")
+		return err
+	})
+	t.Logf("the API server answers %.0f s after the power came back", time.Since(start).Seconds())
+	if got := w.pod(t, "node5", "read", "cat", markerFile); got != marker {
+		t.Errorf("the marker is %q after recovery, want %q", got, marker)
+	}
+}

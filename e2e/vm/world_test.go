@@ -1,0 +1,299 @@
+// Package vm takes the real image through a machine's life, in a virtual machine with measured boot, on the
+// network of a cluster whose control plane is made of namespaces: it boots, joins, reboots, and is tampered with.
+//
+// `make test` runs what has no build tag, with one virtual machine, in less than ten minutes; `make test-vm`
+// the rest too. What a machine says of itself is read from its console, as a person would read it.
+package vm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const (
+	joinservice1 = "192.168.77.11:30090"
+	// The processors are translated, and shared: what takes a second on a machine of its own takes twenty.
+	bootTime = 4 * time.Minute
+	joinTime = 8 * time.Minute
+	// A worker's state: programs and images of a node take half of it. Each byte is written once when the disk is made.
+	stateMiB = 768
+)
+
+// world is a cluster whose control plane is node1, and an image for virtual machines whose measurements its
+// policy accepts beside those of the lab's own machines.
+type world struct {
+	*labtest.Cluster
+	key, secret  string // files: the owner's key, the init secret
+	public, hash string // of the two
+
+	image     string            // raw disk
+	predicted map[string]string // PCR → the value that the image leads to
+}
+
+// bringUp makes a cluster of node1 and the image, and takes all down when the test ends.
+func bringUp(t *testing.T) *world {
+	t.Helper()
+	w := prepare(t)
+	if _, err := w.AddNode(t.Context(), driver.Node{Name: "node1", Role: "control-plane", InitSecretHash: w.hash}); err != nil {
+		t.Fatal(err)
+	}
+	w.initialise(t, "192.168.77.11")
+	return w
+}
+
+// prepare makes a lab without machines, the image, and one policy for both kinds of machine.
+func prepare(t *testing.T) *world {
+	t.Helper()
+	lab, root := labtest.New(t, "muster-vm")
+	w := &world{Cluster: &labtest.Cluster{Lab: lab, Root: root}}
+	t.Cleanup(func() { // before the lab is taken down
+		if t.Failed() {
+			w.consoles(t)
+		}
+	})
+	keys := t.TempDir()
+	w.key, w.secret = filepath.Join(keys, "owner.key"), filepath.Join(keys, "init-secret")
+	w.public = w.program(t, "muster", "key", "new", w.key)
+	w.hash = w.program(t, "muster", "init-secret", w.secret)
+	images := filepath.Join(root, "dist", "images")
+	var wg sync.WaitGroup
+	errs := make([]error, 2)
+	wg.Go(func() { w.image, w.predicted, errs[0] = w.buildImage(t) })
+	wg.Go(func() {
+		errs[1] = lab.Up(t.Context(), driver.Up{
+			Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
+			OwnerKey: w.public, Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+		})
+	})
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	// Nothing has booted yet: what is accepted comes from the builds alone.
+	w.policy(t, 1, "policy.yaml", w.image)
+	return w
+}
+
+// policy makes a policy of the owner's that accepts the lab's own machines and those that boot the images.
+func (w *world) policy(t *testing.T, serial int, to string, images ...string) {
+	t.Helper()
+	args := []string{"policy", "from-measurements", w.MeasurementsPath()}
+	for _, i := range images {
+		args = append(args, filepath.Join(filepath.Dir(i), measurementsFile))
+	}
+	w.Muster(t, append(args, "--ek-root", "ek-roots.pem", "--operator", "--node-cidr", driver.NodeSubnet, "--allow-plain-state", "--serial", strconv.Itoa(serial), "-o", to)...)
+}
+
+// initialise makes a cluster of the machine at that address.
+func (w *world) initialise(t *testing.T, address string, more ...string) {
+	t.Helper()
+	w.Muster(t, append([]string{"init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
+		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
+		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(w.Root, "dist", "images", "digests.json")}, more...)...)
+}
+
+// Kubectl runs kubectl on the owner's seat, as the owner.
+func (w *world) Kubectl(ctx context.Context, args ...string) (string, error) {
+	return w.kubectl(ctx, "", args...)
+}
+
+func (w *world) kubectl(ctx context.Context, stdin string, args ...string) (string, error) {
+	return w.At(ctx, driver.Owner, stdin, append([]string{"kubectl", "--kubeconfig", filepath.Join("muster-vm", "admin.conf")}, args...)...)
+}
+
+// program runs a program of the checkout and gives the line that it prints.
+func (w *world) program(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), filepath.Join(w.Root, "bin", name), args...).Output()
+	if err != nil {
+		t.Fatalf("%s: %v", name, err)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// What the image's build writes.
+const (
+	imageFile        = "muster.raw"
+	measurementsFile = "measurements.json"
+)
+
+// buildImage builds the image as a user would, with what belongs to this lab in it: the owner's public key, where
+// container images come from, and which tags they have. The arguments are added to the build's.
+func (w *world) buildImage(t *testing.T, more ...string) (image string, predicted map[string]string, err error) {
+	start, dir := time.Now(), t.TempDir()
+	mirror := filepath.Join(dir, "add", "etc", "containerd", "certs.d", "_default")
+	hosts := "[host.\"http://" + driver.RegistryMirror + "\"]\n  capabilities = [\"pull\", \"resolve\"]\n"
+	if err := errors.Join(os.MkdirAll(mirror, 0o755), os.WriteFile(filepath.Join(mirror, "hosts.toml"), []byte(hosts), 0o644)); err != nil {
+		return "", nil, err
+	}
+	config := filepath.Join(dir, "image.yaml")
+	if err := w.imageYAML(config); err != nil {
+		return "", nil, err
+	}
+	containerd, err := driver.KubeBinaries(t.Context(), w.Root, t.Output())
+	if err != nil {
+		return "", nil, err
+	}
+	out := filepath.Join(dir, "out")
+	cmd := exec.CommandContext(t.Context(), "go", append([]string{"run", "-buildvcs=false", "./deploy/vm", "-bin", filepath.Join(w.Root, "bin"), "-containerd", containerd,
+		"-config", config, "-add", filepath.Join(dir, "add"), "-o", out}, more...)...)
+	cmd.Dir = w.Root
+	if said, err := cmd.CombinedOutput(); err != nil {
+		return "", nil, fmt.Errorf("build the image: %w\n%s", err, said)
+	}
+	b, err := os.ReadFile(filepath.Join(out, measurementsFile))
+	if err != nil {
+		return "", nil, err
+	}
+	m, err := policyfile.ParseMeasurements(b)
+	if err != nil {
+		return "", nil, err
+	}
+	t.Logf("an image was built in %.1f s, and leads to %v", time.Since(start).Seconds(), m.PCRs)
+	return filepath.Join(out, imageFile), m.PCRs, nil
+}
+
+// imageYAML writes the default image.yaml with what this lab alone knows.
+func (w *world) imageYAML(to string) error {
+	b, err := os.ReadFile(filepath.Join(w.Root, "deploy", "vm", "files", "image.yaml"))
+	if err != nil {
+		return err
+	}
+	var conf map[string]any
+	if err := yaml.Unmarshal(b, &conf); err != nil {
+		return err
+	}
+	conf["ownerKey"] = w.public
+	for _, tag := range []struct {
+		value string
+		path  []string
+	}{{driver.CoreDNSTag, []string{"dns"}}, {driver.EtcdTag, []string{"etcd", "local"}}} {
+		if err := unstructured.SetNestedField(conf, tag.value, append(append([]string{"kubeadm", "clusterConfiguration"}, tag.path...), "imageTag")...); err != nil {
+			return err
+		}
+	}
+	if b, err = yaml.Marshal(conf); err != nil {
+		return err
+	}
+	return os.WriteFile(to, b, 0o600)
+}
+
+// says waits until a virtual machine's console has text, and gives the line.
+func (w *world) says(t *testing.T, name, text string, within time.Duration) string {
+	t.Helper()
+	start := time.Now()
+	ctx, cancel := context.WithTimeout(t.Context(), within)
+	defer cancel()
+	line, err := w.WaitConsole(ctx, name, text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%s after %.0f s: %s", name, time.Since(start).Seconds(), line)
+	return line
+}
+
+// until asks every second until check has no complaint.
+func until(t *testing.T, within time.Duration, check func(context.Context) error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), within)
+	defer cancel()
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		err := check(ctx)
+		if err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			t.Fatal(errors.Join(ctx.Err(), err))
+		case <-tick.C:
+		}
+	}
+}
+
+// ready waits until a node is Ready in a boot other than the one named, and gives that boot's ID
+// (/proc/sys/kernel/random/boot_id of its kernel).
+func (w *world) ready(t *testing.T, name, notBoot string) (boot string) {
+	t.Helper()
+	start := time.Now()
+	until(t, joinTime, func(ctx context.Context) error {
+		out, err := w.Kubectl(ctx, "get", "node", name, "-o", `jsonpath={.status.nodeInfo.bootID} {.status.conditions[?(@.type=="Ready")].status}`)
+		if err != nil {
+			return err
+		}
+		id, status, _ := strings.Cut(out, " ")
+		if id == notBoot || status != "True" {
+			return fmt.Errorf("%s: boot %q, Ready %q", name, id, status)
+		}
+		boot = id
+		return nil
+	})
+	t.Logf("%s Ready after %.0f s", name, time.Since(start).Seconds())
+	return boot
+}
+
+// refusal waits for the audit record of the last refusal at an address or of a node, and gives its line.
+func (w *world) refusal(t *testing.T, reason, contains string) (line string) {
+	t.Helper()
+	until(t, bootTime, func(ctx context.Context) error {
+		out, err := w.At(ctx, "node1", "", "cat", "/var/log/muster/audit.jsonl")
+		if err != nil {
+			return err
+		}
+		line = ""
+		for l := range strings.Lines(out) {
+			if strings.Contains(l, `"`+reason+`"`) && strings.Contains(l, contains) {
+				line = strings.TrimSpace(l)
+			}
+		}
+		if line == "" {
+			return fmt.Errorf("no audit record says %s with %q", reason, contains)
+		}
+		return nil
+	})
+	return line
+}
+
+// consoles logs the ends of all consoles, for a test that has failed.
+func (w *world) consoles(t *testing.T) {
+	ctx := context.WithoutCancel(t.Context())
+	s, err := w.Status(ctx)
+	if err != nil {
+		t.Log(err)
+		return
+	}
+	for _, m := range s.Machines {
+		if !m.VM || m.Console == "" {
+			continue
+		}
+		b, err := os.ReadFile(m.Console)
+		if err != nil {
+			t.Log(err)
+			continue
+		}
+		const most = 6000
+		t.Logf("the end of %s:\n%s", m.Console, driver.CleanLine(string(b[max(0, len(b)-most):])))
+	}
+	out, err := w.Kubectl(ctx, "-n", "muster-system", "logs", "daemonset/joinservice", "--tail=20")
+	t.Logf("joinservice: %s %v", out, err)
+}
