@@ -76,13 +76,15 @@ unit: deps kube ## Unit, property and integration tests with the race detector, 
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
 # Those with the most machines have the computer to themselves: the others run two at a time.
-E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade ./e2e/vm
+E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade
+# Virtual machines are emulated here, and slow: make test-vm.
+E2E_VM := ./e2e/vm ./e2e/statedisk
 space := $(subst ,, )
 
 .PHONY: e2e
 e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real machines and a real cluster
 	$(GOTEST) -count=1 -timeout 40m -p 1 $(E2E_LARGE)
-	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE))))$$')
+	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM))))$$')
 
 .PHONY: test-renewal
 test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates, in 12 minutes (as root); not part of test
@@ -93,8 +95,8 @@ test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join,
 	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
 
 .PHONY: test-vm
-test-vm: deps kube images lab-bin ## Virtual machines at length: power cuts, moved disks, two images, recovery (as root, an hour)
-	$(GOTEST) -count=1 -timeout 120m -tags vm -v ./e2e/vm
+test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, an hour); not part of test
+	$(GOTEST) -count=1 -timeout 120m -p 1 -tags vm -v $(E2E_VM)
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -27,10 +27,8 @@ var Packages = []string{
 	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
 	"mmdebstrap", "squashfs-tools", "kmod", "sbsigntool", // disk images
 	"cryptsetup-bin", "cpio", "fdisk", "binutils", // tests: state disks, and other programs that read what disk images are made of
-	"qemu-system-x86", "e2fsprogs", // tests: virtual machines
+	"qemu-system-x86", "ovmf", "mtools", "dosfstools", "e2fsprogs", // virtual machines and their config medium
 	"prometheus", // tests of alerts and dashboards
-	"prometheus",                                      // tests of alerts and dashboards
-	"qemu-system-x86", "ovmf", "mtools", "dosfstools", // virtual machines and their config medium
 }
 
 // ErrNotRoot says that the caller may not make namespaces.
