@@ -53,10 +53,11 @@ func Logger(ctx context.Context) *slog.Logger {
 
 // guard is connect's side of a Server: gate, limits of time, error table, metrics, log.
 type guard struct {
-	metrics    *Metrics
-	timeout    time.Duration
-	maxRequest int
-	refused    func(Refused)
+	metrics       *Metrics
+	timeout       time.Duration
+	streamTimeout time.Duration // 0: none
+	maxRequest    int
+	refused       func(Refused)
 }
 
 // options are those of every handler of a Server.
@@ -243,6 +244,8 @@ func (g *guard) deadlines(w http.ResponseWriter, r *http.Request) error {
 		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
 	case levels[r.URL.Path] == Plain:
 		return errors.Join(c.SetReadDeadline(now.Add(streamLimit)), c.SetWriteDeadline(now.Add(streamLimit+time.Second)))
+	case g.streamTimeout > 0:
+		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.streamTimeout)))
 	default:
 		// Over muster-atls/1 all streams are answers to one message: it must come soon, the
 		// answer may take as long as it likes while pings come back.

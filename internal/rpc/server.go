@@ -52,6 +52,12 @@ type Config struct {
 	Log *slog.Logger
 	// Timeout bounds a unary call; 0: 30 s.
 	Timeout time.Duration
+	// StreamTimeout bounds a call over muster-atls/1 that is answered by a stream; 0: it may take as long
+	// as pings come back.
+	StreamTimeout time.Duration
+	// IdleTimeout is how long a connection without a call stays open; 0: 5 min, and 1 min for a plain
+	// client, which never gets more.
+	IdleTimeout time.Duration
 	// MaxRequest bounds what a caller sends in one call, in bytes; 0: 256 KiB.
 	MaxRequest int
 	// Refused, if not nil, is told of each call that was refused before it reached its handler, so
@@ -101,6 +107,9 @@ func NewServer(cfg Config) (*Server, error) {
 	if cfg.MaxRequest <= 0 {
 		cfg.MaxRequest = 256 << 10
 	}
+	if cfg.IdleTimeout <= 0 {
+		cfg.IdleTimeout = idleTimeout
+	}
 	if cfg.Grace <= 0 {
 		cfg.Grace = 10 * time.Second
 	}
@@ -129,7 +138,7 @@ func NewServer(cfg Config) (*Server, error) {
 		Handler:           l.Handler(handler),
 		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       idleTimeout,
+		IdleTimeout:       cfg.IdleTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &http2,
 		ConnContext:       l.ConnContext,
@@ -140,7 +149,7 @@ func NewServer(cfg Config) (*Server, error) {
 		Handler:           handler,
 		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       plainIdleTimeout,
+		IdleTimeout:       min(plainIdleTimeout, cfg.IdleTimeout),
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &plainHTTP2,
 		ConnState:         s.state,
@@ -158,7 +167,7 @@ func protocols(set ...func(*http.Protocols, bool)) *http.Protocols {
 }
 
 func (s *Server) handler() http.Handler {
-	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
+	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, streamTimeout: s.cfg.StreamTimeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
 	options := g.options()
 	mux := http.NewServeMux()
 	names := []string{healthv1connect.HealthName}

@@ -58,8 +58,9 @@ const (
 )
 
 // limits are narrower than those of a service in the cluster: an initramfs has little memory, and
-// the machine's owner is one caller.
-var limits = atls.Limits{SetUp: 64, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
+// the machine's owner is one caller. How many connections there are is decided by door, before all of these: a
+// connection that it closes may be counted here until its exchange notices, and must not cost the next one its place.
+var limits = atls.Limits{SetUp: 4 * maxPlaces, SetUpPerSource: 4, Open: 4 * maxPlaces, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
 
 // Config lists what a Server needs. All fields are required.
 type Config struct {
@@ -87,6 +88,9 @@ type Config struct {
 type Server struct {
 	cfg       Config
 	turns     *turns
+	door      *door
+	idle      time.Duration // see idleTimeout
+	call      time.Duration // see callTimeout
 	attempts  *prometheus.CounterVec
 	recovered chan struct{}
 	once      sync.Once
@@ -100,7 +104,10 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("recovery: DiskID, Try, Attester, Calls, Metrics and Log are required")
 	}
 	s := &Server{
-		cfg: cfg, turns: newTurns(time.Now, betweenTries), recovered: make(chan struct{}),
+		cfg: cfg, turns: newTurns(time.Now, betweenTries), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
+		door: newDoor(maxPlaces, time.Now, func(remote net.Addr) {
+			cfg.Calls.SetUp(atls.SetUp{Role: "server", Remote: remote.String(), Dropped: "open_full"})
+		}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -114,7 +121,7 @@ func New(cfg Config) (*Server, error) {
 // Recovered is closed once a caller's key has opened the disk, and the caller was told, or did not listen for two seconds.
 func (s *Server) Recovered() <-chan struct{} { return s.recovered }
 
-// Service is what Run serves, for a server of another make.
+// Service is what Run serves, for a server of another make; places for connections are that one's.
 func (s *Server) Service() rpc.Service {
 	return rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, s, recoverv1connect.NewRecoverServiceHandler)
 }
@@ -123,7 +130,8 @@ func (s *Server) Service() rpc.Service {
 func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log, MaxRequest: maxRequest, Timeout: requestTimeout, Grace: grace,
+		Listener: &doorway{l, s.door}, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
+		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the secrets.
 		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, answers), Appraiser: atls.JudgeNobody, Limits: limits},
@@ -180,8 +188,10 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 
 // serve waits for the caller's turn and tries its key.
 func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterID, tell func(recoverv1.State)) error {
+	remote := remoteOf(ctx)
+	defer s.door.calling(remote)()
 	tell(recoverv1.State_STATE_RECEIVED)
-	done, err := s.turns.take(ctx, sourceOf(ctx), func() { tell(recoverv1.State_STATE_WAITING) })
+	done, err := s.turns.take(ctx, sourceOf(remote), func() { tell(recoverv1.State_STATE_WAITING) })
 	if err != nil {
 		return err
 	}
@@ -239,14 +249,19 @@ func derive(req *recoverv1.RecoverRequest, id keys.DiskID) (keys.Disk, keys.Clus
 	return key, root.ClusterID(salt), err
 }
 
-// sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177).
-// Callers without one are one source.
-func sourceOf(ctx context.Context) netip.Prefix {
+// remoteOf gives the caller's address; empty: a call from nowhere.
+func remoteOf(ctx context.Context) string {
 	call, ok := connect.CallInfoForHandlerContext(ctx)
 	if !ok {
-		return netip.Prefix{}
+		return ""
 	}
-	at, err := netip.ParseAddrPort(call.Peer().Addr)
+	return call.Peer().Addr
+}
+
+// sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177).
+// Callers without one are one source.
+func sourceOf(remote string) netip.Prefix {
+	at, err := netip.ParseAddrPort(remote)
 	if err != nil {
 		return netip.Prefix{}
 	}

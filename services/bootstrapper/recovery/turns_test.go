@@ -231,7 +231,7 @@ func TestASourceIsWhatOnePartyOwns(t *testing.T) {
 			t.Errorf("%s: %s, want %s", in, got, want)
 		}
 	}
-	if got := sourceOf(t.Context()); got.IsValid() {
+	if got := sourceOf(remoteOf(t.Context())); got.IsValid() {
 		t.Errorf("a call from nowhere is from %s", got)
 	}
 }
