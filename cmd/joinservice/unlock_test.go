@@ -189,12 +189,11 @@ func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 }
 
 // A crash in the middle of the first join: the machine is enrolled, its disk has the cluster's key, and its journal
-// says that it is no node yet. It opens its disk, and asks for a ticket again once it has locked itself again.
+// says that it is no node yet. It opens its disk, which locks it again, and asks for a ticket again.
 func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
 	s.unlock(t, m).opens()
-	m.LockTo(s.ID)
 	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
 		t.Error("another key")
 	}

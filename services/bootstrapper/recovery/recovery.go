@@ -74,7 +74,7 @@ type Config struct {
 	// the opened disk is used, so that a disk made by somebody else under his own root secret never runs in a
 	// machine that passes for unlocked.
 	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
-	// Attester makes evidence of the purpose machine.
+	// Attester makes evidence of the purpose machine. Callers use it by [ForStrangers].
 	Attester attest.Attester
 	// Calls counts connections and calls; a process has one for all of its servers.
 	Calls *rpc.Metrics
@@ -134,7 +134,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the secrets.
-		ATLS:     atls.ServerConfig{Attester: share(s.cfg.Attester, answers), Appraiser: atls.JudgeNobody, Limits: limits},
+		ATLS:     atls.ServerConfig{Attester: ForStrangers(s.cfg.Attester), Appraiser: atls.JudgeNobody, Limits: limits},
 		Services: []rpc.Service{s.Service()},
 	})
 	if err != nil {

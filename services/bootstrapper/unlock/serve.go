@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -31,7 +32,8 @@ func Serve(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, calls, registry)
+	strangers := recovery.ForStrangers(cfg.Attester)
+	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, strangers, calls, registry)
 	u, err := New(cfg)
 	if err != nil {
 		return err
@@ -48,7 +50,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: port, Health: health, Metrics: calls, Log: cfg.Log, Grace: grace,
 		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
-		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.JudgeNobody},
+		ATLS:     atls.ServerConfig{Attester: strangers, Appraiser: atls.JudgeNobody, Limits: limits},
 		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
 	})
 	if err != nil {
@@ -67,14 +69,18 @@ func Serve(ctx context.Context, cfg Config) error {
 	)
 }
 
+// limits keep strangers who ask for the status, and for evidence with it, from having the TPM to themselves: the machine's
+// own tries to rejoin need it too.
+var limits = atls.Limits{SetUp: 64, SetUpPerSource: 4, Open: 128, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
+
 // grace is how long a call may keep a machine from booting on whose disk is open.
 const grace = 2 * time.Second
 
 // recoverBy gives the recovery of a control plane, on a port of its own.
-func recoverBy(cfg Config, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
+func recoverBy(cfg Config, strangers attest.Attester, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
-			DiskID: id, Attester: cfg.Attester, Calls: calls, Metrics: registry, Log: cfg.Log,
+			DiskID: id, Attester: strangers, Calls: calls, Metrics: registry, Log: cfg.Log,
 			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 				err := try(ctx, key, cluster)
 				switch {
