@@ -206,6 +206,7 @@ func TestAMachineThatIsNoControlPlaneIsNotAdopted(t *testing.T) {
 // B1, B2: a machine that was adopted is never initialised, since that would destroy its cluster, nor the other way round.
 func TestInitAndAdoptionExcludeEachOther(t *testing.T) {
 	w := controlPlane(t)
+	w.linger = time.Minute
 	r := w.boot()
 	if out := w.adopt(t.Context(), r, w.adoption()); out.err != nil {
 		t.Fatal(out.err)
@@ -235,6 +236,7 @@ func TestInitAndAdoptionExcludeEachOther(t *testing.T) {
 		t.Errorf("%q", c)
 	}
 	w = first(t)
+	w.linger = time.Minute
 	r = w.boot()
 	defer r.kill(t)
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {

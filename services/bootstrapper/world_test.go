@@ -60,6 +60,8 @@ type world struct {
 	etcdDown func() error
 	// adopted says that the administrator\'s kubeconfig names the address of a real control plane; the API server is ours.
 	adopted bool
+	// linger is for tests that call again once a result was sent; 0: that of timing.
+	linger time.Duration
 
 	mu    sync.Mutex
 	left  int // effects until the machine dies; negative: it lives
@@ -216,11 +218,12 @@ func (w *world) boot() *running {
 	w.mu.Unlock()
 	log := slog.New(slog.NewJSONHandler(w.logged, nil))
 	r := &running{metrics: prometheus.NewRegistry(), stop: cancel, done: make(chan error, 1)}
-	meta, unreadable := w.meta, w.unreadable
+	meta, unreadable, waits := w.meta, w.unreadable, timing()
+	waits.Linger = max(waits.Linger, w.linger)
 	b, err := bootstrapper.New(ctx, bootstrapper.Config{
 		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, unreadable }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
 		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd,
-		Components: component.DefaultLimits, Timing: timing(), Metrics: r.metrics, Log: log, Now: w.now,
+		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Log: log, Now: w.now,
 	})
 	if err != nil {
 		w.t.Fatal(err)
