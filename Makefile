@@ -75,8 +75,8 @@ GOTEST := go test -race -vet=off -ldflags=-w
 unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
-# Those with the most machines have the computer to themselves: the others run two at a time.
-E2E_LARGE := ./e2e/demo ./e2e/controlplane ./e2e/upgrade
+# Those with the most machines have the computer to themselves, and its 128 inotify instances: the others run two at a time.
+E2E_LARGE := ./e2e/demo ./e2e/controlplane
 # Virtual machines are emulated here, and slow: make test-vm.
 E2E_VM := ./e2e/vm ./e2e/statedisk
 space := $(subst ,, )
