@@ -65,7 +65,10 @@ generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from a
 ##### Check
 
 .PHONY: test
-test: deps check unit e2e ## Everything that CI runs: checks, unit and integration tests, and real clusters
+test: deps check ## Everything that CI runs: checks, unit and integration tests, and real clusters
+	@# Both mostly wait, so they wait at the same time; each is shown when it is over.
+	$(MAKE) --no-print-directory -j2 --output-sync=target unit e2e-large
+	$(MAKE) --no-print-directory e2e-small
 
 # Without what a debugger needs, binaries are linked quicker; vet is the linter's; packages wait more for
 # API servers than they compute, so more of them run than there are cores.
@@ -82,8 +85,14 @@ E2E_VM := ./e2e/vm ./e2e/statedisk
 space := $(subst ,, )
 
 .PHONY: e2e
-e2e: deps kube images lab-bin ## Attacks, oracles, and tests that bring up real machines and a real cluster
+e2e: e2e-large e2e-small ## Attacks, oracles, and tests that bring up real machines and a real cluster
+
+.PHONY: e2e-large
+e2e-large: deps kube images lab-bin
 	$(GOTEST) -count=1 -timeout 40m -p 1 $(E2E_LARGE)
+
+.PHONY: e2e-small
+e2e-small: deps kube images lab-bin
 	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM))))$$')
 
 .PHONY: test-renewal
