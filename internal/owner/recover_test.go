@@ -246,13 +246,14 @@ func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 	w.reactions = []reaction{func(send func(recoverv1.State) error) error {
 		err := send(recoverv1.State_STATE_TRYING)
+		o.out.await(t, "trying") // what is sent and what has come in are two things
 		w.gone.Store(true)
 		w.l.drop()
 		return err
 	}}
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 	_, err := o.recover(t, w, nil)
 	if err == nil || !strings.Contains(err.Error(), "tried the key") || !strings.Contains(Explain(err).Remedy, "kubectl get nodes") {
 		t.Errorf("%v: %s", err, Explain(err).Remedy)

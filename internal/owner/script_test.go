@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -223,6 +224,21 @@ func (l *lockedBuffer) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.b.Write(p)
+}
+
+// await waits until text is there. Any goroutine may call it.
+func (l *lockedBuffer) await(t *testing.T, text string) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(patience); !strings.Contains(l.String(), text); {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Errorf("nobody said %q in %s", text, patience)
+			return
+		}
+	}
 }
 
 func (l *lockedBuffer) String() string {
