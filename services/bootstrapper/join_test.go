@@ -261,6 +261,7 @@ func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
 		want   attestv1.Reason
 	}{
 		"a short cluster ID":         {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.ClusterId = r.GetClusterId()[1:] }},
+		"another cluster's ID":       {want: attestv1.Reason_REASON_LOCK_FOREIGN, change: func(r *joinv1.IssueJoinTicketResponse) { r.ClusterId = bytes.Repeat([]byte{0xC2}, 32) }},
 		"no disk key":                {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.DiskKey = nil }},
 		"an endpoint that is a path": {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneEndpoint = "x/y:1" }},
 		"certificates swapped": {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) {
