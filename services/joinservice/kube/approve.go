@@ -15,6 +15,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -97,7 +98,18 @@ func (a *Approver) pass(ctx context.Context) bool {
 		if ctx.Err() != nil {
 			return true
 		}
-		err := a.judge(o)
+		node := a.kube.cluster.Nodes.ByName(filer(o))
+		err := a.judge(o, node)
+		if _, waits := errors.AsType[*notYet](err); !waits {
+			// What is decided is decided on the enrolment as it is now: an informer may have to hear yet of
+			// a ban or of a verdict that is gone (J4, J7).
+			if node, err = a.enrolment(ctx, node.Name); err != nil {
+				ok = false
+				a.kube.log.ErrorContext(ctx, "a node's enrolment cannot be read; trying again", "node", filer(o), "err", err)
+				continue
+			}
+			err = a.judge(o, node)
+		}
 		if later, is := errors.AsType[*notYet](err); is {
 			still[o.Name] = later.Error()
 			if a.waiting[o.Name] != later.Error() {
@@ -107,7 +119,7 @@ func (a *Approver) pass(ctx context.Context) bool {
 			}
 			continue
 		}
-		if err := a.decide(ctx, o, err); err != nil {
+		if err := a.decide(ctx, o, node, err); err != nil {
 			ok = false
 			a.kube.log.ErrorContext(ctx, "a kubelet's certificate request cannot be decided; trying again", "request", o.Name, "err", err)
 		}
@@ -118,7 +130,7 @@ func (a *Approver) pass(ctx context.Context) bool {
 
 // tell says beside the enrolment what a kubelet can't: why its certificate is not renewed.
 func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
-	if n := a.kube.cluster.Nodes.ByName(strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)); n != nil {
+	if n := a.kube.cluster.Nodes.ByName(filer(o)); n != nil {
 		a.kube.tell(ctx, n, eventWarning, what, fmt.Sprintf("%s: %v", o.Name, why))
 	}
 }
@@ -128,10 +140,27 @@ type notYet struct{ err error }
 
 func (n *notYet) Error() string { return n.err.Error() }
 
-// judge compares a request with its node's enrolment.
-func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest) error {
-	name := strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
-	node := a.kube.cluster.Nodes.ByName(name)
+// filer is the name of the node that filed a request.
+func filer(o *certificatesv1.CertificateSigningRequest) string {
+	return strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
+}
+
+// enrolment reads a node's enrolment past the informers; nil: it has none.
+func (a *Approver) enrolment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
+	n := &v1alpha1.AttestedNode{}
+	err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: name}, n)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+// judge compares a request with its node's enrolment; nil: it has none.
+func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1alpha1.AttestedNode) error {
+	name := filer(o)
 	if node == nil {
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has no AttestedNode", name)}
 	}
@@ -219,15 +248,12 @@ func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 }
 
 // decide writes the record, then the decision (J3). A node that is denied again and again is recorded
-// by a number above its ration.
-func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, refusal error) error {
+// by a number above its ration. n is the enrolment that it was decided on.
+func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, n *v1alpha1.AttestedNode, refusal error) error {
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{
-		Service: "joinservice", Event: "certificate approved", Reason: reason, Request: o.Name, Node: strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix),
-	}
-	if n := a.kube.cluster.Nodes.ByName(record.Node); n != nil { // what it was decided on
-		record.Machine, record.Evidence = n.Spec.MachineID, n.Status.EvidenceDigest
-		record.PolicyGeneration, record.PolicySerial = n.Status.PolicyGeneration, uint64(n.Status.PolicySerial)
+		Service: "joinservice", Event: "certificate approved", Reason: reason, Request: o.Name, Node: n.Name,
+		Machine: n.Spec.MachineID, Evidence: n.Status.EvidenceDigest, PolicyGeneration: n.Status.PolicyGeneration, PolicySerial: uint64(n.Status.PolicySerial),
 	}
 	condition := certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",

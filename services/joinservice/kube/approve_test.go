@@ -12,6 +12,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/policy"
@@ -44,7 +45,7 @@ func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 		for i := range n { // their requests are gone by the time that the API server is told
 			o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("csr-", i)}}
 			o.Spec.Username = "system:node:" + node
-			if err := a.decide(t.Context(), o, refusal); err != nil {
+			if err := a.decide(t.Context(), o, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}, refusal); err != nil {
 				t.Fatal(err)
 			}
 		}
