@@ -294,6 +294,6 @@ func (w *world) consoles(t *testing.T) {
 		const most = 6000
 		t.Logf("the end of %s:\n%s", m.Console, driver.CleanLine(string(b[max(0, len(b)-most):])))
 	}
-	out, err := w.Kubectl(ctx, "-n", "muster-system", "logs", "daemonset/joinservice", "--tail=20")
+	out, err := w.Kubectl(ctx, "-n", "muster-system", "logs", "daemonset/muster-joinservice", "--tail=20")
 	t.Logf("joinservice: %s %v", out, err)
 }

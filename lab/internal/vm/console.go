@@ -58,7 +58,7 @@ func lastConsole(dir string) (path string, last int, err error) {
 }
 
 // Wait returns the first line of the console since power on that match accepts. A line that is still
-// being written counts as it stands: prompts never end theirs.
+// being written counts once the machine has gone off: before that, its end may say something else.
 func (m *VM) Wait(ctx context.Context, match func(line string) bool) (string, error) {
 	return WaitLine(ctx, m.Console, m.Alive, match)
 }
@@ -81,7 +81,7 @@ func WaitLine(ctx context.Context, path string, alive func() bool, match func(li
 			if n < 0 {
 				line = Clean(string(b))
 			}
-			if match(line) {
+			if (n >= 0 || !on) && match(line) {
 				return line, nil
 			}
 			if line != "" {

@@ -167,6 +167,9 @@ func TestWaitingForALine(t *testing.T) {
 	}
 	soon, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
+	if _, err := WaitLine(soon, path, on, is("login:")); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a line that may go on is taken for a whole one: %v", err)
+	}
 	if _, err := WaitLine(soon, path, on, is("three")); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("%v", err)
 	}
