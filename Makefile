@@ -66,9 +66,8 @@ generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from a
 
 .PHONY: test
 test: deps check ## Everything that CI runs: checks, unit and integration tests, and real clusters
-	@# Both mostly wait, so they wait at the same time; each is shown when it is over.
-	$(MAKE) --no-print-directory -j2 --output-sync=target unit e2e-large
-	$(MAKE) --no-print-directory e2e-small
+	@# They mostly wait, so two wait at the same time; each is shown when it is over.
+	$(MAKE) --no-print-directory -j2 --output-sync=target LANES=1 unit e2e-large e2e-vm e2e-small
 
 # Without what a debugger needs, binaries are linked quicker; vet is the linter's; packages wait more for
 # API servers than they compute, so more of them run than there are cores.
@@ -80,12 +79,19 @@ unit: deps kube ## Unit, property and integration tests with the race detector, 
 
 # Those with the most machines have the computer to themselves, and its 128 inotify instances: the others run two at a time.
 E2E_LARGE := ./e2e/demo ./e2e/controlplane
-# Virtual machines are emulated here, and slow: make test-vm.
-E2E_VM := ./e2e/vm ./e2e/statedisk
+# Virtual machines are emulated here, and slow: one lives and is tampered with in `make test`, the others in `make test-vm`.
+E2E_VM := ./e2e/vm
+E2E_VM_LONG := ./e2e/vm ./e2e/statedisk
 space := $(subst ,, )
 
+# What `make test` has one after the other, beside the other lane.
+ifdef LANES
+e2e-vm: unit
+e2e-small: e2e-large
+endif
+
 .PHONY: e2e
-e2e: e2e-large e2e-small ## Attacks, oracles, and tests that bring up real machines and a real cluster
+e2e: e2e-large e2e-small e2e-vm ## Attacks, oracles, and tests that bring up real machines and a real cluster
 
 .PHONY: e2e-large
 e2e-large: deps kube images lab-bin
@@ -93,7 +99,11 @@ e2e-large: deps kube images lab-bin
 
 .PHONY: e2e-small
 e2e-small: deps kube images lab-bin
-	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM))))$$')
+	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM_LONG))))$$')
+
+.PHONY: e2e-vm
+e2e-vm: deps kube images lab-bin
+	$(GOTEST) -count=1 -timeout 30m $(E2E_VM)
 
 .PHONY: test-renewal
 test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates, in 12 minutes (as root); not part of test
@@ -105,7 +115,7 @@ test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join,
 
 .PHONY: test-vm
 test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, an hour); not part of test
-	$(GOTEST) -count=1 -timeout 120m -p 1 -tags vm -v $(E2E_VM)
+	$(GOTEST) -count=1 -timeout 120m -p 1 -tags vm -v $(E2E_VM_LONG)
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -32,6 +32,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	if err := w.KillVM(t.Context(), "node7"); err != nil {
 		t.Fatal(err)
 	}
+	// That it was written there is seen when it is read after the last boot.
 	if at := find(t, w.StateDisk("node7"), marker); at >= 0 {
 		t.Errorf("the marker stands in the raw state disk, at byte %d", at)
 	}
@@ -111,9 +112,6 @@ func (w *world) mark(t *testing.T, node string) string {
 	t.Helper()
 	marker := rand.Text() + rand.Text()
 	w.pod(t, node, "write", "put", markerFile, marker)
-	if got := w.pod(t, node, "look", "cat", markerFile); got != marker {
-		t.Fatalf("the marker is %q, want %q", got, marker)
-	}
 	return marker
 }
 
