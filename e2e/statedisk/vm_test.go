@@ -75,7 +75,7 @@ func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max", "-smp", "2", "-m", "512",
+	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max,-avx,-avx2", "-smp", "2", "-m", "512",
 		"-display", "none", "-monitor", "none", "-no-reboot", "-nodefaults", "-serial", "stdio",
 		"-kernel", m.kernel, "-initrd", filepath.Join(m.dir, "initrd"), "-append", "console=ttyS0 panic=-1 quiet cryptomgr.notests=1 muster.do="+do,
 		"-drive", "if=none,id=d,format=raw,file="+m.disk, "-device", "virtio-blk-pci,drive=d")

@@ -214,11 +214,11 @@ func TestAnotherAcceptedImageRejoins(t *testing.T) {
 // A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w := prepare(t)
-	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 3072, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{"192.168.77.15:30090"}}
+	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{"192.168.77.15:30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)
 	}
-	w.says(t, "node5", "waiting to join a cluster", joinTime) // or to be initialised
+	w.says(t, "node5", "waiting to join a cluster", 2*joinTime) // or to be initialised
 	w.initialise(t, "192.168.77.15", "--timeout", "40m")
 	marker := w.mark(t, "node5")
 	if err := w.KillVM(t.Context(), "node5"); err != nil {
