@@ -218,7 +218,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)
 	}
-	w.says(t, "node5", "waiting to join a cluster", 2*joinTime) // or to be initialised
+	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
 	w.initialise(t, "192.168.77.15", "--timeout", "40m")
 	marker := w.mark(t, "node5")
 	if err := w.KillVM(t.Context(), "node5"); err != nil {

@@ -102,7 +102,7 @@ func (b *Bootstrapper) admit(kind journal.Kind, req *initv1.InitRequest) (*initR
 			return nil, err
 		}
 	}
-	b.run = newInitRun(order, b.log)
+	b.run = newInitRun(order, b.log, b.cfg.Console)
 	run := b.run
 	b.work.Go(func() { b.initialize(b.ctx, run) })
 	return run, nil

@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -37,6 +38,7 @@ type initRun struct {
 	order   *initOrder
 	started time.Time
 	log     *slog.Logger
+	screen  *console.Console
 
 	mu      sync.Mutex
 	history []*initv1.Progress
@@ -46,8 +48,8 @@ type initRun struct {
 	ended   bool
 }
 
-func newInitRun(o *initOrder, log *slog.Logger) *initRun {
-	return &initRun{order: o, started: time.Now(), log: log, changed: make(chan struct{})}
+func newInitRun(o *initOrder, log *slog.Logger, screen *console.Console) *initRun {
+	return &initRun{order: o, started: time.Now(), log: log, screen: screen, changed: make(chan struct{})}
 }
 
 func (r *initRun) tell(phase initv1.Phase, text string) {
@@ -55,6 +57,7 @@ func (r *initRun) tell(phase initv1.Phase, text string) {
 		text = string(c[:maxText])
 	}
 	r.log.Info("progress", "phase", phase.String(), "text", text)
+	r.screen.Say(text)
 	p := &initv1.Progress{Phase: phase, Text: text, Elapsed: durationpb.New(time.Since(r.started))}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -73,6 +76,9 @@ func (r *initRun) wake() {
 }
 
 func (r *initRun) end(result *initv1.InitResult, err error) {
+	if reason := attest.ReasonOf(err); err != nil { // what kubeadm printed is for the owner alone
+		r.screen.Say("the init has failed: " + attest.ReasonName(reason) + ". " + rpc.RemedyOf(reason))
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.result, r.err, r.ended = result, err, true

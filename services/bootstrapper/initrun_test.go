@@ -16,7 +16,7 @@ func TestAnEndedInitHoldsNoSecret(t *testing.T) {
 		t.Fatal(err)
 	}
 	o := &initOrder{root: root, rawRoot: raw, rawSalt: salt}
-	newInitRun(o, slog.New(slog.DiscardHandler)).end(nil, nil)
+	newInitRun(o, slog.New(slog.DiscardHandler), nil).end(nil, nil)
 	if o.root != nil || o.rawRoot != nil || o.rawSalt != nil {
 		t.Error("secrets are left in the order")
 	}

@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// chartTimeout bounds helm's requests for one install; readiness is waited for by [Client.ServicesReady].
+// chartTimeout bounds an install; readiness is waited for by [Client.ServicesReady].
 const chartTimeout = 5 * time.Minute
 
 // maxHistory is how many revisions helm keeps.
@@ -85,8 +85,16 @@ func (v Values) tree() map[string]any {
 }
 
 // InstallChart installs the chart as release "muster", or brings the release that is there
-// to it. An install that was killed in the middle is taken up.
-func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (*releasev1.Release, error) {
+// to it. An install that was killed in the middle is taken up. While the API server is away for
+// a moment, as it is when a small machine has just been made a cluster, it is tried again.
+func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (r *releasev1.Release, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, chartTimeout, fmt.Errorf("the chart was not applied within %s: %w", chartTimeout, context.DeadlineExceeded))
+	defer cancel()
+	err = once(ctx, func(ctx context.Context) (err error) { r, err = c.installChart(ctx, v, log); return err })
+	return r, err
+}
+
+func (c *Client) installChart(ctx context.Context, v Values, log *slog.Logger) (*releasev1.Release, error) {
 	chart, err := charts.Muster()
 	if err != nil {
 		return nil, err

@@ -1,0 +1,97 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/internal/envtest"
+)
+
+// An API server that was made a moment ago, on a small machine, drops connections and comes back.
+func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
+	api, err := envtest.Start(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := api.Stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := api.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: Namespace}}); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(api.Kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var cuts atomic.Int64
+	host := strings.TrimPrefix(api.Admin.Host, "https://")
+	text = []byte(strings.ReplaceAll(string(text), host, cutting(t, host, &cuts)))
+	c, err := Connect(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := c.InstallChart(t.Context(), Values{
+		OwnerPublicKey:   strings.Repeat("A", 43) + "=",
+		JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
+	}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Info.Status != "deployed" || cuts.Load() < mostCuts {
+		t.Errorf("revision %d is %s after %d cuts", r.Version, r.Info.Status, cuts.Load())
+	}
+	t.Logf("revision %d after %d cuts", r.Version, cuts.Load())
+}
+
+const mostCuts = 5
+
+// cutting is an address whose first connections break, each later than the one before.
+func cutting(t *testing.T, to string, cuts *atomic.Int64) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			all.Go(func() {
+				defer in.Close()
+				out, err := net.Dial("tcp", to)
+				if err != nil {
+					return
+				}
+				defer out.Close()
+				stop := context.AfterFunc(t.Context(), func() { _, _ = in.Close(), out.Close() })
+				defer stop()
+				all.Go(func() { _, _ = io.Copy(in, out); _ = in.Close() })
+				if n := cuts.Load(); n < mostCuts {
+					if _, err := io.CopyN(out, in, 8<<10*(n+1)); !errors.Is(err, io.EOF) {
+						cuts.Add(1)
+					}
+					return
+				}
+				_, _ = io.Copy(out, in)
+			})
+		}
+	})
+	t.Cleanup(func() { _ = l.Close(); all.Wait() })
+	return l.Addr().String()
+}
