@@ -103,12 +103,23 @@ func (w *world) policy(t *testing.T, serial int, to string, images ...string) {
 	w.Muster(t, append(args, "--ek-root", "ek-roots.pem", "--operator", "--node-cidr", driver.NodeSubnet, "--allow-plain-state", "--serial", strconv.Itoa(serial), "-o", to)...)
 }
 
-// initialise makes a cluster of the machine at that address.
+// initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its
+// help says; an emulated control plane may need that.
 func (w *world) initialise(t *testing.T, address string, more ...string) {
 	t.Helper()
-	w.Muster(t, append([]string{"init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
+	args := append([]string{"muster", "init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
-		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(w.Root, "dist", "images", "digests.json")}, more...)...)
+		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(w.Root, "dist", "images", "digests.json")}, more...)
+	for try := 1; ; try++ {
+		_, progress, err := w.Run(t.Context(), driver.Owner, "", args...)
+		t.Logf("muster init, run %d: %v\n%s", try, err, progress)
+		if err == nil {
+			return
+		}
+		if try == 3 {
+			t.Fatal(err)
+		}
+	}
 }
 
 // Kubectl runs kubectl on the owner's seat, as the owner.

@@ -19,6 +19,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -110,6 +111,13 @@ type Cluster struct {
 	ControlPlaneNode Node
 }
 
+// The first API server of a cluster answers late and unsteadily on a small machine. kubeadm would give up after 4 minutes
+// and 1 minute, and all that it has done would have to be undone. Its whole run is bounded by who runs it.
+const (
+	healthCheck = 8 * time.Minute
+	apiCall     = 5 * time.Minute
+)
+
 // Init gives the configuration of `kubeadm init`: YAML documents.
 func Init(img *Image, c Cluster) ([]byte, error) {
 	init := v1beta4.InitConfiguration{
@@ -118,6 +126,7 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 		SkipPhases:       []string{"bootstrap-token", "show-join-command"},
 		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
 		NodeRegistration: registration(img, c.ControlPlaneNode),
+		Timeouts:         &v1beta4.Timeouts{ControlPlaneComponentHealthCheck: &metav1.Duration{Duration: healthCheck}, KubernetesAPICall: &metav1.Duration{Duration: apiCall}},
 	}
 	docs := []any{&init, clusterConfiguration(img, c), kubeletConfiguration(img)}
 	if img.proxy != nil {
