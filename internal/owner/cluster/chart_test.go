@@ -3,16 +3,21 @@ package cluster
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
+	"net/url"
 	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/internal/envtest"
@@ -94,4 +99,21 @@ func cutting(t *testing.T, to string, cuts *atomic.Int64) string {
 	})
 	t.Cleanup(func() { _ = l.Close(); all.Wait() })
 	return l.Addr().String()
+}
+
+func TestWhichErrorsPass(t *testing.T) {
+	for err, want := range map[error]bool{
+		fmt.Errorf("unexpected error when reading response body: %w", io.ErrUnexpectedEOF):                            true,
+		&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}:                                                           true,
+		apierrors.NewServiceUnavailable("etcd elects"):                                                                true,
+		errors.Join(errors.New("helm"), &url.Error{Op: "Patch", URL: "https://x", Err: io.EOF}):                       true,
+		apierrors.NewForbidden(corev1.Resource("secrets"), "x", errors.New("no")):                                     false,
+		errors.New("the policy has no network with the machine's address"):                                            false,
+		apierrors.NewInvalid(corev1.SchemeGroupVersion.WithKind("Node").GroupKind(), "x", nil):                        false,
+		&meta.NoKindMatchError{GroupKind: corev1.SchemeGroupVersion.WithKind("x").GroupKind(), SearchedVersions: nil}: true,
+	} {
+		if got := passes(err); got != want {
+			t.Errorf("%v: passes %v, want %v", err, got, want)
+		}
+	}
 }
