@@ -24,18 +24,20 @@ var programs = []string{"/usr/sbin/cryptsetup", "/usr/sbin/mkfs.ext4"}
 // has been seen to hang in the self-tests of those that use vector instructions, on a busy machine.
 var modules = []string{"virtio_pci", "virtio_blk", "dm_crypt", "dm_integrity", "xts", "ecb", "authenc"}
 
-// machine is a virtual machine with a state disk and nothing else.
-type machine struct{ dir, kernel, disk string }
+// machine is a virtual machine with a state disk, another small one, and nothing else.
+type machine struct{ dir, kernel, disk, other string }
 
 func newMachine(t *testing.T, diskSize int64) *machine {
 	t.Helper()
 	m := &machine{dir: t.TempDir()}
-	m.disk = filepath.Join(m.dir, "disk")
-	if err := os.WriteFile(m.disk, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Truncate(m.disk, diskSize); err != nil {
-		t.Fatal(err)
+	m.disk, m.other = filepath.Join(m.dir, "disk"), filepath.Join(m.dir, "other")
+	for disk, size := range map[string]int64{m.disk: diskSize, m.other: 2 << 20} {
+		if err := os.WriteFile(disk, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Truncate(disk, size); err != nil {
+			t.Fatal(err)
+		}
 	}
 	root := debianKernel(t)
 	kernels, err := filepath.Glob(filepath.Join(root, "boot/vmlinuz-*"))
@@ -78,7 +80,8 @@ func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max,-avx,-avx2", "-smp", "2", "-m", "512",
 		"-display", "none", "-monitor", "none", "-no-reboot", "-nodefaults", "-serial", "stdio",
 		"-kernel", m.kernel, "-initrd", filepath.Join(m.dir, "initrd"), "-append", "console=ttyS0 panic=-1 quiet cryptomgr.notests=1 muster.do="+do,
-		"-drive", "if=none,id=d,format=raw,file="+m.disk, "-device", "virtio-blk-pci,drive=d")
+		"-drive", "if=none,id=d,format=raw,file="+m.disk, "-device", "virtio-blk-pci,drive=d",
+		"-drive", "if=none,id=o,format=raw,file="+m.other, "-device", "virtio-blk-pci,drive=o")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	runtime.LockOSThread() // the kernel sends the signal when the thread ends that started the machine
 	defer runtime.UnlockOSThread()

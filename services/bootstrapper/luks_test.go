@@ -33,6 +33,7 @@ func (w *world) encrypt(header luks2test.Header) {
 		"dev/state": append(header.Bytes(), make([]byte, 1<<20)...), "run/muster/state-key": []byte(hex.EncodeToString(firstKey) + "\n"),
 		"sys/block/dm-0/dm/name": []byte("muster-state\n"),
 		"sys/block/dm-0/dm/uuid": []byte("CRYPT-LUKS2-" + strings.ReplaceAll(luks2test.UUID, "-", "") + "-muster-state\n"),
+		"sys/block/dm-0/slaves/dm-1/slaves/state/dev": []byte("0:0\n"), // a file's, which is no device
 	} {
 		if err := machine.WriteFile(filepath.Join(w.root, file), content, 0o600, 0o700); err != nil {
 			w.t.Fatal(err)

@@ -51,9 +51,9 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 	} else if !luks2.Blank(b) {
 		return refuse("%s is not blank: erase its first MiB if nothing on it is needed", l.device)
 	}
-	if _, open, err := l.mapped(); err != nil {
+	if m, err := l.mapped(); err != nil {
 		return err
-	} else if open { // by an earlier try of this boot
+	} else if m != nil { // by an earlier try of this boot
 		if err := l.Close(ctx); err != nil {
 			return err
 		}

@@ -67,8 +67,10 @@ func (s State) String() string {
 // A disk is new until one write of one sector says that it is not, and that write comes last.
 type LUKS struct {
 	device    string
+	number    string // MAJOR:MINOR that the device must have; empty: whichever the link leads to
 	integrity luks2.Integrity
 	sys       string // where sysfs is
+	dev       string // where devtmpfs is
 	firstKey  string // where the first key is, on a file system in memory
 	run       runner
 }
@@ -95,17 +97,17 @@ func WithIntegrity(name string) Option {
 	}
 }
 
-// WithRoot says where /sys and /run are, if not below "/".
+// WithRoot says where /sys, /dev and /run are, if not below "/".
 func WithRoot(root string) Option {
 	return func(l *LUKS) error {
-		l.sys, l.firstKey = filepath.Join(root, "/sys"), filepath.Join(root, FirstKeyFile)
+		l.sys, l.dev, l.firstKey = filepath.Join(root, "/sys"), filepath.Join(root, "/dev"), filepath.Join(root, FirstKeyFile)
 		return nil
 	}
 }
 
 // OpenLUKS returns the state disk on a block device. It reads nothing yet. Without an option it wants integrity.
 func OpenLUKS(device string, options ...Option) (*LUKS, error) {
-	l := &LUKS{device: device, integrity: luks2.HMACSHA256, sys: "/sys", firstKey: FirstKeyFile, run: run}
+	l := &LUKS{device: device, integrity: luks2.HMACSHA256, sys: "/sys", dev: "/dev", firstKey: FirstKeyFile, run: run}
 	if !filepath.IsAbs(device) {
 		return nil, refuse("stateDisk.path %q is not a device's absolute path", device)
 	}
@@ -120,8 +122,10 @@ func OpenLUKS(device string, options ...Option) (*LUKS, error) {
 // State says what the disk is. It is refused with STATE_DISK if it is anything but what Muster
 // writes; nothing has been opened then.
 func (l *LUKS) State() (State, error) {
-	if _, open, err := l.mapped(); err != nil || open {
-		return StateOpen, err
+	if m, err := l.mapped(); err != nil {
+		return 0, err
+	} else if m != nil {
+		return StateOpen, nil
 	}
 	b, err := l.read()
 	if err != nil {
@@ -142,9 +146,12 @@ func (l *LUKS) State() (State, error) {
 // ID implements [Disk]. An open volume's is what it was opened with, by the kernel's word: the header may
 // have been changed meanwhile. A blank disk has none yet.
 func (l *LUKS) ID() (keys.DiskID, error) {
-	id, open, err := l.mapped()
-	if err != nil || open {
-		return id, err
+	m, err := l.mapped()
+	if err != nil {
+		return keys.DiskID{}, err
+	}
+	if m != nil {
+		return m.id, nil
 	}
 	b, err := l.read()
 	if err != nil {
@@ -185,24 +192,32 @@ func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	if err := l.try(ctx, f, key); err != nil {
 		return err
 	}
-	if id, open, err := l.mapped(); err != nil || open {
-		if err == nil && id != h.ID {
-			err = refuse("another disk is open at %s", Mapped)
-		}
+	m, err := l.mapped()
+	switch {
+	case err != nil:
 		return err
+	case m == nil:
+		return l.open(ctx, f, key)
+	case m.id != h.ID:
+		return refuse("another disk is open at %s", Mapped)
 	}
-	return l.open(ctx, f, key)
+	return nil
 }
 
-// SetKey implements [Disk]. It wants the volume to be open. Until its last write the disk is new, and a
+// SetKey implements [Disk]. It wants the volume to be open, and works on the device that the kernel has opened, wherever
+// the configured link leads by now. Until its last write the disk is new, and a
 // machine that dies before formats it again at the next boot: nothing of value is on it yet (B3).
 func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
-	id, open, err := l.mapped()
+	m, err := l.mapped()
 	if err != nil {
 		return err
 	}
-	if !open {
+	if m == nil {
 		return refuse("the state disk %s is not open: the image's initramfs has to run `bootstrapper unlock`", l.device)
+	}
+	l, err = l.beneath(m) // B5: the disk whose header is judged and written is the one in use
+	if err != nil {
+		return err
 	}
 	b, err := l.read()
 	if err != nil {
@@ -212,8 +227,8 @@ func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	if err != nil {
 		return err
 	}
-	if h.ID != id {
-		return refuse("the header of %s was replaced while the disk was open: its UUID is %s, and was %s", l.device, h.ID, id)
+	if h.ID != m.id {
+		return refuse("the header of %s was replaced while the disk was open: its UUID is %s, and was %s", l.device, h.ID, m.id)
 	}
 	if h.Label == luks2.LabelState {
 		return l.hasKey(ctx, h, key)
@@ -267,7 +282,7 @@ func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
 
 // read reads the header once.
 func (l *LUKS) read() ([]byte, error) {
-	f, err := os.Open(l.device)
+	f, err := l.openDevice(os.O_RDONLY)
 	if err != nil {
 		return nil, refuse("the state disk: %w", err)
 	}
@@ -283,7 +298,7 @@ func (l *LUKS) read() ([]byte, error) {
 // that it is new is in the first sector, which a disk writes whole or not at all. It is
 // written first for a new disk, and last for one that becomes a cluster's.
 func (l *LUKS) write(h *luks2.Header) (err error) {
-	f, err := os.OpenFile(l.device, os.O_WRONLY, 0)
+	f, err := l.openDevice(os.O_WRONLY)
 	if err != nil {
 		return err
 	}
@@ -302,40 +317,6 @@ func (l *LUKS) write(h *luks2.Header) (err error) {
 		}
 	}
 	return nil
-}
-
-// mapped says whether the volume is open, and the ID that it was opened with, as the kernel has it: device-mapper's
-// UUID, which libcryptsetup makes as CRYPT-LUKS2-UUID-NAME without the UUID's dashes.
-func (l *LUKS) mapped() (id keys.DiskID, open bool, err error) {
-	names, err := filepath.Glob(filepath.Join(l.sys, "block/dm-*/dm/name"))
-	if err != nil {
-		return id, false, err
-	}
-	for _, name := range names {
-		b, err := os.ReadFile(name)
-		if errors.Is(err, fs.ErrNotExist) {
-			continue // it was closed meanwhile
-		}
-		if err != nil {
-			return id, false, refuse("the state disk: %w", err)
-		}
-		if strings.TrimSuffix(string(b), "\n") != mappedName {
-			continue
-		}
-		if b, err = os.ReadFile(filepath.Join(filepath.Dir(name), "uuid")); err != nil {
-			return id, false, refuse("the state disk: %w", err)
-		}
-		u, isLUKS := strings.CutPrefix(strings.TrimSuffix(string(b), "\n"), "CRYPT-LUKS2-")
-		u, isOurs := strings.CutSuffix(u, "-"+mappedName)
-		if !isLUKS || !isOurs || len(u) != 32 {
-			return id, false, refuse("%s is something else than a state disk: %.80q", Mapped, b)
-		}
-		if id, err = keys.ParseDiskID(u[:8] + "-" + u[8:12] + "-" + u[12:16] + "-" + u[16:20] + "-" + u[20:]); err != nil {
-			return id, false, refuse("%s: %w", Mapped, err)
-		}
-		return id, true, nil
-	}
-	return id, false, nil
 }
 
 // inMemory gives an anonymous file with this content; sealed, nobody can change it.

@@ -49,7 +49,7 @@ func newRig(t *testing.T, integrity luks2.Integrity, header []byte) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.integrity = integrity
+	l.integrity, l.dev = integrity, filepath.Dir(device)
 	l.run = func(ctx context.Context, files []*os.File, line func(string), name string, args ...string) error {
 		if r.before != nil {
 			r.before(args)
@@ -72,15 +72,28 @@ func newRig(t *testing.T, integrity luks2.Integrity, header []byte) *rig {
 	return r
 }
 
-// opened says in sysfs that a volume of this UUID is open.
+// opened says in sysfs that a volume of this UUID is open, with the rig's device beneath it.
 func (r *rig) opened(t *testing.T, uuid string) {
 	t.Helper()
-	dir := filepath.Join(r.sys, "block/dm-7/dm")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		t.Fatal(err)
+	beneath := "dm-7/slaves/"
+	if r.integrity == luks2.HMACSHA256 {
+		beneath += "dm-8/slaves/"
 	}
-	for name, text := range map[string]string{"name": mappedName, "uuid": "CRYPT-LUKS2-" + strings.ReplaceAll(uuid, "-", "") + "-" + mappedName} {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(text+"\n"), 0o600); err != nil {
+	r.says(t, map[string]string{
+		"dm-7/dm/name": mappedName, "dm-7/dm/uuid": "CRYPT-LUKS2-" + strings.ReplaceAll(uuid, "-", "") + "-" + mappedName,
+		beneath + filepath.Base(r.device) + "/dev": "0:0", // a file's, which is no device
+	})
+}
+
+// says writes files of sysfs.
+func (r *rig) says(t *testing.T, files map[string]string) {
+	t.Helper()
+	for name, text := range files {
+		name = filepath.Join(r.sys, "block", name)
+		if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(name, []byte(text+"\n"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
