@@ -38,10 +38,15 @@ func TestTheStateDisk(t *testing.T) {
 		t.Errorf("the disk was %s, and is %s", id, again)
 	}
 	m.hasNoMarker(t)
-	if h, err := luks2.Parse(m.header(t), luks2.HMACSHA256); err != nil {
+	b, size := m.content(t)
+	if h, err := luks2.Parse(b[:luks2.Size], luks2.HMACSHA256); err != nil {
 		t.Error(err)
 	} else if h.ID.String() != id || h.Label != luks2.LabelState {
 		t.Errorf("header of %s, %s", h.ID, h.Label)
+	}
+
+	if err := luks2.CheckSuperblock(b[luks2.Size:][:luks2.SuperblockSize], size); err != nil {
+		t.Errorf("dm-integrity's superblock: %v: %x", err, b[luks2.Size:][:64])
 	}
 
 	said = m.boot(t, "unlock", nil)
@@ -56,22 +61,19 @@ func TestTheStateDisk(t *testing.T) {
 
 func (m *machine) hasNoMarker(t *testing.T) {
 	t.Helper()
-	b, err := os.ReadFile(m.disk)
-	if err != nil {
-		t.Fatal(err)
-	}
+	b, _ := m.content(t)
 	if i := bytes.Index(b, []byte(marker)); i >= 0 {
 		t.Errorf("the marker lies on the disk, at %d, for all to read", i)
 	}
 }
 
-func (m *machine) header(t *testing.T) []byte {
+func (m *machine) content(t *testing.T) (b []byte, size int64) {
 	t.Helper()
 	b, err := os.ReadFile(m.disk)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return b[:luks2.Size]
+	return b, int64(len(b))
 }
 
 func (m *machine) flip(t *testing.T, at int64) {

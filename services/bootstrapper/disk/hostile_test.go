@@ -2,6 +2,7 @@ package disk
 
 import (
 	"bytes"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -166,6 +167,53 @@ func TestAHeaderSwappedWhileTheKeyIsSetIsWrittenOver(t *testing.T) {
 	if err := r.Unlock(t.Context(), key(t, 1)); err != nil {
 		t.Error(err)
 	}
+}
+
+// Package luks2 has the cases; here one is enough. A disk without integrity has no superblock.
+func TestAHostileSuperblockIsRefusedBeforeAnythingIsOpened(t *testing.T) {
+	r := newRig(t, luks2.HMACSHA256, luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState).Bytes())
+	r.mapping = true
+	for what, spoil := range map[string]func() error{
+		"erased":  func() error { return write(r.device, make([]byte, luks2.SuperblockSize), luks2.Size) },
+		"version": func() error { return write(r.device, []byte{9}, luks2.Size+8) },
+		"shorter": func() error { return os.Truncate(r.device, 31<<20) },
+		"cut off": func() error { return os.Truncate(r.device, luks2.Size+100) },
+	} {
+		if err := spoil(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.State(); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "superblock") {
+			t.Errorf("%s: state: %v", what, err)
+		}
+		if err := r.Unlock(t.Context(), key(t, 1)); attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "superblock") {
+			t.Errorf("%s: unlock: %v", what, err)
+		}
+		if len(r.calls) > 0 {
+			t.Errorf("%s: a program saw the disk: %q", what, r.calls[0].args)
+		}
+		if err := errors.Join(os.Truncate(r.device, 32<<20), write(r.device, luks2test.Superblock(32<<20), luks2.Size)); err != nil {
+			t.Fatal(err)
+		}
+		r.is(t, StateLocked)
+	}
+	if err := r.Unlock(t.Context(), key(t, 1)); err != nil {
+		t.Errorf("the genuine superblock: %v", err)
+	}
+	none := newRig(t, luks2.NoIntegrity, luks2test.Genuine(t, key(t, 1).Expose(), luks2.NoIntegrity, luks2.LabelState).Bytes())
+	if err := write(none.device, []byte("data"), luks2.Size); err != nil {
+		t.Fatal(err)
+	}
+	none.is(t, StateLocked)
+}
+
+// write writes to a file that is there.
+func write(file string, b []byte, at int64) error {
+	f, err := os.OpenFile(file, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(b, at)
+	return errors.Join(err, f.Close())
 }
 
 func TestADiskOfSomebodyElseIsNotFormatted(t *testing.T) {

@@ -137,7 +137,7 @@ func (l *LUKS) State() (State, error) {
 	if _, isNew := luks2.New(b); isNew {
 		return StateNew, nil
 	}
-	if _, err := l.judge(b); err != nil {
+	if _, err := l.judgeLocked(b); err != nil {
 		return 0, err
 	}
 	return StateLocked, nil
@@ -177,7 +177,7 @@ func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	if err != nil {
 		return err
 	}
-	h, err := l.judge(b)
+	h, err := l.judgeLocked(b)
 	if err != nil {
 		return err
 	}
@@ -275,6 +275,32 @@ func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
 	h, err := luks2.Parse(b, l.integrity)
 	if err != nil {
 		return nil, refuse("the header of %s is not one that Muster writes, and nothing of it was opened: %w; "+
+			"if nothing on the disk is needed, erase its first MiB", l.device, err)
+	}
+	return h, nil
+}
+
+// judgeLocked judges the header, and with integrity what the kernel reads of the disk before any key is checked.
+func (l *LUKS) judgeLocked(b []byte) (*luks2.Header, error) {
+	h, err := l.judge(b)
+	if err != nil || l.integrity != luks2.HMACSHA256 {
+		return h, err
+	}
+	f, err := l.openDevice(os.O_RDONLY)
+	if err != nil {
+		return nil, refuse("the state disk: %w", err)
+	}
+	defer f.Close()
+	size, err := f.Seek(0, io.SeekEnd)
+	if err != nil {
+		return nil, refuse("the size of %s: %w", l.device, err)
+	}
+	s := make([]byte, luks2.SuperblockSize)
+	if _, err := f.ReadAt(s, luks2.Size); err != nil {
+		return nil, refuse("read dm-integrity's superblock on %s: %w", l.device, err)
+	}
+	if err := luks2.CheckSuperblock(s, size); err != nil {
+		return nil, refuse("dm-integrity's superblock on %s, at 1 MiB, is not one of a state disk of this size, and nothing of it was opened: %w; "+
 			"if nothing on the disk is needed, erase its first MiB", l.device, err)
 	}
 	return h, nil

@@ -39,10 +39,11 @@ func newRig(t *testing.T, integrity luks2.Integrity, header []byte) *rig {
 	t.Helper()
 	r := &rig{root: disktest.Small(t, 1<<20)}
 	device := filepath.Join(t.TempDir(), "disk")
-	if err := os.WriteFile(device, header, 0o600); err != nil {
+	const size = 32 << 20
+	if err := os.WriteFile(device, slices.Concat(header, make([]byte, luks2.Size-len(header)), luks2test.Superblock(size)), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Truncate(device, 32<<20); err != nil {
+	if err := os.Truncate(device, size); err != nil {
 		t.Fatal(err)
 	}
 	l, err := OpenLUKS(device, WithRoot(r.root))

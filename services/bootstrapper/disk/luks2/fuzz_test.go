@@ -2,6 +2,7 @@ package luks2_test
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/json"
 	"path/filepath"
 	"reflect"
@@ -86,6 +87,33 @@ func FuzzHeader(f *testing.F) {
 			if !bytes.Equal(got.Bytes(), b) || got.ID.String() == "" || (got.Label == luks2.LabelNew) != isNew || isNew && id != got.ID {
 				t.Errorf("accepted as %+v", got)
 			}
+		}
+	})
+}
+
+// FuzzSuperblock tries superblocks on devices of any size: what is accepted is what Linux writes, but for two numbers
+// that fit.
+func FuzzSuperblock(f *testing.F) {
+	f.Add(writtenSuperblock(f)[:64], int64(writtenSize))
+	f.Add(luks2test.Superblock(1 << 40)[:64], int64(1<<40))
+	f.Add(make([]byte, 64), int64(2<<20))
+	f.Fuzz(func(t *testing.T, begin []byte, device int64) {
+		b := make([]byte, luks2.SuperblockSize)
+		copy(b, begin)
+		if luks2.CheckSuperblock(b, device) != nil {
+			return
+		}
+		sections, data := binary.LittleEndian.Uint32(b[12:]), binary.LittleEndian.Uint64(b[16:])
+		if most := luks2test.Superblock(device); sections > binary.LittleEndian.Uint32(most[12:]) {
+			t.Errorf("%d sections of journal on %d bytes", sections, device)
+		}
+		if sectors := uint64(device) / 512; sections == 0 || data == 0 || data > sectors || 2048+8+264*uint64(sections)+data+data/128 > sectors {
+			t.Errorf("%d sections of journal and %d sectors of data on %d", sections, data, sectors)
+		}
+		want := writtenSuperblock(t)
+		copy(want[12:24], b[12:24])
+		if !bytes.Equal(b, want) {
+			t.Errorf("accepted: %x", b[:64])
 		}
 	})
 }
