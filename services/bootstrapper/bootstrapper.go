@@ -186,6 +186,7 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 		b.ownerKey = ed25519.PublicKey(b.lock.record().OwnerKey)
 	}
 	b.log = b.log.With("machine", b.machineID.String())
+	tellInsecure(m.insecure, cfg.Image, b.log)
 	return b, nil
 }
 

@@ -28,12 +28,16 @@ var firstKey = bytes.Repeat([]byte{9}, 32)
 // since only the initramfs would open it.
 func (w *world) encrypt(header luks2test.Header) {
 	w.t.Helper()
-	w.image.StateDisk = metadata.StateDisk{Mode: metadata.DiskLUKS, Path: "/dev/state", Integrity: metadata.IntegrityHMAC}
+	integrity, beneath := metadata.IntegrityNone, "sys/block/dm-0/slaves/state/dev"
+	if strings.Contains(header.JSON, `"integrity"`) {
+		integrity, beneath = metadata.IntegrityHMAC, "sys/block/dm-0/slaves/dm-1/slaves/state/dev"
+	}
+	w.image.StateDisk = metadata.StateDisk{Mode: metadata.DiskLUKS, Path: "/dev/state", Integrity: integrity}
 	for file, content := range map[string][]byte{
 		"dev/state": append(header.Bytes(), make([]byte, 1<<20)...), "run/muster/state-key": []byte(hex.EncodeToString(firstKey) + "\n"),
 		"sys/block/dm-0/dm/name": []byte("muster-state\n"),
 		"sys/block/dm-0/dm/uuid": []byte("CRYPT-LUKS2-" + strings.ReplaceAll(luks2test.UUID, "-", "") + "-muster-state\n"),
-		"sys/block/dm-0/slaves/dm-1/slaves/state/dev": []byte("0:0\n"), // a file's, which is no device
+		beneath:                  []byte("0:0\n"), // a file's, which is no device
 	} {
 		if err := machine.WriteFile(filepath.Join(w.root, file), content, 0o600, 0o700); err != nil {
 			w.t.Fatal(err)
@@ -69,6 +73,20 @@ func TestAMachineWithAnEncryptedDiskSaysSoAndSetsItsKey(t *testing.T) {
 		}
 		if err := d.SetKey(t.Context(), key); (err == nil) != tt.ok {
 			t.Errorf("a key: %v", err)
+		}
+	}
+}
+
+func TestAMachineTellsThatItsDiskHasNoIntegrity(t *testing.T) {
+	for integrity, kind := range map[string]luks2.Integrity{metadata.IntegrityNone: luks2.NoIntegrity, metadata.IntegrityHMAC: luks2.HMACSHA256} {
+		w, _ := worker(t)
+		w.encrypt(luks2test.Genuine(t, firstKey, kind, luks2.LabelNew))
+		r := w.boot()
+		if err := r.end(t); err != nil {
+			t.Fatal(err, w.logged)
+		}
+		if got := counter(t, r.metrics, "muster_insecure_config", metadata.InsecureIntegrity); got == 1 != (kind == luks2.NoIntegrity) {
+			t.Errorf("%s: %v", integrity, got)
 		}
 	}
 }

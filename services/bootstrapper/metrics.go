@@ -3,12 +3,14 @@ package bootstrapper
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -33,9 +35,7 @@ func newMetrics(r prometheus.Registerer) (*metrics, error) {
 		step: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "muster_bootstrap_phase", Help: "1 for the phase that the journal is at, 0 for the others.",
 		}, []string{"phase"}),
-		insecure: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",
-		}, []string{"reason"}),
+		insecure: newInsecure(),
 	}
 	for _, c := range []prometheus.Collector{m.inits, m.joins, m.locked, m.step, m.insecure} {
 		if err := r.Register(c); err != nil {
@@ -43,6 +43,21 @@ func newMetrics(r prometheus.Registerer) (*metrics, error) {
 		}
 	}
 	return m, nil
+}
+
+// newInsecure makes the gauge of the bootstrapper and of the attester, which stays when the bootstrapper is done.
+func newInsecure() *prometheus.GaugeVec {
+	return prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",
+	}, []string{"reason"})
+}
+
+// tellInsecure tells what of the image's configuration weakens the machine.
+func tellInsecure(g *prometheus.GaugeVec, img *metadata.Image, log *slog.Logger) {
+	for _, label := range img.Insecure() {
+		g.WithLabelValues(label).Set(1)
+		log.Warn("the image's configuration is weaker than it could be", "insecure", label)
+	}
 }
 
 // seen shows a record of the journal.

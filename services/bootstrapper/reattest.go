@@ -64,8 +64,8 @@ type ReattestConfig struct {
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
 	// Timing are the waits.
 	Timing ReattestTiming
-	// Metrics takes muster_reattestations_total and
-	// muster_reattestation_last_success_timestamp_seconds.
+	// Metrics takes muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds and
+	// muster_insecure_config.
 	Metrics prometheus.Registerer
 	Log     *slog.Logger
 }
@@ -98,11 +98,13 @@ func NewReattester(cfg ReattestConfig) (*Reattester, error) {
 			Name: "muster_reattestation_last_success_timestamp_seconds", Help: "When this machine was last accepted, in seconds since 1970; 0: not since the attester started.",
 		}),
 	}
-	for _, c := range []prometheus.Collector{r.total, r.last} {
+	insecure := newInsecure()
+	for _, c := range []prometheus.Collector{r.total, r.last, insecure} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("bootstrapper: %w", err)
 		}
 	}
+	tellInsecure(insecure, cfg.Image, cfg.Log)
 	return r, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -106,6 +107,21 @@ func TestANodeAttestsAgainAndAgainEachTimeAnew(t *testing.T) {
 				return counter(t, metrics, reattestations, "ACCEPTED") >= 3 && counter(t, metrics, "muster_reattestation_last_success_timestamp_seconds") > float64(time.Now().Add(-time.Minute).Unix())
 			})
 		})
+	}
+}
+
+// The bootstrapper ends when its machine is a node; the attester's metrics stay.
+func TestTheAttesterTellsThatTheDiskHasNoIntegrity(t *testing.T) {
+	for integrity, want := range map[string]float64{metadata.IntegrityNone: 1, metadata.IntegrityHMAC: 0} {
+		w, _ := node(t)
+		w.image.StateDisk = metadata.StateDisk{Mode: metadata.DiskLUKS, Path: "/dev/state", Integrity: integrity}
+		metrics := w.reattest()
+		if got := counter(t, metrics, "muster_insecure_config", metadata.InsecureIntegrity); got != want {
+			t.Errorf("%s: %v", integrity, got)
+		}
+		if said := strings.Contains(w.logged.String(), `"insecure":"state_integrity_none"`); said != (want == 1) {
+			t.Errorf("%s: the log: %t", integrity, said)
+		}
 	}
 }
 

@@ -114,6 +114,9 @@ func (d *doctor) files() {
 		if d.image.OwnerKey == nil {
 			d.Add(CheckImage, checkup.Warn, "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy.", "it has no ownerKey: joinservices are judged by what this machine booted itself")
 		}
+		if d.image.StateDisk.Integrity == metadata.IntegrityNone {
+			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: who writes to the state disk is not noticed")
+		}
 	}
 	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
 		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each try.", err)

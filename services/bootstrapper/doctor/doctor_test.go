@@ -101,6 +101,9 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"an image that knows no owner": {CheckImage, checkup.Warn, "ownerKey", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
 		}},
+		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not noticed", func(t *testing.T, m *machine) {
+			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))
+		}},
 		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *machine) {
 			m.write(t, "metadata.yaml", strings.Replace(m.meta, "name: node2\n", "", 1))
 		}},

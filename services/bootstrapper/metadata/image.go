@@ -219,6 +219,18 @@ func (d StateDisk) validateIntegrity() error {
 	return nil
 }
 
+// InsecureIntegrity is the label of muster_insecure_config for [IntegrityNone].
+const InsecureIntegrity = "state_integrity_none"
+
+// Insecure gives the labels of muster_insecure_config for what of the image's configuration weakens the machine
+// whatever it does. That it lacks ownerKey is told where a machine has to do without.
+func (img *Image) Insecure() (labels []string) {
+	if img.StateDisk.Integrity == IntegrityNone {
+		labels = append(labels, InsecureIntegrity)
+	}
+	return labels
+}
+
 func parseRoots(text string) ([]*x509.Certificate, error) {
 	var roots []*x509.Certificate
 	rest := []byte(strings.TrimSpace(text))

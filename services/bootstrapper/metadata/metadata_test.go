@@ -11,6 +11,7 @@ import (
 	"math/big"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -71,6 +72,10 @@ func TestAnEncryptedDiskHasIntegrityUnlessTold(t *testing.T) {
 		img, err := ParseImage([]byte(imageHead + yaml))
 		if err != nil || img.StateDisk.Integrity != want {
 			t.Errorf("%s: %+v, %v", yaml, img, err)
+			continue
+		}
+		if weak := slices.Equal(img.Insecure(), []string{InsecureIntegrity}); weak != (want == IntegrityNone) || !weak && len(img.Insecure()) > 0 {
+			t.Errorf("%s: insecure in %q", yaml, img.Insecure())
 		}
 	}
 }

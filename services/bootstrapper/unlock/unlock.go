@@ -150,6 +150,10 @@ func New(cfg Config) (*Unlocker, error) {
 			return nil, fmt.Errorf("unlock: %w", err)
 		}
 	}
+	for _, label := range cfg.Image.Insecure() {
+		u.insecure.WithLabelValues(label).Set(1)
+		cfg.Log.Warn("the image's configuration is weaker than it could be", "insecure", label)
+	}
 	return u, nil
 }
 

@@ -19,7 +19,9 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -383,6 +385,21 @@ func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
 				t.Errorf("%v, opened %d times", err, w.disk.opens)
 			}
 		})
+	}
+}
+
+func TestAMachineTellsThatItsDiskHasNoIntegrity(t *testing.T) {
+	for integrity, want := range map[string]float64{metadata.IntegrityNone: 1, metadata.IntegrityHMAC: 0} {
+		w := newWorld(t)
+		w.cluster(w.like(), w.owner)
+		w.image.StateDisk.Integrity = integrity
+		r := w.boot()
+		if got := refusaltest.Sum(r.families(t), "muster_insecure_config", "reason", metadata.InsecureIntegrity); got != want {
+			t.Errorf("%s: %v", integrity, got)
+		}
+		if err := r.end(t); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
