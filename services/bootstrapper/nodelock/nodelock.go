@@ -48,6 +48,15 @@ func Settle(ctx context.Context, pcrs PCRs, bank tpm.Bank, clusterID [32]byte) e
 	return nil
 }
 
+// Taken says whether the machine was locked since it booted, to whichever cluster.
+func Taken(ctx context.Context, pcrs PCRs, bank tpm.Bank) (bool, error) {
+	now, err := pcrs.ReadPCR(ctx, bank, attest.LockPCR)
+	if err != nil {
+		return false, fmt.Errorf("read the node lock: %w", err)
+	}
+	return !bytes.Equal(now, make([]byte, len(now))), nil
+}
+
 func foreign(pcr []byte) error {
 	return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "PCR %d is %x: the machine was locked to another cluster since it booted; reboot it", attest.LockPCR, pcr)
 }

@@ -187,8 +187,18 @@ func (u *Unlocker) once(ctx context.Context) error {
 	}
 	switch state {
 	case disk.StateOpen:
-		// We have not opened it, or not come to an end with it: a process before us died, or formatting failed. Whose
-		// it is, nobody knows any more.
+		// We have not opened it, or not come to an end with it: a process before us died, or formatting failed.
+		taken, err := nodelock.Taken(ctx, u.cfg.TPM, u.bank)
+		if err != nil {
+			return err
+		}
+		if taken {
+			// It died at its very end. The lock is taken after the disk was opened, and for the cluster whose key that was (B1), so
+			// all is done. To start over would be in vain: a joinservice gives a machine that is locked no key, until it reboots.
+			u.cfg.Log.WarnContext(ctx, "the state disk is open, and the machine is locked to its cluster")
+			return nil
+		}
+		// Whose it is, nobody knows any more.
 		u.cfg.Log.WarnContext(ctx, "the state disk is open, but was not made ready; starting over")
 		if err := u.cfg.Disk.Close(ctx); err != nil {
 			return disked(err)

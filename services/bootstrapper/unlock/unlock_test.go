@@ -65,6 +65,21 @@ func TestADiskThatIsFoundOpenIsClosedAndOpenedAnew(t *testing.T) {
 	w.lockedTo(clusterID)
 }
 
+// Its machine does not reboot with it, so PCR 15 stays as it is, and no joinservice gives the key again.
+func TestAProcessThatDiesWhenTheDiskIsOpenAndTheMachineLockedLeavesNothingToDo(t *testing.T) {
+	w := newWorld(t)
+	j := w.cluster(w.like(), w.owner)
+	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
+		t.Fatal(err, w.disk.opens) // whether it comes to its end after that, the next process can't see
+	}
+	w.lockedTo(clusterID)
+	j.script(refuses(attestv1.Reason_REASON_LOCK_FOREIGN, 0))
+	if err := w.boot().end(t); err != nil || w.disk.closed != 0 || w.disk.opens != 1 || j.asked() != 1 {
+		t.Errorf("%v, closed %d times, opened %d times, asked %d times", err, w.disk.closed, w.disk.opens, j.asked())
+	}
+	w.lockedTo(clusterID)
+}
+
 // A disk that its maker's own cluster opens must not run in a machine that passes for one of another cluster, or of none.
 func TestAJoinserviceSpeaksForTheClusterOfItsOwnMachineAlone(t *testing.T) {
 	w := newWorld(t)
