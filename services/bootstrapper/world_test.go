@@ -28,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -56,6 +57,7 @@ type world struct {
 	mirror     string
 	logged     *logBuffer
 	now        func() time.Time // the machine's clock; nil: the right time
+	screen     string           // file that is the machine's console; empty: it has none
 	// etcdDown, if set, says why the cluster's etcd does not answer.
 	etcdDown func() error
 	// adopted says that the administrator\'s kubeconfig names the address of a real control plane; the API server is ours.
@@ -220,10 +222,15 @@ func (w *world) boot() *running {
 	r := &running{metrics: prometheus.NewRegistry(), stop: cancel, done: make(chan error, 1)}
 	meta, unreadable, waits := w.meta, w.unreadable, timing()
 	waits.Linger = max(waits.Linger, w.linger)
+	screen, err := console.Open(w.screen)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Cleanup(func() { _ = screen.Close() })
 	b, err := bootstrapper.New(ctx, bootstrapper.Config{
 		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, unreadable }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
 		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd,
-		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Log: log, Now: w.now,
+		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Log: log, Now: w.now, Console: screen,
 	})
 	if err != nil {
 		w.t.Fatal(err)

@@ -1,0 +1,95 @@
+package unlock_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/peerdial"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// What a person finds out who stands before the machine, who reads its log, and who asks it by `muster status --endpoint`.
+func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) {
+	refused := func(r attestv1.Reason) func(*world, *joinservice) {
+		return func(_ *world, j *joinservice) { j.script(refuses(r, time.Hour)) }
+	}
+	unreachable := func(w *world, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} }
+	const key = "waiting for the key of the state disk: "
+	for name, tt := range map[string]struct {
+		cause  func(w *world, j *joinservice)
+		reason string
+		line   string // JOINSERVICE stands for the address
+	}{
+		"no joinservice can be reached": {unreachable, "NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; next try in "},
+		"the owner's key is waited for": {
+			func(w *world, j *joinservice) {
+				unreachable(w, j)
+				w.meta.Role = "control-plane"
+			},
+			"NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; `muster recover` opens it as well; next try in ",
+		},
+		"no joinservice is named": {
+			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = nil },
+			"MACHINE_CONFIG", key + "the metadata name no joinservice (joinEndpoints); next try in ",
+		},
+		"refused by the policy": {
+			refused(attestv1.Reason_REASON_POLICY_REFUSED),
+			"POLICY_REFUSED", key + "POLICY_REFUSED by JOINSERVICE (this machine's measurements are not in the owner's policy); next try in ",
+		},
+		"not enrolled": {
+			refused(attestv1.Reason_REASON_NOT_ENROLLED), "NOT_ENROLLED",
+			key + "NOT_ENROLLED by JOINSERVICE (this machine is not enrolled, or no longer: the owner must enrol it; one that was forgotten starts over with an empty state disk); next try in ",
+		},
+		"the control plane is busy": {
+			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once); next try in ",
+		},
+		"the disk can't be used": {
+			func(w *world, _ *joinservice) {
+				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
+			},
+			"STATE_DISK", "can't use the state disk: STATE_DISK (the state disk can't be used); next try in ",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			j := w.cluster(w.like(), w.owner)
+			tt.cause(w, j)
+			ctx, stop := context.WithCancel(t.Context())
+			done := make(chan error, 1)
+			go func() { done <- unlock.Serve(ctx, w.config()) }()
+			defer func() {
+				stop()
+				if err := <-done; err != nil && !errors.Is(err, context.Canceled) {
+					t.Error(err)
+				}
+			}()
+			addr := w.logged("init")
+			want := "muster: " + strings.ReplaceAll(tt.line, "JOINSERVICE", j.addr)
+			eventually(t, "the console shows "+want, func() bool {
+				return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, want) })
+			})
+			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
+				Addr: addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.machine}), Locks: []attest.Lock{attest.Unlocked()},
+			}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s.Phase != "unlocking" || s.Reason != tt.reason || s.Remedy == "" || s.FailedTries == 0 || s.LastTry == nil || !s.Proven {
+				t.Errorf("status %+v", s)
+			}
+			if !slices.ContainsFunc(strings.Split(string(w.log.Bytes()), "\n"), func(l string) bool {
+				return strings.Contains(l, `"msg":"not unlocked yet"`) && strings.Contains(l, `"reason":"`+tt.reason+`"`)
+			}) {
+				t.Errorf("the log has no %s: %s", tt.reason, w.log.Bytes())
+			}
+		})
+	}
+}
