@@ -66,7 +66,7 @@ func TestADiskThatIsFoundOpenIsClosedAndOpenedAnew(t *testing.T) {
 }
 
 // Its machine does not reboot with it, so PCR 15 stays as it is, and no joinservice gives the key again.
-func TestAProcessThatDiesWhenTheDiskIsOpenAndTheMachineLockedLeavesNothingToDo(t *testing.T) {
+func TestAProcessThatDiesWhenTheDiskIsOpenAndTheMachineLockedHasDoneItsWork(t *testing.T) {
 	w := newWorld(t)
 	j := w.cluster(w.like(), w.owner)
 	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
