@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -64,6 +65,10 @@ func TestAWaitingMachineSaysWhyItWaits(t *testing.T) {
 
 func TestAMachineSaysItsPhaseWhileAnInitRunsAndWhyItFailed(t *testing.T) {
 	w := first(t)
+	w.screen = filepath.Join(t.TempDir(), "console")
+	if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	reached, release := make(chan struct{}), make(chan struct{})
 	w.machine.Step = func(name string) error {
 		if name == "kubeadm init is half done" {
@@ -91,6 +96,15 @@ func TestAMachineSaysItsPhaseWhileAnInitRunsAndWhyItFailed(t *testing.T) {
 	}
 	if s := statusOf(t, c); s.GetLastReason() != attestv1.Reason_REASON_KUBEADM_FAILED || s.GetRemedy() == "" || s.GetFailedTries() != 0 {
 		t.Errorf("after: %v", s)
+	}
+	screen, err := os.ReadFile(w.screen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"muster: taking the node lock", "muster: running kubeadm init", "muster: the init has failed: KUBEADM_FAILED. "} {
+		if !strings.Contains(string(screen), want) {
+			t.Errorf("the console does not say %q: %s", want, screen)
+		}
 	}
 }
 
