@@ -225,6 +225,10 @@ func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	}
 	h, err := l.judge(b)
 	if err != nil {
+		// Erasing it, which is the way out otherwise, would give the machine a disk of another ID.
+		if _, isNew := luks2.New(b); isNew {
+			return refuse("the state disk is new, and the header that would make it a cluster's is half written: reboot the machine, which formats it again: %w", err)
+		}
 		return err
 	}
 	if h.ID != m.id {

@@ -280,6 +280,12 @@ func TestACrashLeavesADiskThatIsNewOrACluster(t *testing.T) {
 		if id, err := r.ID(); err != nil || id.String() != luks2test.UUID {
 			t.Error(id, err)
 		}
+		// The bootstrapper alone has died, and is started again: the way out keeps the disk's ID.
+		r.opened(t, luks2test.UUID)
+		if err := r.SetKey(t.Context(), key(t, 1)); upTo > 512 && (attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "reboot the machine")) {
+			t.Errorf("a header that is new up to %d: %v", upTo, err)
+		}
+		r.closed(t)
 	}
 	r.put(t, after)
 	r.is(t, StateLocked)
