@@ -29,7 +29,12 @@ func TestTheCrashTableHasEveryPointAndEveryTest(t *testing.T) {
 		points["the journal says "+s.String()] = true
 	}
 	// Names of effects: whole literals in the process's code, and what the played kubeadm tells.
-	for _, m := range regexp.MustCompile(`\.(?:step|last)\("([^"]+[^" ])"`).FindAllStringSubmatch(read(t, "e2e/crash/process_test.go"), -1) {
+	processes := read(t, "e2e/crash/process_test.go") + read(t, "e2e/crash/luksprocess_test.go")
+	for _, m := range regexp.MustCompile(`\.(?:step|last)\("([^"]+[^" ])"`).FindAllStringSubmatch(processes, -1) {
+		points[m[1]] = true
+	}
+	// What the programs say that stand for cryptsetup.
+	for _, m := range regexp.MustCompile(`(?m)^\s*say "([^"$]+)"$`).FindAllStringSubmatch(processes, -1) {
 		points[m[1]] = true
 	}
 	played := read(t, "services/bootstrapper/machine/machinetest/machine.go")

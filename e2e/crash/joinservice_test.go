@@ -30,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 var joinCluster = [32]byte(bytes.Repeat([]byte{0xC1}, 32))
@@ -49,6 +50,9 @@ type joinservice struct {
 	now      func() time.Time // of the cluster
 	issued   int
 	returned int
+	rejoins  int
+	root     *keys.Root // of encrypted disks' keys; nil: all disks have one key, and nobody is enrolled
+	enrolled map[attest.MachineID]*joinv1.IssueJoinTicketRequest
 }
 
 func newJoinservice(t *testing.T, b *bench) *joinservice {
@@ -180,7 +184,11 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 		return nil, ctx.Err()
 	}
 	j.issued++
-	return j.answer(req)
+	resp, err := j.answer(req)
+	if err == nil && j.root != nil {
+		resp.DiskKey, err = j.enrol(ctx, req)
+	}
+	return resp, err
 }
 
 // ReturnJoinTicket implements [joinv1connect.JoinServiceHandler].

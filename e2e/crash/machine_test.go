@@ -83,10 +83,15 @@ var initSecret = bytes.Repeat([]byte{0xEE}, 32)
 // the owner's public key in its image, nil for none; change may be nil.
 func (b *bench) newHost(t *testing.T, m meta, ownerKey []byte) *host {
 	t.Helper()
+	return b.newHostIn(t, t.TempDir(), m, ownerKey, map[string]string{"mode": "plain", "path": "/var/lib/muster/state"})
+}
+
+// newHostIn is newHost for a machine whose files are in dir, with that state disk.
+func (b *bench) newHostIn(t *testing.T, dir string, m meta, ownerKey []byte, stateDisk map[string]string) *host {
+	t.Helper()
 	b.tpm.Restart()
 	b.api.Forget(secretPath)
 	b.api.Forget(configPath)
-	dir := t.TempDir()
 	h := &host{bench: b, plan: plan{Root: filepath.Join(dir, "root"), TPMLock: b.tpm.Lock, Linger: 50 * time.Millisecond}}
 	h.t = t
 	m.APIVersion, m.Kind, m.Addresses = "muster.dev/v1alpha1", "MachineMetadata", []string{"192.168.77.11"}
@@ -101,9 +106,9 @@ func (b *bench) newHost(t *testing.T, m meta, ownerKey []byte) *host {
 	}
 	image := map[string]any{
 		"apiVersion": "muster.dev/v1alpha1", "kind": "ImageConfiguration",
-		"stateDisk": map[string]string{"mode": "plain", "path": "/var/lib/muster/state"},
+		"stateDisk": stateDisk,
 		"tpm":       map[string]string{"device": b.tpm.Socket, "eventLog": "/nonexistent", "bank": "sha256"},
-		"listen":    map[string]string{"init": "127.0.0.1:0", "metrics": "127.0.0.1:0"},
+		"listen":    map[string]string{"init": "127.0.0.1:0", "metrics": "127.0.0.1:0", "recover": "127.0.0.1:0"},
 		"ekRoots":   string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: b.tpm.Root.Raw})),
 		"kubeadm":   map[string]string{"criSocket": "unix:///run/containerd/containerd.sock"},
 	}
@@ -182,6 +187,9 @@ func (h *host) start(killAt int) *life {
 	}
 	l := &life{h: h, log: &logBuffer{}, over: make(chan struct{})}
 	l.cmd = exec.Command(os.Args[0]) // it ends with the test: see below
+	if p.Programs != "" {
+		l.cmd = withPrograms(p.Programs)
+	}
 	l.cmd.Env = append(os.Environ(), planVariable+"="+string(text))
 	l.cmd.Stderr = l.log
 	if err := start(l.cmd, func(err error) {

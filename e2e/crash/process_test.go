@@ -65,6 +65,10 @@ type plan struct {
 	KillAt int
 	// KillIn, if set, is the name of the effect at which it kills itself.
 	KillIn string
+	// Programs is the folder of programs that stand for those of a machine with a device-mapper; empty: none do.
+	Programs string
+	// Unlock is the path of the state disk of a process that is `bootstrapper unlock`; empty: it is `bootstrapper run`.
+	Unlock string
 }
 
 func (p plan) beside(name string) string { return filepath.Join(filepath.Dir(p.Root), name) }
@@ -109,6 +113,11 @@ func runProcess(text string) error {
 	}
 	defer effects.Close()
 	f := &fate{left: p.KillAt, name: p.KillIn, told: effects}
+	if p.Programs != "" {
+		if err := f.ask(p.Programs); err != nil {
+			return err
+		}
+	}
 	device := tpm.Open(img.TPM.Device, tpm.WithLock(p.TPMLock))
 	attester := func(purpose attest.Purpose) (*tpm2.Attester, error) {
 		return tpm2.NewAttester(tpm2.Config{TPM: device, Purpose: purpose, Bank: tpm.SHA256})
@@ -116,6 +125,9 @@ func runProcess(text string) error {
 	own, err := attester(attest.PurposeMachine)
 	if err != nil {
 		return err
+	}
+	if p.Unlock != "" {
+		return unlockProcess(ctx, p, img, f, mortalTPM{device, f}, own)
 	}
 	public, err := attester(attest.PurposePublic)
 	if err != nil {
