@@ -213,6 +213,9 @@ func (i *initialiser) request(ctx context.Context, target peerdial.Target) (stri
 			return err
 		}
 		defer func() { _ = s.Close() }()
+		if err := i.opened(ctx, s); err != nil {
+			return err
+		}
 		result, err = i.call(ctx, s)
 		return err
 	})
@@ -220,6 +223,27 @@ func (i *initialiser) request(ctx context.Context, target peerdial.Target) (stri
 		return "", i.explainVerdict(err)
 	}
 	return "node " + result.GetNodeName(), i.keep(result)
+}
+
+// opened says whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
+// all of the disk. A machine that doesn't say is asked for the init itself.
+func (i *initialiser) opened(ctx context.Context, s *peerdial.Session) error {
+	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
+	if err != nil {
+		return nil //nolint:nilerr // what is wrong, the init will meet too
+	}
+	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
+		host, _, err := net.SplitHostPort(i.dir().Endpoint)
+		if err != nil {
+			return fmt.Errorf("cluster.json: %w", err)
+		}
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
+			fmt.Sprintf("If that was this cluster, and the power failed: muster recover %s --directory %s, and run the same command again. Otherwise erase the disk's first MiB if nothing on it is needed.", host, i.Dir.Path()))
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING, status.GetPhase() == initv1.Phase_PHASE_FORMATTING:
+		return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine makes its state disk ready")
+	}
+	return nil
 }
 
 // call makes one call and follows its stream. The client sends nothing before its verdict on the

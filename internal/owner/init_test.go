@@ -1,16 +1,19 @@
 package owner
 
 import (
+	"context"
 	"encoding/hex"
 	"errors"
 	"net"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -330,6 +333,61 @@ func TestAMachineThatIsNotUpYetIsWaitedFor(t *testing.T) {
 	}
 	if !strings.Contains(o.out.String(), "waiting for the machine") {
 		t.Errorf("nothing was said:\n%s", o.out)
+	}
+}
+
+// opening is `bootstrapper unlock`, which serves no init, and ends once it was asked.
+type opening struct {
+	status *initv1.GetStatusResponse
+	done   *atomic.Bool
+}
+
+func (o opening) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
+	o.done.Store(true)
+	return o.status, nil
+}
+
+func TestAMachineWhoseStateDiskIsNotOpenIsWaitedForOrRecovered(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	for name, tt := range map[string]struct {
+		status *initv1.GetStatusResponse
+		waits  bool
+	}{
+		"it formats its disk":                         {&initv1.GetStatusResponse{Phase: initv1.Phase_PHASE_FORMATTING}, true},
+		"it has just booted":                          {&initv1.GetStatusResponse{Phase: initv1.Phase_PHASE_UNLOCKING}, true},
+		"it was made in half, and nobody has its key": {&initv1.GetStatusResponse{Phase: initv1.Phase_PHASE_UNLOCKING, LastReason: attestv1.Reason_REASON_NOT_READY}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := attesttest.NewMachine(t, ca, attesttest.Options{})
+			f := serveFirst(t, m, succeed(m, kubeconfig(t), nil))
+			l, open := listen(t), &atomic.Bool{}
+			serve(t, l, m.Attester(attest.PurposeMachine), rpc.Serve(initv1connect.MachineServiceName, initv1connect.MachineServiceHandler(opening{tt.status, open}), initv1connect.NewMachineServiceHandler))
+			o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+			cfg := o.config()
+			cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {
+				if open.Load() {
+					return dialTo(f.addr)(ctx, network, addr)
+				}
+				return dialTo(l.Addr().String())(ctx, network, addr)
+			}
+			i := &initialiser{InitConfig: cfg}
+			if err := i.load(); err != nil {
+				t.Fatal(err)
+			}
+			err := i.machine(t.Context())
+			if !tt.waits {
+				if p := Explain(err); rpc.ReasonFrom(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(p.Remedy, "muster recover 127.0.0.1 --directory "+o.Path()) {
+					t.Errorf("%v: %+v", err, p)
+				}
+				if n := len(f.calls()); n != 0 {
+					t.Errorf("%d inits were asked for", n)
+				}
+				err = i.machine(t.Context()) // the same command again, once the disk is open
+			}
+			if n := len(f.calls()); err != nil || n != 1 {
+				t.Errorf("%d calls, %v", n, err)
+			}
+		})
 	}
 }
 
