@@ -1,6 +1,6 @@
 // Package v1alpha1 holds the Go types of Muster's objects in the Kubernetes API: what the owner
-// accepts (AttestationPolicy) and which machine a node is (AttestedNode). Both are
-// cluster-scoped, and every change to them is a compare-and-swap on resourceVersion.
+// accepts (AttestationPolicy), which machine a node is (AttestedNode), and whose a state disk is
+// (AttestedDisk). All are cluster-scoped, and every change to them is a compare-and-swap on resourceVersion.
 //
 // Deep copies and the schemas in api/crds are generated from the comments here.
 //
@@ -21,7 +21,7 @@ var GroupVersion = schema.GroupVersion{Group: "muster.dev", Version: "v1alpha1"}
 
 // AddToScheme registers this package's types.
 func AddToScheme(s *runtime.Scheme) error {
-	s.AddKnownTypes(GroupVersion, &AttestationPolicy{}, &AttestationPolicyList{}, &AttestedNode{}, &AttestedNodeList{})
+	s.AddKnownTypes(GroupVersion, &AttestationPolicy{}, &AttestationPolicyList{}, &AttestedNode{}, &AttestedNodeList{}, &AttestedDisk{}, &AttestedDiskList{})
 	metav1.AddToGroupVersion(s, GroupVersion)
 	return nil
 }

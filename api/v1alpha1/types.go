@@ -265,3 +265,39 @@ type AttestedNodeList struct {
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []AttestedNode `json:"items"`
 }
+
+// AttestedDisk says whose a state disk is: its name is the disk's UUID, in the 36-character lower-case form.
+// joinservice makes it before the disk's key leaves for the first time, and gives the key to no other machine
+// (J2). It outlives enrolments, and no service changes or deletes it. `muster replace --tpm` gives it to
+// another machine; deleting it frees the UUID, and whichever machine enrols that next gets the key.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:scope=Cluster,shortName=ad
+// +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$')",message="the name is the disk's UUID in lower case"
+type AttestedDisk struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec says whose it is.
+	Spec AttestedDiskSpec `json:"spec"`
+}
+
+// AttestedDiskSpec names the one machine that the disk's key is given to.
+type AttestedDiskSpec struct {
+	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
+	// 64 lower-case hexadecimal digits.
+	//
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	MachineID string `json:"machineID"`
+}
+
+// AttestedDiskList is a list of disks.
+//
+// +kubebuilder:object:root=true
+type AttestedDiskList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []AttestedDisk `json:"items"`
+}

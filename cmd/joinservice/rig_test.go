@@ -465,10 +465,13 @@ func (s *stage) noRequests(t *testing.T) {
 	})
 }
 
-// forget deletes enrolments, and waits until joinservice has seen it.
+// forget deletes enrolments and frees their disks, and waits until joinservice has seen it.
 func (s *stage) forget(t *testing.T, nodes ...string) {
 	t.Helper()
 	for _, n := range nodes {
+		if have := s.Node(t, n); have != nil && have.Spec.DiskID != "" {
+			defer s.FreeDisk(t, have.Spec.DiskID)
+		}
 		if err := client.IgnoreNotFound(s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: n}})); err != nil {
 			t.Fatal(err)
 		}

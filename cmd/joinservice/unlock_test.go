@@ -212,6 +212,9 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	}
 	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
 	i.opens()
+	if owner := s.DiskOf(t, disk1); owner != m.ID().String() { // enrolled by hand, the disk is its machine's all the same
+		t.Errorf("the disk is %q's", owner)
+	}
 }
 
 // A disk in another machine stays closed, whatever that machine's own standing is.

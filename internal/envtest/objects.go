@@ -59,7 +59,7 @@ func (c *Cluster) InstallCRDs(ctx context.Context) error {
 		}
 	}
 	return c.until(ctx, func() error {
-		for _, kind := range []string{"AttestationPolicyList", "AttestedNodeList"} {
+		for _, kind := range []string{"AttestationPolicyList", "AttestedNodeList", "AttestedDiskList"} {
 			l := &unstructured.UnstructuredList{}
 			l.SetAPIVersion("muster.dev/v1alpha1")
 			l.SetKind(kind)

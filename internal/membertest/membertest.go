@@ -87,7 +87,7 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 func (c *Cluster) Reset(t testing.TB) {
 	t.Helper()
 	ctx := t.Context()
-	for _, o := range []client.Object{&v1alpha1.AttestedNode{}, &v1alpha1.AttestationPolicy{}, &certificatesv1.CertificateSigningRequest{}, &corev1.Node{}} {
+	for _, o := range []client.Object{&v1alpha1.AttestedNode{}, &v1alpha1.AttestedDisk{}, &v1alpha1.AttestationPolicy{}, &certificatesv1.CertificateSigningRequest{}, &corev1.Node{}} {
 		if err := c.Client.DeleteAllOf(ctx, o); err != nil {
 			t.Fatal(err)
 		}
@@ -174,6 +174,24 @@ func (c *Cluster) Node(t testing.TB, name string) *v1alpha1.AttestedNode {
 		return nil
 	}
 	return n
+}
+
+// DiskOf reads whose a disk is, as a machine ID; empty if it is nobody's.
+func (c *Cluster) DiskOf(t testing.TB, disk string) string {
+	t.Helper()
+	d := &v1alpha1.AttestedDisk{}
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Name: disk}, d); client.IgnoreNotFound(err) != nil {
+		t.Fatal(err)
+	}
+	return d.Spec.MachineID
+}
+
+// FreeDisk makes a disk anybody's, as its owner does.
+func (c *Cluster) FreeDisk(t testing.TB, disk string) {
+	t.Helper()
+	if err := c.Client.Delete(t.Context(), &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}}); client.IgnoreNotFound(err) != nil {
+		t.Fatal(err)
+	}
 }
 
 // Listed reads who may write.

@@ -139,11 +139,18 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	return t, nil
 }
 
-// admit enrols the machine and completes its ticket, or leaves nothing behind.
+// admit enrols the machine, makes the disk its own and completes its ticket, or leaves nothing behind but the
+// latter.
 func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, peer attest.Peer) error {
 	done := s.stage("enrol")
 	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
 	if err != nil {
+		return err
+	}
+	// The enrolment comes first: a machine has one at a time, so it can't collect disks. A claim outlives a ticket
+	// that fails after it.
+	if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2: before certificates are asked for, and long before the key leaves
+		enrolment.Undo(ctx)
 		return err
 	}
 	done()
@@ -217,7 +224,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 		Machine: peer.Machine(), Node: w.node, Role: w.role, Disk: w.disk.String(), DiskMode: w.mode, // J1: the peer's
 		Addresses: w.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount,
 	}
-	return w, claim, s.cfg.Kube.Check(claim)
+	return w, claim, s.cfg.Kube.Check(ctx, claim)
 }
 
 // finish gets the certificates signed and the ticket recorded.

@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -8,15 +9,24 @@ import (
 	"testing"
 
 	"connectrpc.com/connect"
-	"go.uber.org/goleak"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+var shared *membertest.Cluster
+
 func TestMain(m *testing.M) {
-	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
+	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
+		if err != nil {
+			return nil, err
+		}
+		return shared.Stop, nil
+	})
 }
 
 func TestNothingIsMadeThatChecksNothing(t *testing.T) {

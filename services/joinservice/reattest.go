@@ -25,7 +25,7 @@ func reattestEvery(maxAge time.Duration) time.Duration { return min(maxReattestI
 
 // Reattest implements the RPC.
 func (s *Service) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
-	a := &attempt{began: time.Now()}
+	a := &attempt{began: s.now()}
 	if err := s.reattest(ctx, a); err != nil {
 		s.refuse(ctx, a, "verdict refused", err)
 		return nil, err

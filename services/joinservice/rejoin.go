@@ -3,7 +3,6 @@ package joinservice
 import (
 	"context"
 	"encoding/hex"
-	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -14,9 +13,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// IssueRejoinTicket implements the RPC. It has no side effects but its records.
+// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that the disk is its
+// machine's from now on, if that was not said yet.
 func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
-	a := &attempt{id: newTicketID(), began: time.Now()}
+	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.rejoin(ctx, a, req)
 	role := roleName(req.GetRole())
 	s.rejoins.WithLabelValues(role, reasonOf(err)).Inc()
@@ -25,7 +25,7 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 		s.waits(ctx, a, err)
 		return nil, err
 	}
-	s.cfg.Log.InfoContext(ctx, "rejoin ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "disk", a.record.Disk, "seconds", time.Since(a.began).Seconds(), "warnings", a.record.Warnings)
+	s.cfg.Log.InfoContext(ctx, "rejoin ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "disk", a.record.Disk, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
 	return t.toWire(), nil
 }
 
@@ -76,7 +76,9 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	a.record.Disk = claim.Disk
-	if err := s.mayRejoin(ctx, a, peer, claim); err != nil {
+	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
+	held, err := s.mayRejoin(ctx, a, peer, claim)
+	if err != nil {
 		s.undoVerdict(ctx, a, peer, err)
 		return nil, err
 	}
@@ -86,6 +88,14 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	}
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
+	}
+	if !held {
+		if err := s.write(a, "disk claim decided"); err != nil { // J3
+			return nil, err
+		}
+		if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2
+			return nil, err
+		}
 	}
 	key, err := s.cfg.Keys.Disk(ctx, disk)
 	if err != nil {
@@ -98,24 +108,24 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	return &rejoinTicket{id: a.id, disk: key, cluster: info.ClusterID}, nil
 }
 
-// mayRejoin compares the machine with the policy in force and with its enrolment.
-func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) error {
+// mayRejoin compares the machine with the policy in force and with its enrolment, and says whether its disk is held
+// for it already.
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (held bool, err error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
-		return err
+		return false, err
 	}
 	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())
 	if err != nil {
-		return err
+		return false, err
 	}
 	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
 	p, err := s.cfg.Policy.Current()
 	if err != nil {
-		return err
+		return false, err
 	}
 	if !p.Policy.AllowsRole(string(claim.Role)) {
-		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+		return false, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
 	}
-	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
 	return s.cfg.Kube.Rejoin(ctx, claim)
 }

@@ -54,7 +54,10 @@ type Options struct {
 }
 
 // Run serves until ctx ends. It closes both listeners.
-func Run(ctx context.Context, o Options) error {
+func Run(ctx context.Context, o Options) error { return run(ctx, o, time.Now) }
+
+// run is Run by the clock now, which tells how old evidence is.
+func run(ctx context.Context, o Options, now func() time.Time) error {
 	if o.VerdictMaxAge < time.Minute {
 		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
 	}
@@ -128,6 +131,7 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
+	svc.now = now
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: o.Listener,
 		ATLS: atls.ServerConfig{

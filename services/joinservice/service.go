@@ -7,7 +7,7 @@
 // These hold for every ticket, and the code that keeps one names it:
 //
 //	J1  the caller is the attested peer, never a name in the request;
-//	J2  a disk key goes only to the machine that the disk is enrolled to;
+//	J2  a disk key goes only to the machine that the disk is enrolled to, and to no other later;
 //	J3  a ticket is on the audit log before it is on the wire;
 //	J4  a node name, once enrolled, belongs to one machine;
 //	J5  a ticket's credentials are useless without the machine's own keys;
@@ -16,7 +16,7 @@
 //	J8  one machine at a time becomes a control plane.
 //
 // Side effects come last and are undone on failure: a refused machine leaves neither an
-// enrolment nor a certificate request behind.
+// enrolment nor a certificate request behind. Only whose a disk is stays as it was said once.
 package joinservice
 
 import (
@@ -83,6 +83,7 @@ type Config struct {
 // Service implements the RPCs of joinservice.
 type Service struct {
 	cfg Config
+	now func() time.Time
 	// confirmed is what of muster-cluster the key service has confirmed last; see confirmCluster.
 	confirmed atomic.Value
 	tickets   *prometheus.CounterVec
@@ -98,7 +99,7 @@ func New(cfg Config) (*Service, error) {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
-		cfg:     cfg,
+		cfg: cfg, now: time.Now,
 		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
 		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
 		rejoins: prometheus.NewCounterVec(prometheus.CounterOpts{

@@ -38,9 +38,18 @@ func (c Claim) spec() v1alpha1.AttestedNodeSpec {
 	return s
 }
 
-// Check says whether the claim fits all enrolments, Nodes, Services and API servers that are
+// Check says whether the claim fits all enrolments, Nodes, Services, API servers and disks that are
 // known. Its errors are refusals; it changes nothing.
-func (k *Kube) Check(c Claim) error { return k.check(c, k.cluster.Nodes.ByName(c.Node)) }
+func (k *Kube) Check(ctx context.Context, c Claim) error {
+	if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil {
+		return err
+	}
+	if owner := k.disks.of(c.Disk); owner == "" || owner == c.Machine.String() {
+		return nil // ClaimDisk decides; this is for before anything is written
+	}
+	_, err := k.holdsDisk(ctx, c) // J2
+	return err
+}
 
 // check takes the enrolment of the node by hand, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {

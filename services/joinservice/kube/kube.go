@@ -43,6 +43,7 @@ type Kube struct {
 	log       *slog.Logger
 	addresses *addresses
 	nodes     *names
+	disks     *disks
 	enrolled  *enrolledView
 	requests  *requests
 	records   *records
@@ -76,7 +77,7 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		return nil, fmt.Errorf("kube: certificates of %s: Kubernetes signs none for less than %s", life, MinCertificateLife)
 	}
 	k := &Kube{
-		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
+		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
 		life: life, now: time.Now,
 	}
 	k.requests.signed = k.renewed
@@ -85,6 +86,7 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		cluster.Watch(c, k.setService, k.removeService),
 		cluster.WatchConfigMap(c, enrolled.ConfigMap, k.setEnrolled, k.enrolled.remove),
 		cluster.Watch(c, k.requests.set, k.requests.remove),
+		cluster.Watch(c, k.disks.set, k.disks.remove),
 	)
 }
 

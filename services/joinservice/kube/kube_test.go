@@ -86,7 +86,10 @@ func enforce(t *testing.T, e *Enforcer) <-chan attest.MachineID {
 	return cut
 }
 
-const diskOne = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+const (
+	diskOne = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+	diskTwo = "5f0c95b6-2a3d-4c7e-9f10-000000000002"
+)
 
 func claim(machine byte) Claim {
 	return Claim{

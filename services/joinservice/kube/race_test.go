@@ -159,12 +159,24 @@ type trial struct {
 	enrolled, issued, returned bool
 }
 
+// disk is what a service does between the two: the claim, or nothing of the ticket.
+func (r *trial) disk(ctx context.Context, e *Enrolment) error {
+	err := r.k.ClaimDisk(ctx, r.claim)
+	if err != nil {
+		e.Undo(ctx)
+	}
+	return err
+}
+
 func (r *trial) run(ctx context.Context) {
 	e, err := r.k.Enrol(ctx, r.claim, ticket(r.id))
 	if err != nil {
 		return
 	}
 	r.enrolled = true
+	if r.disk(ctx, e) != nil {
+		return
+	}
 	if r.fails {
 		e.Undo(ctx)
 		return
@@ -203,11 +215,12 @@ func race(rng *rand.Rand, seed uint64, replicas []*Kube) []*trial {
 type state struct {
 	nodes  map[string]*v1alpha1.AttestedNode
 	listed map[string]string
+	disks  map[string]string
 }
 
 func stateOf(t *testing.T, trials []*trial) state {
 	t.Helper()
-	s := state{map[string]*v1alpha1.AttestedNode{}, map[string]string{}}
+	s := state{map[string]*v1alpha1.AttestedNode{}, map[string]string{}, map[string]string{}}
 	listed := shared.Listed(t)
 	for _, r := range trials {
 		if n := shared.Node(t, r.claim.Node); n != nil {
@@ -216,6 +229,7 @@ func stateOf(t *testing.T, trials []*trial) state {
 		if m, ok := listed[r.claim.Node]; ok {
 			s.listed[r.claim.Node] = m
 		}
+		s.disks[r.claim.Disk] = shared.DiskOf(t, r.claim.Disk)
 	}
 	return s
 }
@@ -247,6 +261,9 @@ func (s state) consistent(trials []*trial) error {
 		n := s.nodes[r.claim.Node]
 		if r.issued && (n == nil || n.Spec.MachineID != r.claim.Machine.String() || n.Spec.DiskID != r.claim.Disk) {
 			errs = append(errs, fmt.Errorf("ticket %s is out, and its enrolment is %+v", r.id, n))
+		}
+		if r.issued && s.disks[r.claim.Disk] != r.claim.Machine.String() {
+			errs = append(errs, fmt.Errorf("ticket %s is out, and its disk is machine %q's", r.id, s.disks[r.claim.Disk]))
 		}
 		if r.issued && !returnedBy(trials, r.claim.Machine) && n != nil && n.Status.Ticket == nil {
 			errs = append(errs, fmt.Errorf("ticket %s is out, and does not stand", r.id))

@@ -53,6 +53,7 @@ type SweepConfig struct {
 //   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is released as
 //     if its machine had returned the ticket. What the owner enrolled, control planes and bans are reported at most;
 //   - a released enrolment is deleted once its machine's certificates have expired;
+//   - the disk of an enrolment that an earlier version made, which did not say whose a disk is, is made its machine's;
 //   - one whose ticket failed before it stood is deleted after 5 minutes;
 //   - a place in the list of who may write that no enrolment accounts for is taken away;
 //   - certificate requests that a ticket left behind are deleted.
@@ -113,7 +114,11 @@ func (s *Sweeper) pass(ctx context.Context) {
 			return
 		}
 		known[n.Name] = true
-		how, err := s.look(ctx, n)
+		err := s.claim(ctx, n)
+		how := ""
+		if err == nil { // an enrolment that ends leaves its disk to its machine
+			how, err = s.look(ctx, n)
+		}
 		if how != "" {
 			counts[how]++
 		}
@@ -132,6 +137,25 @@ func (s *Sweeper) pass(ctx context.Context) {
 	}
 	s.settleStrays(ctx)
 	s.discardRequests(ctx)
+}
+
+// claim makes an enrolled disk its machine's for good, if that was not said yet (J2).
+func (s *Sweeper) claim(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	k := s.kube
+	if n.Spec.DiskID == "" || k.begun(n) || k.disks.of(n.Spec.DiskID) != "" {
+		return nil
+	}
+	machine, err := attest.ParseMachineID(n.Spec.MachineID)
+	if err != nil {
+		return err
+	}
+	if err := s.record("disk claim decided", n, "the disk was enrolled and nobody's"); err != nil {
+		return err
+	}
+	if err := k.ClaimDisk(ctx, Claim{Machine: machine, Disk: n.Spec.DiskID}); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
+		return err
+	}
+	return nil // somebody was faster, and whoever asks for the key is told
 }
 
 // look deals with one enrolment, and says how its node vanished; empty: it has not.

@@ -44,8 +44,8 @@ func (k *Kube) begun(n *v1alpha1.AttestedNode) bool {
 }
 
 // vacant says whether the enrolment was released so long ago that nothing which its machine got with
-// the ticket is of use any more, or whether nothing ever came of it: then name and disk are anybody's
-// (J2, J4). A ban stays.
+// the ticket is of use any more, or whether nothing ever came of it: then the name is anybody's (J4). The
+// disk is not, once it was claimed (J2). A ban stays.
 func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
 	switch {
 	case n == nil || n.Spec.Banned:

@@ -117,10 +117,10 @@ func TestAFailedTicketWhoseCertificatesWereAskedForKeepsItsName(t *testing.T) {
 		t.Fatalf("left: %+v, listed %v; want it released", n, shared.Listed(t))
 	}
 	seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Status.ReleasedAt != nil })
-	if err := a.Check(claim(2)); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
+	if err := a.Check(t.Context(), claim(2)); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
 		t.Errorf("another machine: %v, want NAME_TAKEN", err)
 	}
-	if err := a.Check(claim(1)); err != nil {
+	if err := a.Check(t.Context(), claim(1)); err != nil {
 		t.Errorf("its own machine: %v", err)
 	}
 }
@@ -138,7 +138,7 @@ func TestTheOwnersWordOnAnUnattestedNodeStands(t *testing.T) {
 	if have := shared.Listed(t)["w1"]; have != enrolled.Unattested {
 		t.Errorf("listed as %q, want %q", have, enrolled.Unattested)
 	}
-	if err := b.Check(claim(1)); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_EXISTS {
+	if err := b.Check(t.Context(), claim(1)); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_EXISTS {
 		t.Errorf("a machine that asks for the name: %v, want NODE_EXISTS", err)
 	}
 }
@@ -317,13 +317,13 @@ func TestAnEnrolledNodeBlocksNoAddressThroughItsNode(t *testing.T) {
 	}
 	refused := func() {
 		t.Helper()
-		if err := a.Check(w2); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
+		if err := a.Check(t.Context(), w2); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
 			t.Errorf("%v, want ADDRESS_REFUSED", err)
 		}
 	}
 	enrol(t, a, claim(1), "a")
 	object("w1")
-	if err := a.Check(w2); err != nil {
+	if err := a.Check(t.Context(), w2); err != nil {
 		t.Errorf("w1 has taken the address of w2: %v", err)
 	}
 	// What Muster did not enrol has no other place where its addresses stand.
