@@ -28,8 +28,9 @@ func (a *app) forgetCommand() *cobra.Command {
 		Use:   "forget NODE",
 		Short: "Free a node's name: shut its machine out, and delete its Node and enrolment",
 		Long: `The machine's writes are refused from the first step on, and its certificates are retired: whoever gets the name next, they don't
-write under it. Nothing is drained, and the machine is not switched off: do both before, if it runs. What will be done is shown
-first. After an interruption the same command finishes.`,
+write under it. Its disk stays the machine's: no other one gets its key, until kubectl delete attesteddisk UUID. Nothing is drained,
+and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the same
+command finishes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {

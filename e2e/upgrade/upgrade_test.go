@@ -178,15 +178,15 @@ func (c *release) whileMachinesJoin(t *testing.T, images string) {
 // checkBackup lets the API server say whether what was saved could be put back.
 func (c *release) checkBackup(t *testing.T, dir string) {
 	t.Helper()
-	for _, f := range []string{"definitions.yaml", "objects.yaml", "configmaps.yaml", "values.yaml", "manifest.yaml", "release.yaml"} {
+	for _, f := range []string{"definitions.yaml", "objects.yaml", "disks.yaml", "configmaps.yaml", "values.yaml", "manifest.yaml", "release.yaml"} {
 		st, err := os.Stat(filepath.Join(c.OwnerDir(), dir, f))
 		if err != nil || st.Size() == 0 || st.Mode().Perm() != 0o600 {
 			t.Errorf("%s: %v, %v", f, st, err)
 		}
 	}
 	out := c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "apply", "--server-side", "--force-conflicts", "--dry-run=server",
-		"-f", filepath.Join(dir, "definitions.yaml"), "-f", filepath.Join(dir, "objects.yaml"), "-f", filepath.Join(dir, "configmaps.yaml"))
-	for _, want := range []string{"attestednodes.muster.dev", "attestednode.muster.dev/node1", "attestationpolicy.muster.dev/default", "configmap/muster-cluster", "configmap/muster-enrolled"} {
+		"-f", filepath.Join(dir, "definitions.yaml"), "-f", filepath.Join(dir, "objects.yaml"), "-f", filepath.Join(dir, "disks.yaml"), "-f", filepath.Join(dir, "configmaps.yaml"))
+	for _, want := range []string{"attestednodes.muster.dev", "attestednode.muster.dev/node1", "attesteddisk.muster.dev/", "attestationpolicy.muster.dev/default", "configmap/muster-cluster", "configmap/muster-enrolled"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("the backup has no %s", want)
 		}

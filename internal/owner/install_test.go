@@ -221,6 +221,9 @@ func checkCluster(t *testing.T, o *owned, m *attesttest.Machine, greedy *certifi
 	if n.Spec.MachineID != m.ID().String() || n.Spec.Role != v1alpha1.RoleControlPlane || n.Status.LastVerdict == nil || !n.Status.LastVerdict.Accepted || n.Status.PCRs["4"] == "" {
 		t.Errorf("%+v", n)
 	}
+	if owner := diskOwner(t, n.Spec.DiskID); owner != m.ID().String() { // J2
+		t.Errorf("its disk %s is %q's", n.Spec.DiskID, owner)
+	}
 	var enrolled corev1.ConfigMap
 	if err := shared.Client.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: "muster-enrolled"}, &enrolled); err != nil || enrolled.Data["node1"] != m.ID().String() {
 		t.Errorf("%v, %v", enrolled.Data, err)

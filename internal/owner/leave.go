@@ -73,7 +73,10 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 		}
 	}
 	if p.Enrolment != nil {
-		out.Plan = append(out.Plan, "delete its enrolment: name, disk and machine are free, for the same machine too if the policy accepts it")
+		out.Plan = append(out.Plan, "delete its enrolment: name and machine are free, for the same machine too if the policy accepts it")
+		if disk := p.Enrolment.Spec.DiskID; disk != "" {
+			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's: no other one gets its key until you say `kubectl delete attesteddisk %s`", disk, disk))
+		}
 		if p.Enrolment.Spec.Banned {
 			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrolment: keep a machine out by the policy, or leave it banned")
 		}
@@ -112,7 +115,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 		return nil, withRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
 			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
 	}
-	if err := kube.FreeFor(ctx, name, to); err != nil {
+	if err := kube.FreeFor(ctx, p, to); err != nil {
 		return nil, err
 	}
 	out := &Departure{kube: kube, found: p, to: &to}
@@ -126,7 +129,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 		out.Plan = append(out.Plan, fmt.Sprintf("enrol machine %s under the name", to.MachineID))
 	}
 	if !sameDisk {
-		out.Plan = append(out.Plan, fmt.Sprintf("enrol disk %s with it; what is on the disk before stays encrypted for good", to.DiskID))
+		out.Plan = append(out.Plan, fmt.Sprintf("enrol disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}

@@ -265,7 +265,7 @@ func (u *upgrades) good(t *testing.T) {
 func (u *upgrades) checkBackup(t *testing.T, dir string) {
 	t.Helper()
 	want := map[string]string{
-		"definitions.yaml": "attestednodes.muster.dev", "objects.yaml": "lastVerdict", "configmaps.yaml": "muster-enrolled",
+		"definitions.yaml": "attestednodes.muster.dev", "objects.yaml": "lastVerdict", "disks.yaml": "kind: AttestedDisk", "configmaps.yaml": "muster-enrolled",
 		"values.yaml": "publicKey", "manifest.yaml": "muster-joinservice", "release.yaml": "revision",
 	}
 	err := filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
@@ -313,6 +313,11 @@ func (u *upgrades) cutOff(t *testing.T) {
 // definition gives the one of AttestedNode, and a client for it.
 func (u *upgrades) definition(t *testing.T) (client.Client, *apiextensionsv1.CustomResourceDefinition) {
 	t.Helper()
+	return u.definitionOf(t, "attestednodes")
+}
+
+func (u *upgrades) definitionOf(t *testing.T, kind string) (client.Client, *apiextensionsv1.CustomResourceDefinition) {
+	t.Helper()
 	scheme := runtime.NewScheme()
 	if err := apiextensionsv1.AddToScheme(scheme); err != nil {
 		t.Fatal(err)
@@ -322,7 +327,7 @@ func (u *upgrades) definition(t *testing.T) (client.Client, *apiextensionsv1.Cus
 		t.Fatal(err)
 	}
 	crd := &apiextensionsv1.CustomResourceDefinition{}
-	if err := api.Get(u.ctx, client.ObjectKey{Name: "attestednodes." + v1alpha1.GroupVersion.Group}, crd); err != nil {
+	if err := api.Get(u.ctx, client.ObjectKey{Name: kind + "." + v1alpha1.GroupVersion.Group}, crd); err != nil {
 		t.Fatal(err)
 	}
 	return api, crd
@@ -387,11 +392,16 @@ func (u *upgrades) restored(t *testing.T) {
 	if err := shared.Client.Get(u.ctx, client.ObjectKey{Name: "node1"}, &before); err != nil {
 		t.Fatal(err)
 	}
+	owner := diskOwner(t, before.Spec.DiskID)
+	if owner != before.Spec.MachineID {
+		t.Errorf("disk %s of machine %s is %q's", before.Spec.DiskID, before.Spec.MachineID, owner)
+	}
 	api, crd := u.definition(t)
-	if err := api.Delete(u.ctx, crd); err != nil {
+	_, disks := u.definitionOf(t, "attesteddisks")
+	if err := errors.Join(api.Delete(u.ctx, crd), api.Delete(u.ctx, disks)); err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(u.ctx, "sh", "-euc", `until kubectl wait --for=delete crd/`+crd.Name+` --timeout=60s; do :; done
+	cmd := exec.CommandContext(u.ctx, "sh", "-euc", `until kubectl wait --for=delete crd/`+crd.Name+` crd/`+disks.Name+` --timeout=60s; do :; done
 `+script)
 	cmd.Dir = u.saved
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+shared.Kubeconfig, "PATH="+shared.Bin+string(filepath.ListSeparator)+os.Getenv("PATH"))
@@ -407,4 +417,17 @@ func (u *upgrades) restored(t *testing.T) {
 	if after.UID == before.UID || after.Spec.MachineID != before.Spec.MachineID || after.Status.LastVerdict == nil || after.Status.PCRs["4"] != before.Status.PCRs["4"] {
 		t.Errorf("%+v", after)
 	}
+	if now := diskOwner(t, after.Spec.DiskID); now != owner {
+		t.Errorf("its disk is %q's", now)
+	}
+}
+
+// diskOwner gives the machine that a disk belongs to; empty: none.
+func diskOwner(t *testing.T, disk string) string {
+	t.Helper()
+	var d v1alpha1.AttestedDisk
+	if err := shared.Client.Get(t.Context(), client.ObjectKey{Name: disk}, &d); client.IgnoreNotFound(err) != nil {
+		t.Fatal(err)
+	}
+	return d.Spec.MachineID
 }

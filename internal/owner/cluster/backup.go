@@ -22,7 +22,7 @@ import (
 // No Secret is among them (K3): the root secret is in the owner's folder already, and the chart has
 // none.
 func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definitions []*unstructured.Unstructured) (map[string][]byte, error) {
-	var defined, objects []unstructured.Unstructured
+	var defined, objects, disks []unstructured.Unstructured
 	for _, d := range definitions {
 		var crd unstructured.Unstructured
 		crd.SetGroupVersionKind(d.GroupVersionKind())
@@ -43,6 +43,10 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 		if err != nil {
 			return nil, err
 		}
+		if gvk.Kind == "AttestedDisk" { // kubectl puts status back for every object of a file, and these have none
+			disks = found
+			continue
+		}
 		objects = append(objects, found...)
 	}
 	maps, err := c.all(ctx, corev1.SchemeGroupVersion.WithKind("ConfigMap"), client.InNamespace(Namespace))
@@ -53,7 +57,7 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 	if files["values.yaml"], err = yaml.Marshal(last.Config); err != nil {
 		return nil, err
 	}
-	for name, list := range map[string][]unstructured.Unstructured{"definitions.yaml": defined, "objects.yaml": objects, "configmaps.yaml": maps} {
+	for name, list := range map[string][]unstructured.Unstructured{"definitions.yaml": defined, "objects.yaml": objects, "disks.yaml": disks, "configmaps.yaml": maps} {
 		if files[name], err = documents(list); err != nil {
 			return nil, err
 		}

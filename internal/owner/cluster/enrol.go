@@ -19,10 +19,19 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Enrol gives a name to a machine (J4). An enrolment that is there and says the same is
-// left; one that says otherwise is an error and stays as it is.
+// Enrol gives a name to a machine (J4), and with it the disk, if spec names one (J2). An enrolment that is there
+// and says the same is left; one that says otherwise is an error and stays as it is.
 func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
+		if spec.DiskID != "" { // before anything is written
+			d, err := c.diskOf(ctx, spec.DiskID)
+			if err == nil {
+				err = mayTake(d, spec.MachineID)
+			}
+			if err != nil {
+				return err
+			}
+		}
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
 		err := c.client.Create(ctx, n)
 		if err == nil {
@@ -38,7 +47,10 @@ func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedN
 		}
 		return same(name, have.Spec, spec)
 	})
-	return created, err
+	if err != nil {
+		return created, err
+	}
+	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID)
 }
 
 // same says whether an enrolment says what is wanted; what is wanted of disk and addresses

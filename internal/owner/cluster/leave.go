@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -27,6 +28,8 @@ type Presence struct {
 	Name      string
 	Node      *corev1.Node
 	Enrolment *v1alpha1.AttestedNode
+	// DiskOf is the machine that the enrolment's disk belongs to; empty: none.
+	DiskOf string
 	// Listed is the machine that may write under the name; empty: none may.
 	Listed string
 	// Requests are certificate requests that were filed under the name.
@@ -83,6 +86,15 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	} else if !Absent(err) {
 		return nil, err
 	}
+	if p.Enrolment != nil && own.Spec.DiskID != "" {
+		d, err := c.diskOf(ctx, own.Spec.DiskID)
+		if err != nil {
+			return nil, err
+		}
+		if d != nil {
+			p.DiskOf = d.Spec.MachineID
+		}
+	}
 	list, err := c.enrolled(ctx)
 	if err != nil && !Absent(err) {
 		return nil, err
@@ -128,9 +140,21 @@ func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) 
 
 const nodeUser = "system:node:"
 
-// FreeFor says whether machine and disk of a change are not enrolled under another name.
-func (c *Client) FreeFor(ctx context.Context, name string, to Replacement) error {
+// FreeFor says whether machine and disk of a change are not enrolled under another name, and the disk that the name
+// will have is no third machine's.
+func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error {
+	name := p.Name
 	return once(ctx, func(ctx context.Context) error {
+		disk, machine := to.of(p)
+		if disk != "" {
+			d, err := c.diskOf(ctx, disk)
+			if err != nil {
+				return err
+			}
+			if err := mayTake(d, machine, p.Enrolment.Spec.MachineID); err != nil {
+				return err
+			}
+		}
 		var all v1alpha1.AttestedNodeList
 		if err := c.client.List(ctx, &all); err != nil {
 			return err
@@ -154,7 +178,7 @@ func (c *Client) FreeFor(ctx context.Context, name string, to Replacement) error
 //
 // The order makes every interruption safe, and calling it again finish the work: first the enrolment is
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
-// enrolment itself goes last.
+// enrolment itself goes last. Its disk stays the machine's (J2), also if no service has said so yet.
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
 		return retired, err
@@ -168,6 +192,11 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		say("Node deleted")
 	}
 	if p.Enrolment != nil {
+		if p.DiskOf == "" {
+			if err := c.claimDisk(ctx, p.Enrolment.Spec.DiskID, p.Enrolment.Spec.MachineID); err != nil {
+				return retired, err
+			}
+		}
 		if err := once(ctx, func(ctx context.Context) error {
 			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrolment, client.Preconditions{UID: &p.Enrolment.UID}))
 		}); err != nil {
@@ -184,12 +213,18 @@ type Replacement struct {
 	DiskID    string // empty: the same
 }
 
+// of gives what the name has with the change: its disk, which may be none, and its machine.
+func (r Replacement) of(p *Presence) (disk, machine string) {
+	return cmp.Or(r.DiskID, p.Enrolment.Spec.DiskID), cmp.Or(r.MachineID, p.Enrolment.Spec.MachineID)
+}
+
 // Replace gives the name's enrolment another machine or disk in place, so that at no moment the name
 // is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over. now and
 // retired are as with Forget.
 //
 // The enrolment is banned until the last write. An interruption leaves it so, and calling it again
-// finishes the work.
+// finishes the work. So the disk that the name will have becomes its machine's before, while nobody gets
+// its key (J2).
 func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
 		return retired, err
@@ -200,6 +235,10 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
 	if err != nil {
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
+	}
+	disk, machine := to.of(p)
+	if err := c.claimDisk(ctx, disk, machine, p.Enrolment.Spec.MachineID); err != nil {
+		return retired, err
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		n.Spec.Banned = false
