@@ -52,6 +52,7 @@ func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 func TestNamesLeaveTheirMachines(t *testing.T) {
 	c := bringUp(t)
 	oldKey := c.Must(t, "node2", "", "cat", certificate)
+	forgottenDisk := c.Must(t, "node2", "", "cat", diskID)
 	oldDisk, oldCheck := c.Must(t, "node3", "", "cat", diskID), c.Must(t, "node3", "", "cat", diskCheck)
 	oldKey3 := c.Must(t, "node3", "", "cat", certificate)
 	if err := errors.Join(c.RemoveNode(t.Context(), "node2"), c.RemoveNode(t.Context(), "node3")); err != nil {
@@ -62,6 +63,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 	// node3's mainboard is exchanged: the disk is the old one.
 	c.Add(t, driver.Node{Name: "node3"})
 	t.Run("a forgotten name goes to another machine", func(t *testing.T) {
+		id := c.MustKubectl(t, "get", "attestednode", "node2", "-o", "jsonpath={.spec.machineID}")
 		if err := c.writes(t.Context(), "node2", oldKey); err != nil {
 			t.Fatalf("before it is forgotten: %v", err)
 		}
@@ -69,6 +71,9 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 		labtest.Eventually(t, func(ctx context.Context) error { return c.refused(ctx, "node2", oldKey, "not enrolled") })
 		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
 			t.Fatalf("left: %s %v", out, err)
+		}
+		if out, err := c.Kubectl(t.Context(), "get", "attesteddisk", strings.TrimSpace(forgottenDisk), "-o", "jsonpath={.spec.machineID}"); err != nil || out != id {
+			t.Errorf("its disk is machine %q's, want it to stay %s's: %v", out, id, err)
 		}
 		c.Add(t, labtest.Worker("node2"))
 		c.Ready(t, "node2")
@@ -109,6 +114,9 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 		c.Ready(t, "node3")
 		if err := c.refused(t.Context(), "node3", oldKey3, "had the node's name before"); err != nil {
 			t.Error(err)
+		}
+		if out, err := c.Kubectl(t.Context(), "get", "attesteddisk", strings.TrimSpace(oldDisk), "-o", "jsonpath={.spec.machineID}"); err != nil || out != id {
+			t.Errorf("its disk is machine %q's, want %s: %v", out, id, err)
 		}
 		if out, err := c.Kubectl(t.Context(), "get", "node", "node3", "-o", "jsonpath={.metadata.labels.rack}"); err != nil || out != "seven" {
 			t.Errorf("the Node is another one: label %q %v", out, err)
