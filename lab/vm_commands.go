@@ -64,6 +64,9 @@ func vmStartCommand(open opener) *cobra.Command {
 	f.StringVar(&v.Role, "role", "worker", "control-plane or worker, for its metadata and the load balancer")
 	f.StringVar(&v.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialised")
 	f.StringSliceVar(&v.JoinEndpoints, "join-endpoint", nil, "joinservice to ask, host:port")
+	f.BoolVar(&v.SecureBoot, "secure-boot", false, "give it firmware that starts what "+driver.SecureBootKey+" signed, and nothing else")
+	f.DurationVar(&v.ClockOffset, "clock-offset", 0, "how far its firmware's clock is ahead of this host's, whenever it gets power")
+	f.StringSliceVar(&v.NTP, "ntp", nil, "address of a time server, for its config medium")
 	f.BoolVar(&v.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no root vouches for")
 	return cmd
 }

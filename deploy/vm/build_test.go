@@ -37,6 +37,9 @@ func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
 	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil {
 		t.Errorf("%+v, %v", img, err)
 	}
+	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has what kubeadm looks for
+		t.Errorf("kubeadm's checks %v are ignored", ignored)
+	}
 }
 
 func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {

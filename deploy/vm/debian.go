@@ -17,7 +17,7 @@ import (
 
 // debianPackages are what the root has beside Debian's essential packages.
 var debianPackages = []string{
-	"systemd", "systemd-sysv", "udev", "dbus", "kmod", "mount", "util-linux",
+	"systemd", "systemd-sysv", "systemd-timesyncd", "udev", "dbus", "kmod", "mount", "util-linux",
 	"e2fsprogs", "cryptsetup-bin", // state disk
 	"iproute2", "iptables", "nftables", "conntrack", "ethtool", "socat", "procps", // kubelet, kube-proxy, kubeadm's checks
 	"runc", "containernetworking-plugins", "ca-certificates",

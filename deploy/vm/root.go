@@ -47,11 +47,17 @@ var enabled = map[string]string{
 	"/usr/lib/systemd/system/muster-attester.service":              "multi-user.target",
 	"/usr/lib/systemd/system/systemd-networkd.service":             "multi-user.target",
 	"/usr/lib/systemd/system/systemd-networkd-wait-online.service": "network-online.target",
+	"/usr/lib/systemd/system/systemd-timesyncd.service":            "sysinit.target",
 }
 
 // removed are paths of Debian's root, with all below, that the image has not: what is on the state
 // disk, what is made anew at each boot, and what only a package manager reads.
-var removed = []string{"var", "boot", "run", "tmp", "dev", "proc", "sys", "mnt", "media", "srv", "home", "etc/apt", "etc/group-", "etc/gshadow-", "etc/passwd-", "etc/shadow-", "etc/subgid-", "etc/subuid-", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/machine-id", "etc/mtab", "etc/fstab", "etc/network", "usr/share/zsh", "usr/local", "opt", "etc/systemd/system"}
+var removed = []string{"var", "boot", "run", "tmp", "dev", "proc", "sys", "mnt", "media", "srv", "home", "etc/apt", "etc/group-", "etc/gshadow-", "etc/passwd-", "etc/shadow-", "etc/subgid-", "etc/subuid-", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/machine-id", "etc/mtab", "etc/fstab", "etc/network", "usr/share/zsh", "usr/local", "opt", "etc/systemd/system",
+	// Programs that ask who is there, or make one somebody else: nobody is. The units that would start them are masked too.
+	"usr/sbin/agetty", "usr/sbin/getty", "usr/sbin/sulogin", "usr/bin/login", "usr/bin/su", "usr/bin/newgrp", "usr/bin/sg"}
+
+// waysIn are programs that Debian's part must not have: a build that gets one by a dependency fails.
+var waysIn = []string{"usr/sbin/sshd", "usr/sbin/dropbear", "usr/sbin/in.telnetd", "usr/sbin/telnetd", "usr/sbin/in.rshd", "usr/sbin/xinetd", "usr/sbin/inetd"}
 
 // folders that the root needs as places to mount to.
 var folders = []string{"boot", "dev", "etc/cni/net.d", "etc/kubernetes", "etc/muster", "home", "mnt", "opt/cni", "proc", "run", "srv", "sys", "tmp", "usr/local/bin", "usr/local/lib/muster", "var"}
@@ -212,9 +218,15 @@ func merge(w io.Writer, debian io.Reader, add tree, date time.Time) (status []by
 			continue
 		}
 		have[name] = true
+		if slices.Contains(waysIn, name) {
+			return nil, fmt.Errorf("%s lets people in: a package of Debian's has brought it", name)
+		}
 		h.Name = name
 		if h.Typeflag == tar.TypeReg {
-			h.Mode &= 0o777 // nobody but root logs in, so nothing has to make somebody root
+			// Nobody logs in, so nothing has to make somebody root: neither by its mode nor by capabilities (capabilities(7)).
+			h.Mode &= 0o777
+			delete(h.PAXRecords, "SCHILY.xattr.security.capability")
+			delete(h.Xattrs, "security.capability") //nolint:staticcheck // SA1019: deprecated, but the writer takes them from here too
 		}
 		if err := put(out, h, in, date); err != nil {
 			return nil, err

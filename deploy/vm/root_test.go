@@ -52,7 +52,7 @@ func debian(extra ...tar.Header) []tar.Header {
 		{Typeflag: tar.TypeReg, Name: "./etc/shadow", Mode: 0o640, Gid: 42, Linkname: shadow},
 		{Typeflag: tar.TypeReg, Name: "./etc/hostname", Mode: 0o644, Linkname: "builder"},
 		{Typeflag: tar.TypeDir, Name: "./usr/bin", Mode: 0o755},
-		{Typeflag: tar.TypeReg, Name: "./usr/bin/su", Mode: 0o4755, Linkname: "program", ModTime: time.Unix(5, 0)},
+		{Typeflag: tar.TypeReg, Name: "./usr/bin/mount", Mode: 0o4755, Linkname: "program", ModTime: time.Unix(5, 0), PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "all"}},
 		{Typeflag: tar.TypeSymlink, Name: "./bin", Linkname: "usr/bin"},
 		{Typeflag: tar.TypeReg, Name: "./var/lib/dpkg/status", Mode: 0o644, Linkname: "Package: x\n"},
 		{Typeflag: tar.TypeReg, Name: "./variable", Mode: 0o644, Linkname: "stays"},
@@ -100,7 +100,7 @@ func TestTheRootIsDebiansWithoutWhatANodeHasNotAndWithOurs(t *testing.T) {
 		t.Errorf("the same packages give another root: %v", err)
 	}
 	heads, contents := read(t, one.Bytes())
-	want := []string{"bin", "etc", "etc/hosts", "etc/shadow", "usr", "usr/bin", "usr/bin/su", "usr/lib", "usr/lib/muster", "usr/lib/muster/deep", "usr/lib/muster/deep/file", "var", "variable"}
+	want := []string{"bin", "etc", "etc/hosts", "etc/shadow", "usr", "usr/bin", "usr/bin/mount", "usr/lib", "usr/lib/muster", "usr/lib/muster/deep", "usr/lib/muster/deep/file", "var", "variable"}
 	var have []string
 	for name := range maps.Keys(heads) {
 		have = append(have, strings.TrimSuffix(name, "/"))
@@ -109,8 +109,8 @@ func TestTheRootIsDebiansWithoutWhatANodeHasNotAndWithOurs(t *testing.T) {
 	if !slices.Equal(have, want) {
 		t.Errorf("it has %v\nwant %v", have, want)
 	}
-	if m := heads["usr/bin/su"].Mode; m != 0o755 {
-		t.Errorf("su has the mode %o: it makes root of anybody", m)
+	if h := heads["usr/bin/mount"]; h.Mode != 0o755 || len(h.PAXRecords) != 0 {
+		t.Errorf("mount has the mode %o and %v: it makes root of anybody", h.Mode, h.PAXRecords)
 	}
 	if contents["etc/shadow"] != shadow || heads["etc/shadow"].Mode != 0o640 || contents["usr/lib/muster/deep/file"] != "ours" {
 		t.Errorf("shadow is %+v", heads["etc/shadow"])
@@ -161,6 +161,17 @@ func TestNoLoginAndNoUnitThatMeasures(t *testing.T) {
 	for _, u := range []string{"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service", "systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service", "getty@.service", "serial-getty@.service", "emergency.service", "rescue.service", "debug-shell.service"} {
 		if !slices.Contains(masked, u) {
 			t.Errorf("%s is not masked", u)
+		}
+	}
+	for _, p := range []string{"usr/sbin/agetty", "usr/sbin/sulogin", "usr/bin/login", "usr/bin/su"} {
+		if !slices.Contains(removed, p) {
+			t.Errorf("%s is in the image", p)
+		}
+	}
+	for _, p := range waysIn {
+		list := debian(tar.Header{Typeflag: tar.TypeReg, Name: "./" + p, Mode: 0o755, Linkname: "program"})
+		if _, err := merge(io.Discard, archive(t, list...), tree{}, time.Unix(1, 0)); err == nil || !strings.Contains(err.Error(), p) {
+			t.Errorf("%s was taken over: %v", p, err)
 		}
 	}
 	for _, p := range debianPackages {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -18,6 +19,14 @@ import (
 
 // MaxVMs is how many virtual machines of a lab may have power at a time.
 const MaxVMs = daemon.MaxVMs
+
+// Whose signature a [VM] with SecureBoot accepts: a private key that everybody has, encrypted, its passphrase, and
+// its certificate. They come with Debian's package ovmf.
+const (
+	SecureBootKey         = vm.SecureBootKey
+	SecureBootPassphrase  = vm.SecureBootPassphrase
+	SecureBootCertificate = vm.SecureBootCertificate
+)
 
 // VM says what virtual machine to add: real firmware that boots a disk image, on the same network, with a
 // TPM from the same CA, as machines made of namespaces.
@@ -36,6 +45,11 @@ type VM struct {
 	JoinEndpoints  []string // host:port of joinservices
 
 	ForeignEK bool // its TPM is genuine, but comes from a CA that no policy of the lab names
+	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else.
+	SecureBoot bool
+	// ClockOffset is how far its firmware's clock is ahead of the host's, whenever it gets power.
+	ClockOffset time.Duration
+	NTP         []string // addresses of time servers, for its config medium
 }
 
 // AddVM makes a virtual machine, gives it power, and returns when what it boots has written to its
@@ -61,7 +75,7 @@ func (l *Lab) AddVM(ctx context.Context, v VM) (Machine, error) {
 	done := l.step("virtual machine " + v.Name)
 	m, err := l.client().AddVM(ctx, daemon.VMRequest{
 		Name: v.Name, Number: number, ControlPlane: role == "control-plane", Image: image, Medium: medium,
-		StateMiB: v.StateMiB, MemoryMiB: v.MemoryMiB, ForeignEK: v.ForeignEK,
+		StateMiB: v.StateMiB, MemoryMiB: v.MemoryMiB, ForeignEK: v.ForeignEK, SecureBoot: v.SecureBoot, ClockOffset: v.ClockOffset,
 	})
 	if err == nil {
 		done()
@@ -163,10 +177,14 @@ func configMedium(v VM, number int, role string) (map[string][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	network, err := yaml.Marshal(map[string]any{
+	conf := map[string]any{
 		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineNetwork",
 		"interfaces": []map[string]any{{"mac": lan.HardwareAddress(v.Name).String(), "addresses": []string{lan.Address(number) + "/24"}, "gateway": lan.Gateway}},
-	})
+	}
+	if len(v.NTP) > 0 {
+		conf["ntp"] = v.NTP
+	}
+	network, err := yaml.Marshal(conf)
 	if err != nil {
 		return nil, err
 	}

@@ -12,7 +12,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestAConfigMediumHoldsWhatTheMachineReads(t *testing.T) {
-	v := VM{Name: "node7", JoinEndpoints: []string{"192.168.77.11:30090"}, InitSecretHash: strings.Repeat("ab", 32)}
+	v := VM{Name: "node7", JoinEndpoints: []string{"192.168.77.11:30090"}, InitSecretHash: strings.Repeat("ab", 32), NTP: []string{"192.168.77.2"}}
 	number, role, err := seat(v.Name, v.Number, v.Role)
 	if err != nil || number != 7 || role != "worker" {
 		t.Fatalf("%d, %q, %v", number, role, err)
@@ -28,7 +28,7 @@ func TestAConfigMediumHoldsWhatTheMachineReads(t *testing.T) {
 	if m.Name != "node7" || len(m.Addresses) != 1 || m.Addresses[0].String() != "192.168.77.17" || len(m.JoinEndpoints) != 1 {
 		t.Errorf("%+v", m)
 	}
-	for _, want := range []string{"kind: MachineNetwork", "192.168.77.17/24", "gateway: 192.168.77.1", "mac: 02:"} {
+	for _, want := range []string{"kind: MachineNetwork", "192.168.77.17/24", "gateway: 192.168.77.1", "mac: 02:", "ntp:\n- 192.168.77.2\n"} {
 		if !strings.Contains(string(files["network.yaml"]), want) {
 			t.Errorf("no %q in network.yaml:\n%s", want, files["network.yaml"])
 		}

@@ -31,6 +31,8 @@ type network struct {
 	Interfaces []netInterface `json:"interfaces"`
 	// Nameservers go to resolv.conf, at most three.
 	Nameservers []string `json:"nameservers,omitempty"`
+	// NTP are addresses of servers that systemd-timesyncd asks for the time, at most eight. None: it doesn't run.
+	NTP []string `json:"ntp,omitempty"`
 }
 
 type netInterface struct {
@@ -44,6 +46,7 @@ const (
 	networkKind    = "MachineNetwork"
 	maxInterfaces  = 16
 	maxNameservers = 3 // resolv.conf(5)
+	maxNTP         = 8
 )
 
 func parseNetwork(b []byte) (*network, error) {
@@ -60,9 +63,14 @@ func parseNetwork(b []byte) (*network, error) {
 	if len(n.Nameservers) > maxNameservers {
 		return nil, fmt.Errorf("nameservers: at most %d, not %d", maxNameservers, len(n.Nameservers))
 	}
-	for i, s := range n.Nameservers {
-		if a, err := netip.ParseAddr(s); err != nil || a.Zone() != "" {
-			return nil, fmt.Errorf("nameservers[%d]: want an IP address, not %q", i, s)
+	if len(n.NTP) > maxNTP {
+		return nil, fmt.Errorf("ntp: at most %d, not %d", maxNTP, len(n.NTP))
+	}
+	for field, list := range map[string][]string{"nameservers": n.Nameservers, "ntp": n.NTP} {
+		for i, s := range list {
+			if a, err := netip.ParseAddr(s); err != nil || a.Zone() != "" {
+				return nil, fmt.Errorf("%s[%d]: want an IP address, not %q", field, i, s)
+			}
 		}
 	}
 	for i, f := range n.Interfaces {

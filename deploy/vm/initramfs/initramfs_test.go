@@ -159,11 +159,12 @@ kind: MachineNetwork
 interfaces:
 - {mac: "52:54:00:00:00:01", addresses: [192.0.2.7/24, "2001:db8::7/64"], gateway: 192.0.2.1, mtu: 1400}
 nameservers: [192.0.2.1]
+ntp: [192.0.2.2, "2001:db8::2"]
 `
 
 func TestANetworkIsReadStrictly(t *testing.T) {
 	n, err := parseNetwork([]byte(static))
-	if err != nil || n.Interfaces[0].MTU != 1400 || len(n.Interfaces[0].Addresses) != 2 || n.Nameservers[0] != "192.0.2.1" {
+	if err != nil || n.Interfaces[0].MTU != 1400 || len(n.Interfaces[0].Addresses) != 2 || n.Nameservers[0] != "192.0.2.1" || len(n.NTP) != 2 {
 		t.Fatalf("%+v, %v", n, err)
 	}
 	if _, err := parseNetwork([]byte(strings.Replace(static, `mac: "52:54:00:00:00:01", `, "", 1))); err != nil {
@@ -185,6 +186,9 @@ func TestANetworkIsReadStrictly(t *testing.T) {
 		"two and one nameless": {second, "mac"},
 		"a server by name":     {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [\"x\\n\"]", 1), "nameservers[0]"},
 		"a line in a server":   {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [\"fe80::1%\\nsearch x\"]", 1), "nameservers[0]"},
+		"a clock by name":      {strings.Replace(static, "[192.0.2.2,", "[pool.example,", 1), "ntp[0]"},
+		"a line in a clock":    {strings.Replace(static, `"2001:db8::2"`, `"192.0.2.3\nFallbackNTP=x"`, 1), "ntp[1]"},
+		"nine clocks":          {strings.Replace(static, "[192.0.2.2,", "["+strings.Repeat("192.0.2.2,", 8), 1), "ntp"},
 		"four servers":         {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [192.0.2.1, 192.0.2.2, 192.0.2.3, 192.0.2.4]", 1), "nameservers"},
 	} {
 		if _, err := parseNetwork([]byte(tt[0])); err == nil || !strings.Contains(err.Error(), tt[1]) {
@@ -207,6 +211,9 @@ func FuzzNetwork(f *testing.F) {
 		}
 		if r := resolv(n.Nameservers); bytes.Count(r, []byte("\n")) != len(n.Nameservers) {
 			t.Errorf("resolv.conf is %q", r)
+		}
+		if c := clock(n.NTP); bytes.Count(c, []byte("\n")) != 2 {
+			t.Errorf("timesyncd's drop-in is %q", c)
 		}
 	})
 }
@@ -237,6 +244,25 @@ func TestHostsNameTheMachine(t *testing.T) {
 	}
 }
 
+func TestTheClockAsksWhomTheSiteNamesAlone(t *testing.T) {
+	if got, want := string(clock([]string{"192.0.2.2", "2001:db8::2"})), "[Time]\nNTP=192.0.2.2 2001:db8::2\n"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if got := clock(slices.Repeat([]string{"192.0.2.2"}, 2*maxNTP)); bytes.Count(got, []byte("192")) != maxNTP {
+		t.Errorf("a lease with many servers: %q", got)
+	}
+	// systemd-timesyncd runs if there is the file that this program writes, or one of the image, and has none of Debian's servers.
+	root := filepath.Join("..", "files", "root", "etc", "systemd")
+	for file, want := range map[string]string{
+		"system/systemd-timesyncd.service.d/site.conf": "ConditionPathExists=|" + layout.RunClock + "\nConditionDirectoryNotEmpty=|/etc/systemd/timesyncd.conf.d\n",
+		"timesyncd.conf": "\nFallbackNTP=127.0.0.1\n",
+	} {
+		if b, err := os.ReadFile(filepath.Join(root, file)); err != nil || !strings.Contains(string(b), want) {
+			t.Errorf("%s: %q, %v", file, b, err)
+		}
+	}
+}
+
 func TestOnlyWholeLeasesAreUsed(t *testing.T) {
 	lease := func(ip net.IP, options ...dhcpv4.Option) *dhcpv4.DHCPv4 {
 		d, err := dhcpv4.New(dhcpv4.WithYourIP(ip))
@@ -249,12 +275,12 @@ func TestOnlyWholeLeasesAreUsed(t *testing.T) {
 		return d
 	}
 	ip, mask := net.IPv4(192, 0, 2, 9), dhcpv4.OptSubnetMask(net.CIDRMask(24, 32))
-	a, g, s, err := offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptDNS(net.IPv4(192, 0, 2, 2))))
-	if err != nil || a.String() != "192.0.2.9/24" || g.String() != "192.0.2.1" || !slices.Equal(s, []string{"192.0.2.2"}) {
+	a, g, s, err := offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptDNS(net.IPv4(192, 0, 2, 2)), dhcpv4.OptNTPServers(net.IPv4(192, 0, 2, 3))))
+	if err != nil || a.String() != "192.0.2.9/24" || g.String() != "192.0.2.1" || !slices.Equal(s.names, []string{"192.0.2.2"}) || !slices.Equal(s.clocks, []string{"192.0.2.3"}) {
 		t.Errorf("%v %v %v %v", a, g, s, err)
 	}
-	if _, g, _, err := offered(lease(ip, mask)); err != nil || g.IsValid() {
-		t.Errorf("without a router: %v, %v", g, err)
+	if _, g, s, err := offered(lease(ip, mask)); err != nil || g.IsValid() || s.clocks != nil {
+		t.Errorf("without a router: %v, %v, %v", g, s, err)
 	}
 	for name, l := range map[string]*dhcpv4.DHCPv4{
 		"no mask": lease(ip), "no address": lease(net.IPv4zero, mask), "many machines' address": lease(net.IPv4(224, 0, 0, 1), mask),

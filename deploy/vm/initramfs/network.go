@@ -18,8 +18,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
+// servers are what the site offers beside addresses: IP addresses, in order of preference.
+type servers struct{ names, clocks []string }
+
 // network brings the machine's network up, by the medium's file or by DHCP, and writes the files
-// that the root's resolv.conf and hosts are links to.
+// that the root's resolv.conf and hosts are links to, and the one that systemd-timesyncd waits for.
 func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
@@ -28,11 +31,11 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return fmt.Errorf("the network: lo: %w", err)
 	}
-	var servers []string
+	var found servers
 	if n == nil {
-		servers, err = b.dhcp(ctx)
+		found, err = b.dhcp(ctx)
 	} else {
-		servers, err = n.Nameservers, b.static(ctx, n)
+		found, err = servers{n.Nameservers, n.NTP}, b.static(ctx, n)
 	}
 	if err != nil {
 		return fmt.Errorf("the network: %w", err)
@@ -40,7 +43,18 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 	if err := write(layout.RunHosts, hosts(m)); err != nil {
 		return err
 	}
-	return write(layout.RunResolv, resolv(servers))
+	if len(found.clocks) > 0 {
+		b.say("the time comes from %s", strings.Join(found.clocks, ", "))
+		if err := write(layout.RunClock, clock(found.clocks)); err != nil {
+			return err
+		}
+	}
+	return write(layout.RunResolv, resolv(found.names))
+}
+
+// clock is a drop-in of systemd-timesyncd (timesyncd.conf(5)).
+func clock(servers []string) []byte {
+	return fmt.Appendf(nil, "[Time]\nNTP=%s\n", strings.Join(servers[:min(len(servers), maxNTP)], " "))
 }
 
 func hosts(m *metadata.Machine) []byte {
@@ -129,67 +143,70 @@ func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) 
 }
 
 // dhcp asks for an address until it has one (RFC 2131), and leaves the lease's renewal to
-// systemd-networkd. It gives the name servers.
-func (b *boot) dhcp(ctx context.Context) ([]string, error) {
+// systemd-networkd. It gives the servers that the lease names.
+func (b *boot) dhcp(ctx context.Context) (servers, error) {
 	for {
-		servers, err := b.lease(ctx)
+		found, err := b.lease(ctx)
 		if err == nil || ctx.Err() != nil {
-			return servers, err
+			return found, err
 		}
 		b.say("waiting for an address by DHCP: %v; the config medium may have a %s instead", err, layout.NetworkFile)
 	}
 }
 
-func (b *boot) lease(ctx context.Context) ([]string, error) {
+func (b *boot) lease(ctx context.Context) (servers, error) {
 	const most = time.Minute
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf("") })
 	if err != nil {
-		return nil, err
+		return servers{}, err
 	}
 	if err := netlink.LinkSetUp(link); err != nil {
-		return nil, err
+		return servers{}, err
 	}
 	name := link.Attrs().Name
 	client, err := nclient4.New(name)
 	if err != nil {
-		return nil, errors.Join(err, wait(ctx, time.Second))
+		return servers{}, errors.Join(err, wait(ctx, time.Second))
 	}
 	defer func() { _ = client.Close() }()
-	l, err := client.Request(ctx)
+	l, err := client.Request(ctx, dhcpv4.WithRequestedOptions(dhcpv4.OptionNTPServers))
 	if err != nil {
-		return nil, errors.Join(err, wait(ctx, time.Second))
+		return servers{}, errors.Join(err, wait(ctx, time.Second))
 	}
-	address, gateway, servers, err := offered(l.ACK)
+	address, gateway, found, err := offered(l.ACK)
 	if err != nil {
-		return nil, errors.Join(err, wait(ctx, time.Second))
+		return servers{}, errors.Join(err, wait(ctx, time.Second))
 	}
 	if err := configure(link, []netip.Prefix{address}, gateway); err != nil {
-		return nil, err
+		return servers{}, err
 	}
 	b.say("network: %s has %s by DHCP", name, address)
-	return servers, write("/run/systemd/network/10-muster.network", renewal(link.Attrs().HardwareAddr))
+	return found, write("/run/systemd/network/10-muster.network", renewal(link.Attrs().HardwareAddr))
 }
 
 // offered takes from the server's answer what this machine uses of it.
-func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, servers []string, err error) {
+func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, found servers, err error) {
 	ip, ok := netip.AddrFromSlice(ack.YourIPAddr.To4())
 	bits, size := ack.SubnetMask().Size()
 	if !ok || ip.IsUnspecified() || ip.IsMulticast() || size != 32 || bits == 0 {
-		return address, gateway, nil, fmt.Errorf("the server offered the address %v with the mask %v", ack.YourIPAddr, ack.SubnetMask())
+		return address, gateway, found, fmt.Errorf("the server offered the address %v with the mask %v", ack.YourIPAddr, ack.SubnetMask())
 	}
 	if r := ack.Router(); len(r) > 0 {
 		gateway, _ = netip.AddrFromSlice(r[0].To4())
 	}
 	for _, s := range ack.DNS() {
-		servers = append(servers, s.String())
+		found.names = append(found.names, s.String())
 	}
-	return netip.PrefixFrom(ip, bits), gateway, servers, nil
+	for _, s := range ack.NTPServers() {
+		found.clocks = append(found.clocks, s.String())
+	}
+	return netip.PrefixFrom(ip, bits), gateway, found, nil
 }
 
 // renewal is what systemd-networkd goes on with (systemd.network(5)). Addresses and routes of
 // others, a CNI plugin's among them, are not its business.
 func renewal(mac net.HardwareAddr) []byte {
-	return fmt.Appendf(nil, "[Match]\nMACAddress=%s\nType=ether\n\n[Network]\nDHCP=ipv4\nKeepConfiguration=yes\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n\n[DHCPv4]\nUseHostname=no\nUseDNS=no\n", mac)
+	return fmt.Appendf(nil, "[Match]\nMACAddress=%s\nType=ether\n\n[Network]\nDHCP=ipv4\nKeepConfiguration=yes\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n\n[DHCPv4]\nUseHostname=no\nUseDNS=no\nUseNTP=no\n", mac)
 }

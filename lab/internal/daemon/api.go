@@ -21,6 +21,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"time"
 
 	"github.com/muster-k8s/muster/lab/internal/host"
 )
@@ -58,6 +59,8 @@ type VMRequest struct {
 	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0: vm.DefaultState
 	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
 	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
+	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts what vm.SecureBootKey signed, and nothing else
+	ClockOffset  time.Duration     `json:"clockOffset"`  // of its firmware's clock
 }
 
 // A BootRequest changes what a virtual machine boots from now on. Empty fields leave it as it was.

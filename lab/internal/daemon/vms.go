@@ -195,7 +195,7 @@ func (d *Daemon) bootVM(ctx context.Context, v *virtual) (*vm.VM, error) {
 		ca = vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-foreign")}
 	}
 	return vm.Start(ctx, vm.Config{
-		Dir: v.dir, Image: r.Image, CA: ca, Medium: r.Medium, State: r.StateMiB, Memory: r.MemoryMiB,
+		Dir: v.dir, Image: r.Image, CA: ca, Medium: r.Medium, State: r.StateMiB, Memory: r.MemoryMiB, SecureBoot: r.SecureBoot, ClockOffset: r.ClockOffset,
 		MAC: lan.HardwareAddress(r.Name), Tap: tap, Spawn: d.spawn, Log: d.log,
 	})
 }

@@ -15,11 +15,30 @@ import (
 )
 
 // Debian's OVMF: the 4 MiB build without System Management Mode, whose variables begin without Secure
-// Boot keys. Which one it is, is in PCR 0 and 7; policies of the lab's images compare neither.
+// Boot keys; and the one with it, which protects its variables, and begins with a key that everybody has, for tests
+// (ovmf's README.Debian). Which one it is, is in PCR 0 and 7; policies of the lab's images compare neither.
 const (
 	firmwareCode = "/usr/share/OVMF/OVMF_CODE_4M.fd"
 	firmwareVars = "/usr/share/OVMF/OVMF_VARS_4M.fd"
+	secureCode   = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"
+	secureVars   = "/usr/share/OVMF/OVMF_VARS_4M.snakeoil.fd"
 )
+
+// Whose signature a machine with [Config.SecureBoot] accepts: an encrypted private key with its passphrase, and its
+// certificate, PEM both.
+const (
+	SecureBootKey         = "/usr/share/ovmf/PkKek-1-snakeoil.key"
+	SecureBootPassphrase  = "snakeoil"
+	SecureBootCertificate = "/usr/share/ovmf/PkKek-1-snakeoil.pem"
+)
+
+// firmware gives the machine's firmware, and the variables that it begins with.
+func firmware(c Config) (code, vars string) {
+	if c.SecureBoot {
+		return secureCode, secureVars
+	}
+	return firmwareCode, firmwareVars
+}
 
 // Files in a machine's folder.
 const (
@@ -34,14 +53,19 @@ const processor = "max,-avx,-avx2"
 // arguments is QEMU's command line. The devices and their order are part of what a machine is: firmware
 // puts them into its boot options, and a TPM sees those (PCR 1).
 func arguments(c Config, console string) []string {
+	code, _ := firmware(c)
+	machine := "q35,smm=off"
+	if c.SecureBoot {
+		machine = "q35,smm=on"
+	}
 	args := []string{
 		"-nodefaults", "-display", "none", "-monitor", "none",
 		"-no-reboot", // a machine that reboots by itself would do so unseen; who drives it gives it power again
-		"-accel", "tcg,thread=multi", "-machine", "q35,smm=off", "-cpu", processor,
+		"-accel", "tcg,thread=multi", "-machine", machine, "-cpu", processor,
 		"-smp", strconv.Itoa(processors), "-m", strconv.Itoa(orDefault(c.Memory, DefaultMemory)),
 		"-chardev", "file,id=console,path=" + option(filepath.Base(console)), "-serial", "chardev:console",
 		"-qmp", "unix:" + qmpSocket + ",server=on,wait=off",
-		"-drive", "if=pflash,format=raw,readonly=on,file=" + firmwareCode,
+		"-drive", "if=pflash,format=raw,readonly=on,file=" + code,
 		"-drive", "if=pflash,format=raw,file=vars.fd",
 		"-chardev", "socket,id=tpm,path=tpm/" + vtpm.ControlSocket, "-tpmdev", "emulator,id=tpm0,chardev=tpm", "-device", "tpm-crb,tpmdev=tpm0",
 		"-drive", "if=none,id=boot,format=raw,readonly=on,file=" + option(c.Image),
@@ -50,6 +74,12 @@ func arguments(c Config, console string) []string {
 		// be flushed for a power cut to be one. What the machine had not written yet is lost, as it should be.
 		"-drive", "if=none,id=state,format=raw,cache=unsafe,discard=unmap,file=state.raw",
 		"-device", "virtio-blk-pci,drive=state,serial=" + StateSerial,
+	}
+	if c.ClockOffset != 0 {
+		args = append(args, "-rtc", "base="+time.Now().UTC().Add(c.ClockOffset).Format("2006-01-02T15:04:05"))
+	}
+	if c.SecureBoot { // only firmware in System Management Mode writes its variables (OVMF's README)
+		args = append(args, "-global", "driver=cfi.pflash01,property=secure,value=on", "-global", "ICH9-LPC.disable_s3=1")
 	}
 	if c.Medium != nil {
 		args = append(args, "-drive", "if=none,id=medium,format=raw,readonly=on,file="+mediumFile, "-device", "virtio-blk-pci,drive=medium,serial=muster-meta")

@@ -43,6 +43,9 @@ const FirmwareTimeout = 2 * time.Minute
 // ErrFirmware says that firmware was silent, or QEMU ended, before anything had booted, twice.
 var ErrFirmware = errors.New("the firmware has not started what is on the boot disk")
 
+// ErrNothingBoots says that firmware has looked at all there is to start, and started none: the console says why.
+var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
+
 // A Config says what a machine is made of. Dir, Image, CA, Spawn and Log are required.
 type Config struct {
 	Dir    string            // its folder
@@ -53,6 +56,11 @@ type Config struct {
 	Memory int               // MiB; 0: DefaultMemory
 	MAC    net.HardwareAddr  // of its network card
 	Tap    string            // the tap device that its network card is plugged into; empty: it has no card
+	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else. It is for the whole
+	// life of the machine: its variables hold the key.
+	SecureBoot bool
+	// ClockOffset is how far its real-time clock is ahead of the host's when it gets power.
+	ClockOffset time.Duration
 	// Spawn starts a process, on a thread that lives as long as the machine should: the kernel ends
 	// the process with the thread.
 	Spawn func(*exec.Cmd) error
@@ -114,7 +122,8 @@ func provision(ctx context.Context, c Config) error {
 		}
 	}
 	if err := once(filepath.Join(c.Dir, "vars.fd"), func(tmp string) error {
-		b, err := os.ReadFile(firmwareVars)
+		_, vars := firmware(c)
+		b, err := os.ReadFile(vars)
 		if err != nil {
 			return err
 		}
@@ -190,8 +199,12 @@ func powerOn(ctx context.Context, c Config) (_ *VM, err error) {
 
 // booted returns when something other than firmware writes to the console.
 func (m *VM) booted(ctx context.Context) error {
-	started := false
+	started, nothing := false, false
 	_, err := m.Wait(ctx, func(line string) bool {
+		if line == bootManager+"No bootable option or device was found." {
+			nothing = true
+			return true
+		}
 		if started && line != "" && !strings.HasPrefix(line, bootManager) {
 			return true
 		}
@@ -200,6 +213,9 @@ func (m *VM) booted(ctx context.Context) error {
 	})
 	if errors.Is(err, errPowerOff) {
 		return fmt.Errorf("%w: %w", ErrFirmware, err)
+	}
+	if err == nil && nothing {
+		return ErrNothingBoots
 	}
 	return err
 }

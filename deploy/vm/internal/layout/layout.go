@@ -47,6 +47,8 @@ const (
 	RunHosts    = "/run/muster/hosts"
 	RunResolv   = "/run/muster/resolv.conf"
 	RunMachine  = "/run/muster/machine-id"
+	// RunClock is systemd-timesyncd's drop-in with the time servers of the site; the unit's condition names it too.
+	RunClock = "/run/systemd/timesyncd.conf.d/10-muster.conf"
 )
 
 // BlockSize is that of data and hash blocks of dm-verity, in bytes.
