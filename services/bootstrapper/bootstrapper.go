@@ -179,7 +179,7 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if b.machineID, err = seek.MachineID(ctx, cfg.TPM); err != nil {
 		return nil, err
 	}
-	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, func(r journal.Record) { m.seen(r); b.steps.seen(r) }); err != nil {
+	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, b.machineID.String(), func(r journal.Record) { m.seen(r); b.steps.seen(r) }); err != nil {
 		return nil, err
 	}
 	if b.ownerKey == nil {
@@ -207,9 +207,16 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err := b.lock.relock(ctx); err != nil {
 		return err
 	}
+	moved, err := b.lock.moved()
+	if err != nil {
+		return err
+	}
 	b.ctx = ctx
 	close(b.running)
 	rec := b.lock.record()
+	if moved {
+		b.log.WarnContext(ctx, "the node on this disk had another TPM: joining anew", "node", rec.NodeName, "remedy", "If you exchanged it: `muster replace "+rec.NodeName+" --tpm "+b.machineID.String()+"`")
+	}
 	b.log.InfoContext(ctx, "bootstrapper is running", "step", rec.Step.String(), "lock", string(rec.Kind))
 	if rec.Step == journal.StepDone {
 		if err := b.startNode(ctx); err != nil {

@@ -404,6 +404,29 @@ func TestAKubeadmJoinThatFailsIsRepeatedWithANewTicket(t *testing.T) {
 	}
 }
 
+// A mainboard was exchanged: what the disk has of the node was given to another TPM, and retired.
+func TestANodeWithAnotherTPMJoinsAnew(t *testing.T) {
+	w, j := worker(t)
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	w.isNode(t)
+	w.reboot()
+	if err := w.boot().end(t); err != nil || j.asked() != 1 {
+		t.Fatalf("the same TPM: %v, asked %d times", err, j.asked())
+	}
+	w.tpm = attesttest.NewMachine(t, w.ca, attesttest.Options{})
+	w.reboot()
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	w.isNode(t)
+	ran := slices.DeleteFunc(w.machine.Calls(), func(c string) bool { return !strings.HasPrefix(c, "kubeadm ") })
+	if len(j.callers) != 2 || j.callers[1] != w.tpm.ID() || w.record().MachineID != w.tpm.ID().String() || !slices.Equal(ran, []string{"kubeadm join", "kubeadm reset", "kubeadm join"}) {
+		t.Errorf("callers %v, ran %q, journal %+v", j.callers, ran, w.record())
+	}
+}
+
 func TestAMachineThatIsLockedStaysWithItsCluster(t *testing.T) {
 	w, j := worker(t)
 	w.dieAfter(8) // somewhere after the lock

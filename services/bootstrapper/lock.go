@@ -23,23 +23,24 @@ type PCRs = nodelock.PCRs
 // before PCR 15 is extended, and that it is after. A crash in between leaves PCR 15 zero or
 // at the very value that the journal's cluster gives, and both are recognised.
 type nodeLock struct {
-	file  Journal
-	pcrs  PCRs
-	bank  tpm.Bank
-	taken chan struct{} // closed once the journal names a taker
-	seen  func(journal.Record)
+	file    Journal
+	pcrs    PCRs
+	bank    tpm.Bank
+	machine string        // this machine's ID
+	taken   chan struct{} // closed once the journal names a taker
+	seen    func(journal.Record)
 
 	mu  sync.Mutex // one taker at a time; held while journal and TPM are written
 	rec journal.Record
 }
 
 // openLock reads the journal. seen is told of every record, the first one included.
-func openLock(file Journal, pcrs PCRs, bank tpm.Bank, seen func(journal.Record)) (*nodeLock, error) {
+func openLock(file Journal, pcrs PCRs, bank tpm.Bank, machine string, seen func(journal.Record)) (*nodeLock, error) {
 	rec, err := file.Load()
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
 	}
-	l := &nodeLock{file: file, pcrs: pcrs, bank: bank, taken: make(chan struct{}), rec: rec, seen: seen}
+	l := &nodeLock{file: file, pcrs: pcrs, bank: bank, machine: machine, taken: make(chan struct{}), rec: rec, seen: seen}
 	if rec.Locked() {
 		close(l.taken)
 	}
@@ -120,6 +121,22 @@ func (l *nodeLock) relock(ctx context.Context) error {
 	return nodelock.Settle(ctx, l.pcrs, l.bank, [32]byte(l.rec.ClusterID))
 }
 
+// moved says whether the node on this disk was another machine, and lets it become one again if so: a mainboard was exchanged, and
+// with it the TPM. What the disk has of the cluster was given to the old machine, whose certificates its owner retires; so
+// this one joins anew, also where the old one was made a node by its owner. The lock stays with its cluster (B1), and what
+// kubeadm has left is cleaned up as after a run that was cut off (B3).
+func (l *nodeLock) moved() (bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.rec.Step != journal.StepDone || l.rec.MachineID == "" || l.rec.MachineID == l.machine {
+		return false, nil
+	}
+	return true, l.save(journal.Record{
+		Step: journal.StepKubeadm, Kind: journal.KindJoin, ClusterID: l.rec.ClusterID, NodeName: l.rec.NodeName, DiskID: l.rec.DiskID,
+		OwnerKey: l.rec.OwnerKey, Policy: l.rec.Policy,
+	})
+}
+
 // advance notes that a step was reached. A step that lies behind is not noted again, so
 // that an unfinished kubeadm run is remembered until it was cleaned up.
 func (l *nodeLock) advance(s journal.Step) error {
@@ -157,6 +174,9 @@ func (l *nodeLock) update(change func(*journal.Record)) error {
 
 // save is called with the mutex held. What it returns an error for is not remembered.
 func (l *nodeLock) save(r journal.Record) error {
+	if r.Locked() {
+		r.MachineID = l.machine
+	}
 	if err := l.file.Save(r); err != nil {
 		return err
 	}

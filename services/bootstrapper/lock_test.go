@@ -54,7 +54,7 @@ func (r *register) Measure(_ context.Context, _ int, data []byte) error {
 
 func newLock(t testing.TB, file Journal, pcr PCRs) *nodeLock {
 	t.Helper()
-	l, err := openLock(file, pcr, tpm.SHA256, func(journal.Record) {})
+	l, err := openLock(file, pcr, tpm.SHA256, "m1", func(journal.Record) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -240,12 +240,47 @@ func TestStepsGoBackOnlyByCleaningUp(t *testing.T) {
 	}
 }
 
+// A disk that a node of another TPM has left belongs to the same cluster still, and to nobody's init any more.
+func TestADiskThatMovesToAnotherTPMStaysWithItsCluster(t *testing.T) {
+	for name, claim := range map[string]journal.Record{"joined": joinClaim(1), "initialised": initClaim(1, 2)} {
+		for _, step := range []journal.Step{journal.StepLocked, journal.StepKubeadm, journal.StepDone} {
+			t.Run(name+", "+step.String(), func(t *testing.T) {
+				file := journal.Open(filepath.Join(t.TempDir(), "journal"))
+				l := newLock(t, file, &register{})
+				if err := errors.Join(l.acquire(t.Context(), claim), l.advance(step)); err != nil {
+					t.Fatal(err)
+				}
+				if moved, err := newLock(t, file, &register{}).moved(); moved || err != nil {
+					t.Fatalf("its own TPM: %t, %v", moved, err)
+				}
+				other, err := openLock(file, &register{}, tpm.SHA256, "m2", func(journal.Record) {})
+				if err != nil {
+					t.Fatal(err)
+				}
+				moved, err := other.moved()
+				rec, lerr := file.Load()
+				if done := step == journal.StepDone; moved != done || err != nil || lerr != nil {
+					t.Fatalf("another TPM: %t, %v, %v", moved, err, lerr)
+				} else if done && (rec.Kind != journal.KindJoin || rec.Step != journal.StepKubeadm || rec.MachineID != "m2" || len(rec.KeyDigest) != 0) {
+					t.Errorf("%+v", rec)
+				}
+				if !bytes.Equal(rec.ClusterID, claim.ClusterID) {
+					t.Errorf("the lock changed: %+v", rec)
+				}
+				if again, err := other.moved(); again || err != nil {
+					t.Errorf("it moves twice: %t, %v", again, err)
+				}
+			})
+		}
+	}
+}
+
 func TestADamagedJournalLocksTheMachine(t *testing.T) {
 	file := journal.Open(filepath.Join(t.TempDir(), "journal"))
 	if err := file.Save(journal.Record{}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := openLock(broken{file}, &register{}, tpm.SHA256, func(journal.Record) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_LOCKED {
+	if _, err := openLock(broken{file}, &register{}, tpm.SHA256, "m1", func(journal.Record) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_LOCKED {
 		t.Fatal(err)
 	}
 }

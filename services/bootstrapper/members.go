@@ -47,8 +47,8 @@ func (b *Bootstrapper) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.
 	return nil
 }
 
-// revive starts the kubelet of a control plane that was cut off in the middle of its join. Its etcd
-// may have a vote already: the cluster may be unable to give a ticket, and so to repair anything,
+// revive starts the kubelet of a control plane that was cut off in the middle of its join, or whose TPM was exchanged. Its
+// etcd may have a vote already: the cluster may be unable to give a ticket, and so to repair anything,
 // until that member is back.
 func (b *Bootstrapper) revive(ctx context.Context) error {
 	rec := b.lock.record()

@@ -127,6 +127,8 @@ type Record struct {
 	RequestDigest Hex `json:"requestDigest,omitempty"`
 	// Ticket names the join ticket that is being used, 16 bytes.
 	Ticket Hex `json:"ticket,omitempty"`
+	// MachineID is the machine's, from its TPM, when the record was written. Set with Kind.
+	MachineID string `json:"machineID,omitempty"`
 	// NodeName and DiskID are what the machine is enrolled as.
 	NodeName string `json:"nodeName,omitempty"`
 	DiskID   string `json:"diskID,omitempty"`
