@@ -23,6 +23,9 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/google/go-tpm/tpm2"
+	"github.com/google/go-tpm/tpm2/transport/linuxudstpm"
+
 	"github.com/muster-k8s/muster/lab/internal/daemon"
 	"github.com/muster-k8s/muster/lab/internal/firmware"
 	"github.com/muster-k8s/muster/lab/internal/host"
@@ -30,6 +33,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/kube"
 	"github.com/muster-k8s/muster/lab/internal/lan"
 	"github.com/muster-k8s/muster/lab/internal/machine"
+	"github.com/muster-k8s/muster/lab/internal/vtpm"
 )
 
 //go:embed manifests
@@ -184,6 +188,43 @@ func (l *Lab) RebootNode(ctx context.Context, name string) (Machine, error) {
 // asking for it; RebootNode gives it its power back.
 func (l *Lab) KillNode(ctx context.Context, name string) error {
 	return l.client().KillNode(ctx, name)
+}
+
+// ExchangeTPM gives a machine without power another TPM of the same maker, as with a new mainboard: its
+// disk stays.
+func (l *Lab) ExchangeTPM(ctx context.Context, name string) error {
+	s, err := l.Status(ctx)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(s.Machines, func(m Machine) bool { return m.Name == name })
+	if i < 0 || s.Machines[i].Running {
+		return fmt.Errorf("machine %s has power, or is not there: its TPM can't be exchanged", name)
+	}
+	tpm := vtpm.TPM{Dir: filepath.Join(daemon.MachineDir(l.Dir, name), "tpm")}
+	if err := os.RemoveAll(tpm.Dir); err != nil {
+		return err
+	}
+	return tpm.Manufacture(ctx, vtpm.CA{Dir: filepath.Join(l.Dir, "ca")})
+}
+
+// ClearTPM clears the TPM of a machine that runs, as firmware's setup does (TPM2_Clear, TPM 2.0 Part 3, 24.6): its endorsement
+// key stays, its count of resets begins anew.
+func (l *Lab) ClearTPM(ctx context.Context, name string) error {
+	s, err := l.Status(ctx)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(s.Machines, func(m Machine) bool { return m.Name == name })
+	if i < 0 || !s.Machines[i].Running || s.Machines[i].TPMSocket == "" {
+		return fmt.Errorf("machine %s does not run with a TPM of its own", name)
+	}
+	t, err := linuxudstpm.Open(s.Machines[i].TPMSocket)
+	if err != nil {
+		return err
+	}
+	_, err = tpm2.Clear{AuthHandle: tpm2.AuthHandle{Handle: tpm2.TPMRHLockout, Auth: tpm2.PasswordAuth(nil)}}.Execute(t)
+	return errors.Join(err, t.Close())
 }
 
 // Command returns a command that runs in a machine, or on the owner's seat. Standard input

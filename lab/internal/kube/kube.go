@@ -219,15 +219,22 @@ func Prune(dir string) error {
 	return nil
 }
 
-// Tools builds small programs of the project itself (package paths like "./lab/echo")
-// into the folder dest; Go's build cache makes it fast.
+// Tools builds small programs of the project itself (package paths like "./lab/echo"), and the etcdctl that
+// tools/etcdctl pins, into the folder dest; Go's build cache makes it fast.
 func Tools(ctx context.Context, source, dest string, packages ...string) error {
+	return errors.Join(
+		tools(ctx, source, dest, nil, packages...),
+		tools(ctx, filepath.Join(source, "tools", "etcdctl"), dest, []string{"GOWORK=off", "GOFLAGS=-mod=readonly"}, "tool"),
+	)
+}
+
+func tools(ctx context.Context, module, dest string, env []string, packages ...string) error {
 	args := append([]string{"build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", dest + "/"}, packages...)
 	cmd := exec.CommandContext(ctx, "go", args...)
-	cmd.Dir = source
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	cmd.Dir = module
+	cmd.Env = append(append(os.Environ(), "CGO_ENABLED=0"), env...)
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("build %s: %w\n%s", strings.Join(packages, " "), err, out)
+		return fmt.Errorf("build %s in %s: %w\n%s", strings.Join(packages, " "), module, err, out)
 	}
 	return nil
 }

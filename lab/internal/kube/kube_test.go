@@ -27,6 +27,10 @@ func TestTheVersionsAreThoseThatToolsKubePins(t *testing.T) {
 			t.Errorf("tools/kube/go.mod doesn't require %s %s", module, version)
 		}
 	}
+	b, err = os.ReadFile(filepath.Join("..", "..", "..", "tools", "etcdctl", "go.mod"))
+	if want := "\tgo.etcd.io/etcd/etcdctl/v3 v" + etcd; err != nil || !strings.Contains(string(b), want) {
+		t.Errorf("tools/etcdctl/go.mod doesn't require %s: %v", want, err)
+	}
 }
 
 func TestABuildIsNamedByWhatGoesIntoIt(t *testing.T) {

@@ -58,7 +58,7 @@ func Images(b kube.Build, tools string) ([]Image, error) {
 	const r = "registry.k8s.io/"
 	images := []Image{
 		{Ref: r + "pause:" + kube.PauseTag, Entrypoint: []string{"/pause"}, Files: map[string]string{"/pause": filepath.Join(tools, "pause")}},
-		{Ref: r + "etcd:" + kube.EtcdTag, Files: map[string]string{"/usr/local/bin/etcd": b.Path("etcd")}},
+		{Ref: r + "etcd:" + kube.EtcdTag, Files: map[string]string{"/usr/local/bin/etcd": b.Path("etcd"), "/usr/local/bin/etcdctl": filepath.Join(tools, "etcdctl")}},
 		{Ref: r + "coredns/coredns:" + kube.CoreDNSTag, Entrypoint: []string{"/coredns"}, Files: map[string]string{"/coredns": b.Path("coredns")}},
 		{Ref: PodnetRef, Entrypoint: []string{"/podnet"}, Files: map[string]string{"/podnet": filepath.Join(tools, "podnet")}},
 		{Ref: EchoRef, Entrypoint: []string{"/echo"}, Files: map[string]string{"/echo": filepath.Join(tools, "echo")}},
