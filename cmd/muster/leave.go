@@ -53,7 +53,8 @@ func (a *app) replaceCommand() *cobra.Command {
 		Short: "Give a node's name to another machine or disk, after a repair",
 		Long: `A mainboard was exchanged, and with it the TPM: --tpm names the new machine, which keeps name, role and disk key. A disk was
 exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; muster verify shows its
-ID. What will be done is shown first. After an interruption the same command finishes.`,
+ID. If the TPM was cleared only, --tpm names the same machine, which may then attest again as the node that it is. What will be done is
+shown first. After an interruption the same command finishes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if to == (cluster.Replacement{}) {
@@ -128,19 +129,15 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if a.output == outputJSON {
 		return a.json(done)
 	}
-	text := "%s: done. The old machine's certificates end at " + end(done) + ".\n"
-	if d.Nothing {
+	text := "%s: done.\n"
+	switch {
+	case d.Nothing:
 		text = "%s: nothing to do.\n"
+	case done.CertificatesEnd != nil:
+		text = "%s: done. The old machine's certificates end at " + done.CertificatesEnd.Format(time.RFC3339) + ".\n"
 	}
 	_, err = fmt.Fprintf(a.stdout, text, name)
 	return err
-}
-
-func end(d *owner.Departed) string {
-	if d.CertificatesEnd == nil {
-		return "-"
-	}
-	return d.CertificatesEnd.Format(time.RFC3339)
 }
 
 // confirm wants the node's name, so that a habit of typing y doesn't forget a node.

@@ -24,9 +24,10 @@ type Departure struct {
 	// Nothing is true if there is nothing to do.
 	Nothing bool
 
-	kube  *cluster.Client
-	found *cluster.Presence
-	to    *cluster.Replacement // nil: forget
+	kube   *cluster.Client
+	found  *cluster.Presence
+	to     *cluster.Replacement // nil: forget
+	resets bool                 // the machine is the same, and its TPM was cleared: only that is written
 }
 
 // Departed is what was done.
@@ -121,7 +122,11 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	out := &Departure{kube: kube, found: p, to: &to}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
-	if out.Nothing = sameMachine && sameDisk && !have.Banned; out.Nothing {
+	if sameMachine && sameDisk && !have.Banned {
+		if out.resets = to.MachineID != "" && p.Enrolment.Status.ResetCount != nil; out.resets {
+			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
+		}
+		out.Nothing = !out.resets
 		return out, nil
 	}
 	out.shutOut()
@@ -179,6 +184,9 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error)
 	note := func(s string) {
 		out.Done = append(out.Done, s)
 		say(s)
+	}
+	if d.resets {
+		return out, d.kube.ForgetResets(ctx, d.found, note)
 	}
 	var end time.Time
 	var err error

@@ -258,6 +258,19 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	return retired, nil
 }
 
+// ForgetResets lets the name's machine begin to count its TPM's resets anew. Nothing else changes: it is the same machine.
+func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
+	if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		was := n.Status.ResetCount != nil
+		n.Status.ResetCount = nil
+		return was
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
+		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)
+	}
+	say("its TPM's resets count anew: the machine may attest again")
+	return nil
+}
+
 // shutOut ends all access of the name's machine but the reads that its certificates allow.
 func (c *Client) shutOut(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if p.Enrolment != nil {

@@ -105,7 +105,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 	case own.Spec.DiskMode != "" && own.Spec.DiskMode != c.DiskMode:
 		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with a %s disk, and has a %s one now", own.Spec.DiskMode, c.DiskMode)
 	case own.Status.ResetCount != nil && int64(c.ResetCount) < *own.Status.ResetCount:
-		return clockWentBack(c.Node, int64(c.ResetCount), *own.Status.ResetCount)
+		return clockWentBack(own, int64(c.ResetCount), *own.Status.ResetCount)
 	}
 	return nil
 }

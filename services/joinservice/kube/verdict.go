@@ -31,15 +31,15 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1
 	n := own[0].DeepCopy()
 	return n.Name, k.writeStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
 		if s.ResetCount != nil && status.ResetCount != nil && *status.ResetCount < *s.ResetCount {
-			return clockWentBack(n.Name, *status.ResetCount, *s.ResetCount)
+			return clockWentBack(n, *status.ResetCount, *s.ResetCount)
 		}
 		judged(s, status)
 		return nil
 	})
 }
 
-func clockWentBack(node string, now, before int64) error {
-	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster forget %s` lets the machine join anew", now, before, node)
+func clockWentBack(n *v1alpha1.AttestedNode, now, before int64) error {
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster replace %s --tpm %s` lets it go on", now, before, n.Name, n.Spec.MachineID)
 }
 
 // WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.
