@@ -113,6 +113,10 @@ test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates,
 test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
 	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
 
+.PHONY: test-runbooks
+test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a real cluster, in 15 minutes (as root); not part of test
+	$(GOTEST) -count=1 -timeout 40m -tags runbook -v ./e2e/runbook/
+
 .PHONY: test-vm
 test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, an hour); not part of test
 	$(GOTEST) -count=1 -timeout 120m -p 1 -tags vm -v $(E2E_VM_LONG)

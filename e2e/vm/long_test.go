@@ -227,7 +227,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	start := time.Now()
 	w.boot(t, "node5", w.image)
 	w.says(t, "node5", "waiting for the key of the state disk", bootTime)
-	w.Muster(t, "recover", "192.168.77.15")
+	w.Block(t, driver.Owner, "restart-recover", "ADDRESS=192.168.77.15") // of docs/runbooks.md
 	until(t, 15*time.Minute-time.Since(start), func(ctx context.Context) error {
 		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")
 		return err

@@ -1,0 +1,254 @@
+//go:build runbook
+
+package runbook
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
+)
+
+const (
+	clusterName = "runbook"
+	diskID      = "/var/lib/muster/state/uuid"
+	diskCheck   = "/var/lib/muster/state/key-check"
+)
+
+var everybody = []string{"node1", "node2", "node3", "node4", "node5"}
+
+// One cluster lives through all of them, so a failure ends the rest.
+func TestTheRunbooks(t *testing.T) {
+	w := prepare(t)
+	for _, book := range []struct {
+		name string
+		run  func(*testing.T)
+	}{
+		{"first boot", w.firstBoot},
+		{"reboot", w.reboot},
+		{"lost TPM", func(t *testing.T) { w.lostTPM(t, "node4") }},
+		{"cleared TPM", func(t *testing.T) { w.clearedTPM(t, "node5") }},
+		{"lost worker", w.lostWorker},
+		{"lost control plane", w.lostControlPlane},
+		{"lost quorum", w.lostQuorum},
+		{"whole-cluster restart", w.restart},
+	} {
+		if !t.Run(book.name, book.run) {
+			return
+		}
+	}
+}
+
+func (w *world) firstBoot(t *testing.T) {
+	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--allow-plain-state")
+	first := w.machine("node1")
+	first.InitSecretHash = w.initSecretHash
+	w.Add(t, first, w.machine("node4"))
+	w.MachineID(t, address("node1")) // its bootstrapper listens
+	w.owner(t, "first-init", "node1", "CLUSTER="+clusterName, "API="+driver.ControlPlaneEndpoint, "PODS="+driver.PodSubnet, "SERVICES="+driver.ServiceSubnet)
+	for _, n := range []string{"node1", "node4"} {
+		w.owner(t, "node-ready", n)
+	}
+	w.well(t)
+	w.Add(t, w.machine("node2"), w.machine("node3"), w.machine("node5"))
+	w.newControlPlanes(t, "node2", "node3")
+	w.owner(t, "node-ready", "node5")
+	w.voters(t, "node1", "node1", "node2", "node3")
+	w.well(t)
+}
+
+// newControlPlanes names machines that wait, and lets them join.
+func (w *world) newControlPlanes(t *testing.T, nodes ...string) {
+	t.Helper()
+	for _, n := range nodes {
+		w.MachineID(t, address(n)) // its bootstrapper listens
+		w.owner(t, "new-control-plane", n)
+	}
+	for _, n := range nodes {
+		w.owner(t, "node-ready", n)
+	}
+}
+
+func (w *world) reboot(t *testing.T) {
+	w.owner(t, "reboot-before", "node4")
+	start := time.Now()
+	if _, err := w.RebootNode(t.Context(), "node4"); err != nil {
+		t.Fatal(err)
+	}
+	w.owner(t, "reboot-after", "node4")
+	w.back(t, start, "node4")
+	if out := w.get(t, "node/node4", "{.spec.unschedulable}"); out != "" {
+		t.Errorf("node4 is still cordoned: %q", out)
+	}
+
+	// Power fails, and nobody does anything.
+	start = time.Now()
+	each(t, []string{"node5", "node2"}, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
+	w.back(t, start, "node5", "node2")
+	w.voters(t, "node1", "node1", "node2", "node3")
+	w.well(t)
+}
+
+func (w *world) lostTPM(t *testing.T, node string) {
+	before := w.known(t)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		_, err := w.kubectl(ctx, "label", "node", node, "--overwrite", "rack=seven")
+		return err
+	})
+	disk := func() string { return w.Must(t, node, "", "cat", diskID, diskCheck) }
+	had := disk()
+	if err := errors.Join(w.KillNode(t.Context(), node), w.ExchangeTPM(t.Context(), node)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.RebootNode(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	id := w.MachineID(t, address(node)) // it waits, and says who it is now
+	if id == before[node].Spec.MachineID {
+		t.Fatal("the TPM is the old one")
+	}
+	labtest.Eventually(t, func(ctx context.Context) error { // as the page says
+		out, err := w.At(ctx, driver.Owner, "", "muster", "status")
+		if err == nil && !strings.Contains(out, "NAME_TAKEN") {
+			err = fmt.Errorf("muster status shows nobody who waits for a name:\n%s", out)
+		}
+		return err
+	})
+	start := time.Now()
+	w.owner(t, "tpm-replace", node)
+	w.owner(t, "tpm-joined", node)
+	w.back(t, start, node)
+	if now := w.known(t)[node].Spec; now.MachineID != id || now.DiskID != before[node].Spec.DiskID {
+		t.Errorf("enrolled: %+v", now)
+	}
+	if got := disk(); got != had {
+		t.Errorf("the disk or its key is another one: %q, was %q", got, had)
+	}
+	if out := w.get(t, "node/"+node, "{.metadata.labels.rack}"); out != "seven" {
+		t.Errorf("the Node is another one: label %q", out)
+	}
+	w.well(t)
+}
+
+// clearedTPM clears the TPM of a machine that has been rebooted since it joined.
+func (w *world) clearedTPM(t *testing.T, node string) {
+	before := w.known(t)[node]
+	if err := w.ClearTPM(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.RebootNode(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	labtest.Eventually(t, func(ctx context.Context) error {
+		enrolled, err := w.enrolments(ctx)
+		if v := enrolled[node].Status.LastVerdict; err == nil && (v == nil || v.Reason != "CLOCK_WENT_BACK") {
+			err = fmt.Errorf("%s: %+v", node, v)
+		}
+		return err
+	})
+	start := time.Now()
+	w.owner(t, "tpm-cleared", node)
+	w.back(t, start, node)
+	if now := w.known(t)[node]; now.UID != before.UID || now.Spec.MachineID != before.Spec.MachineID || now.Spec.Banned {
+		t.Errorf("enrolled: %+v", now.Spec)
+	}
+	w.well(t)
+}
+
+func (w *world) lostWorker(t *testing.T) {
+	if err := w.RemoveNode(t.Context(), "node5"); err != nil {
+		t.Fatal(err)
+	}
+	w.owner(t, "lost-worker", "node5")
+	start := time.Now()
+	w.Add(t, w.machine("node5"))
+	w.owner(t, "node-ready", "node5")
+	w.back(t, start, "node5")
+	w.well(t)
+}
+
+func (w *world) lostControlPlane(t *testing.T) {
+	if err := w.RemoveNode(t.Context(), "node1"); err != nil {
+		t.Fatal(err)
+	}
+	w.answers(t)
+	w.owner(t, "lost-control-plane", "node1", "ALIVE=node3")
+	start := time.Now()
+	w.Add(t, w.machine("node1"))
+	w.newControlPlanes(t, "node1")
+	w.back(t, start, "node1")
+	w.voters(t, "node2", "node1", "node2", "node3")
+	w.well(t)
+}
+
+// answers waits until the API does.
+func (w *world) answers(t *testing.T) {
+	t.Helper()
+	labtest.Eventually(t, func(ctx context.Context) error { _, err := w.kubectl(ctx, "get", "--raw", "/readyz"); return err })
+}
+
+func (w *world) lostQuorum(t *testing.T) {
+	before, policy := w.known(t), w.get(t, "attestationpolicy/default", "{.spec}")
+	each(t, []string{"node1", "node2"}, func(n string) error { return w.RemoveNode(t.Context(), n) })
+	labtest.Eventually(t, func(ctx context.Context) error {
+		if out, err := w.kubectl(ctx, "get", "nodes"); err == nil {
+			return errors.New("etcd answers still: " + out)
+		}
+		return nil
+	})
+	start := time.Now()
+	w.say(t, "node1 and node2 are gone, and the API answers nobody")
+	w.Block(t, "node3", "quorum-force")
+	w.voters(t, "node3", "node3")
+	w.answers(t)
+	w.owner(t, "quorum-forget", "node3", "LOST=node1 node2")
+	w.back(t, start, "node3", "node4", "node5")
+	after := w.known(t)
+	if got := slices.Sorted(maps.Keys(after)); !slices.Equal(got, []string{"node3", "node4", "node5"}) {
+		t.Errorf("enrolled: %v", got)
+	}
+	for name, n := range after {
+		if n.UID != before[name].UID || n.Spec.MachineID != before[name].Spec.MachineID {
+			t.Errorf("%s was enrolled as %+v, and is as %+v", name, before[name].Spec, n.Spec)
+		}
+	}
+	if now := w.get(t, "attestationpolicy/default", "{.spec}"); now != policy {
+		t.Errorf("the policy changed:\n%s\n%s", policy, now)
+	}
+
+	start = time.Now()
+	w.Add(t, w.machine("node6"))
+	w.owner(t, "node-ready", "node6")
+	w.back(t, start, "node6")
+	if err := w.RemoveNode(t.Context(), "node6"); err != nil { // five machines are enough for what follows
+		t.Fatal(err)
+	}
+	w.owner(t, "lost-worker", "node6")
+	w.Add(t, w.machine("node1"), w.machine("node2"))
+	w.newControlPlanes(t, "node1", "node2")
+	w.back(t, start, "node1", "node2")
+	w.voters(t, "node3", "node1", "node2", "node3")
+	w.well(t)
+}
+
+func (w *world) restart(t *testing.T) {
+	before := w.known(t)
+	each(t, everybody, func(n string) error { return w.KillNode(t.Context(), n) })
+	start := time.Now()
+	w.say(t, "all machines are off")
+	each(t, everybody, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
+	w.Block(t, driver.Owner, "restart-wait")
+	w.back(t, start, everybody...)
+	w.voters(t, "node1", "node1", "node2", "node3")
+	if now := slices.Sorted(maps.Keys(w.known(t))); !slices.Equal(now, slices.Sorted(maps.Keys(before))) {
+		t.Errorf("enrolled: %v", now)
+	}
+	w.well(t)
+}
