@@ -88,7 +88,7 @@ config)
 	say "the label is changed"
 	;;
 close)
-	rm -rf "$sys" "$kernel"
+	rm -rf "${sys%/dm}" "$kernel"
 	;;
 open)
 	case " $* " in
@@ -102,7 +102,8 @@ open)
 	esac
 	say "the volume is about to be opened"
 	rm -rf "$kernel"
-	mkdir -p "$kernel" "$sys"
+	mkdir -p "$kernel" "$sys" "${sys%/dm}/slaves/state"
+	echo 0:0 >"${sys%/dm}/slaves/state/dev" # a file's number
 	$real luksDump --batch-mode --disable-locks --dump-volume-key --volume-key-file "$kernel/new" --key-file /proc/self/fd/4 --keyfile-size 32 /proc/self/fd/3
 	uuid=$(dd if=/proc/self/fd/3 bs=1 skip=168 count=36 status=none | tr -d -)
 	mv "$kernel/new" "$kernel/key"

@@ -110,7 +110,7 @@ var cutOff = regexp.MustCompile(`EOF|connection re(?:set|fused)|Unable to connec
 // owner executes a block of the page on the owner's seat, and again, as a person would, if its connection broke.
 func (w *world) owner(t *testing.T, title, node string, more ...string) {
 	t.Helper()
-	script, variables := labtest.Runbooks(t, w.Root)[title], append(more, "NODE="+node, "ADDRESS="+address(node))
+	script, variables := labtest.Runbooks(t, w.Root)[title], slices.Concat(more, []string{"NODE=" + node, "ADDRESS=" + address(node)})
 	if err := labtest.Within(t.Context(), blockTime, func(ctx context.Context) error {
 		start := time.Now()
 		out, said, err := w.RunBlock(ctx, script, driver.Owner, variables...)
