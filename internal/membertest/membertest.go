@@ -41,7 +41,7 @@ import (
 )
 
 // patience is how long a condition may take on a machine that builds at the same time.
-const patience = 30 * time.Second
+const patience = 90 * time.Second
 
 // Enrolled is the ConfigMap of nodes that may write.
 const Enrolled = "muster-enrolled"

@@ -29,7 +29,7 @@ import (
 )
 
 // patience is how long a condition may take on a machine that builds at the same time.
-const patience = 60 * time.Second
+const patience = 2 * time.Minute
 
 // answer is how a first machine answers one call of Init.
 type answer func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error

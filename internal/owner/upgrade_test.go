@@ -68,7 +68,7 @@ func rolls(ctx ctx, k *kubernetes.Clientset) {
 // checkUpgrade upgrades the cluster that init made, in the good and the bad ways.
 func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Conn, error)) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*patience)
 	defer cancel()
 	admin := kube(t, "controller", "system:masters")
 	done := make(chan struct{})
@@ -83,7 +83,7 @@ func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Co
 		t.Fatal(err)
 	}
 	u := &upgrades{owned: o, ctx: ctx, admin: admin, cfg: UpgradeConfig{
-		Dir: o.Dir, Patience: patience, Log: slog.New(slog.DiscardHandler), DialContext: dial,
+		Dir: o.Dir, Patience: time.Minute, Log: slog.New(slog.DiscardHandler), DialContext: dial,
 		Report: progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: UpgradeSteps}),
 	}}
 	t.Run("services that don't get ready are rolled back", u.notReady)

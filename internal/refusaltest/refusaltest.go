@@ -25,7 +25,7 @@ import (
 )
 
 // patience is how long a witness may take, on a machine that builds at the same time.
-const patience = 30 * time.Second
+const patience = 90 * time.Second
 
 // Service is where a service tells what it did.
 type Service struct {

@@ -39,7 +39,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-const patience = 60 * time.Second
+const patience = 2 * time.Minute
 
 var shared *envtest.Cluster
 
