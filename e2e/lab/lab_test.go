@@ -178,8 +178,10 @@ func TestTwoMachinesBecomeAClusterByHandAndNothingIsLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.must(t, "node2", config, "kubeadm", "join", "--config", "/dev/stdin")
-	if _, err := b.kube(t.Context(), "wait", "--for=condition=Ready", "node", "node1", "node2", "--timeout=120s"); err != nil {
-		t.Fatal(err)
+	for _, until := range []string{"create", "condition=Ready"} { // kubeadm ends before the kubelet has made its Node
+		if _, err := b.kube(t.Context(), "wait", "--for="+until, "node/node1", "node/node2", "--timeout=300s"); err != nil {
+			t.Fatal(err)
+		}
 	}
 	lap(t, &start, "kubeadm join, both nodes Ready")
 
