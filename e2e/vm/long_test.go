@@ -101,7 +101,7 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 				t.Fatal(err)
 			}
 			w.says(t, thief.Name, tt.reason, bootTime)
-			t.Logf("audit record: %s", w.refusal(t, tt.reason, "192.168.77.18"))
+			t.Logf("audit record: %s", w.refusal(t, tt.reason, "rejoin refused"))
 			if err := w.RemoveVM(t.Context(), thief.Name); err != nil {
 				t.Fatal(err)
 			}
