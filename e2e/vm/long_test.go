@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )
 
 // worker is a virtual machine that is to join the cluster of node1.
@@ -24,7 +25,8 @@ func (w *world) worker(name string) driver.VM {
 	return driver.VM{Name: name, Image: w.image, StateMiB: stateMiB, JoinEndpoints: []string{joinservice1}}
 }
 
-// Three power cuts, each at a moment that nobody chose: in the first boot, while it joins, and in the boot after.
+// Power cuts at moments that nobody chose: in the first boot, while it joins, and in a boot after that; and one at a
+// moment that is chosen, when the machine has just become a node and what others wrote is seconds old.
 func TestPowerCutsAtRandomMoments(t *testing.T) {
 	w := bringUp(t)
 	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
@@ -32,10 +34,12 @@ func TestPowerCutsAtRandomMoments(t *testing.T) {
 	}
 	w.cut(t, "node7", "formatting the state disk", 60*time.Second)
 	w.boot(t, "node7", w.image)
-	w.cut(t, "node7", "fetching /usr/local/bin/", 90*time.Second)
+	w.cut(t, "node7", "fetching /usr/local/bin/", 45*time.Second)
+	w.boot(t, "node7", w.image)
+	w.cut(t, "node7", "this machine is a node", 0)
 	w.boot(t, "node7", w.image)
 	first := w.ready(t, "node7", "")
-	w.boot(t, "node7", w.image)
+	w.boot(t, "node7", w.image) // images are seconds old
 	w.cut(t, "node7", "looking for a joinservice", 60*time.Second)
 	w.boot(t, "node7", w.image)
 	w.ready(t, "node7", first)
@@ -45,7 +49,7 @@ func TestPowerCutsAtRandomMoments(t *testing.T) {
 func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
 	t.Helper()
 	w.says(t, name, after, joinTime)
-	moment := rand.N(within)
+	moment := rand.N(within + 1)
 	select {
 	case <-time.After(moment):
 	case <-t.Context().Done():
@@ -81,6 +85,7 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := w.ready(t, "node7", "")
+	w.reachable(t, "node7", node7, "worker")
 	if err := w.KillVM(t.Context(), "node7"); err != nil {
 		t.Fatal(err)
 	}
@@ -102,6 +107,9 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 			}
 			w.says(t, thief.Name, tt.reason, bootTime)
 			t.Logf("audit record: %s", w.refusal(t, tt.reason, "rejoin refused"))
+			if tt.as == thief.Name {
+				w.reachable(t, thief.Name, node8, "locked worker")
+			}
 			if err := w.RemoveVM(t.Context(), thief.Name); err != nil {
 				t.Fatal(err)
 			}
@@ -113,8 +121,15 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 		if err := copySparse(good, disk); err != nil {
 			t.Fatal(err)
 		}
+		if err := judged(disk); err != nil {
+			t.Fatal(err)
+		}
 		if err := rewriteHeader(disk, "aes-xts-plain64", "cipher_null-ecb"); err != nil {
 			t.Fatal(err)
+		}
+		// Nothing but the cipher is wrong with it.
+		if err := judged(disk); err == nil || !strings.Contains(err.Error(), "cipher_null-ecb") {
+			t.Fatalf("the header is judged: %v", err)
 		}
 		w.boot(t, "node7", w.image)
 		w.says(t, "node7", "STATE_DISK", bootTime)
@@ -125,6 +140,21 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 
 	w.boot(t, "node7", w.image) // the disk as it was, in its own machine
 	w.ready(t, "node7", first)
+}
+
+// judged reads a disk's header as `bootstrapper unlock` does.
+func judged(disk string) error {
+	f, err := os.Open(disk)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	b := make([]byte, luks2.Size)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return err
+	}
+	_, err = luks2.Parse(b, luks2.HMACSHA256)
+	return err
 }
 
 // copySparse copies a file of zeros mostly.
@@ -214,12 +244,13 @@ func TestAnotherAcceptedImageRejoins(t *testing.T) {
 // A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w := prepare(t)
-	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{"192.168.77.15:30090"}}
+	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)
 	}
 	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
-	w.initialise(t, "192.168.77.15", "--timeout", "40m")
+	w.reachable(t, "node5", node5, "waiting for init")
+	w.initialise(t, node5, "--timeout", "40m")
 	marker := w.mark(t, "node5")
 	if err := w.KillVM(t.Context(), "node5"); err != nil {
 		t.Fatal(err)
@@ -227,7 +258,8 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	start := time.Now()
 	w.boot(t, "node5", w.image)
 	w.says(t, "node5", "waiting for the key of the state disk", bootTime)
-	w.Block(t, driver.Owner, "restart-recover", "ADDRESS=192.168.77.15") // of docs/runbooks.md
+	w.reachable(t, "node5", node5, "locked control plane")
+	w.Block(t, driver.Owner, "restart-recover", "ADDRESS="+node5) // of docs/runbooks.md
 	until(t, 15*time.Minute-time.Since(start), func(ctx context.Context) error {
 		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")
 		return err

@@ -27,10 +27,22 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if what := os.Getenv(seatVariable); what != "" {
+		if err := seat(context.Background(), what, os.Args[1]); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 const (
 	joinservice1 = "192.168.77.11:30090"
+	node5        = "192.168.77.15"
+	node7        = "192.168.77.17"
+	node8        = "192.168.77.18"
 	// The processors are translated, and shared: what takes a second on a machine of its own takes twenty.
 	bootTime = 4 * time.Minute
 	joinTime = 8 * time.Minute
@@ -194,11 +206,15 @@ func (w *world) imageYAML(to string) error {
 		return err
 	}
 	conf["ownerKey"] = w.public
-	for _, tag := range []struct {
+	for _, set := range []struct {
 		value string
 		path  []string
-	}{{driver.CoreDNSTag, []string{"dns"}}, {driver.EtcdTag, []string{"etcd", "local"}}} {
-		if err := unstructured.SetNestedField(conf, tag.value, append(append([]string{"kubeadm", "clusterConfiguration"}, tag.path...), "imageTag")...); err != nil {
+	}{
+		{driver.CoreDNSTag, []string{"dns", "imageTag"}},
+		{driver.EtcdTag, []string{"etcd", "local", "imageTag"}},
+		{"ECDSA-P256", []string{"encryptionAlgorithm"}}, // emulated, an RSA key takes half a minute
+	} {
+		if err := unstructured.SetNestedField(conf, set.value, append([]string{"kubeadm", "clusterConfiguration"}, set.path...)...); err != nil {
 			return err
 		}
 	}

@@ -20,11 +20,13 @@ import (
 
 // Where things are on a machine.
 const (
-	adminConf  = "/etc/kubernetes/admin.conf"
-	pkiFolder  = "/etc/kubernetes/pki"
-	kubeletPKI = "/var/lib/kubelet/pki"
-	etcdFolder = "/var/lib/etcd"
-	configFile = "/run/muster/kubeadm.yaml"
+	kubernetesFolder = "/etc/kubernetes"
+	adminConf        = kubernetesFolder + "/admin.conf"
+	pkiFolder        = kubernetesFolder + "/pki"
+	kubeletFolder    = "/var/lib/kubelet"
+	kubeletPKI       = kubeletFolder + "/pki"
+	etcdFolder       = "/var/lib/etcd"
+	configFile       = "/run/muster/kubeadm.yaml"
 )
 
 // say tells whoever watches what is being done.
@@ -131,6 +133,10 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 		if rerr := b.reset(ctx, leave); rerr != nil {
 			b.log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
 		}
+		return err
+	}
+	// B3: kubeadm leaves its files to the kernel's caches, and the journal never looks at them again.
+	if err := machine.Sync(b.on(kubernetesFolder), b.on(kubeletFolder)); err != nil {
 		return err
 	}
 	if err := b.lock.advance(journal.StepKubeadmRan); err != nil {

@@ -6,6 +6,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+
+	"golang.org/x/sys/unix"
 )
 
 // WriteFile writes content to path so that a crash leaves the old file or the new one:
@@ -58,6 +60,24 @@ func EmptyDir(dir string) error {
 		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, n.Name())))
 	}
 	return err
+}
+
+// Sync writes all that the file systems of some folders have in memory to their disks (syncfs(2)), for programs that
+// don't do that for what they write. A missing folder has nothing to write.
+func Sync(dirs ...string) error {
+	for _, dir := range dirs {
+		d, err := os.Open(dir)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(unix.Syncfs(int(d.Fd())), d.Close()); err != nil {
+			return fmt.Errorf("write %s to its disk: %w", dir, err)
+		}
+	}
+	return nil
 }
 
 func syncDir(dir string) error {

@@ -97,6 +97,12 @@ func TestWriteFileReplacesALinkAndLeavesNothing(t *testing.T) {
 	if err := EmptyDir(filepath.Join(dir, "none")); err != nil {
 		t.Error(err)
 	}
+	if err := Sync(filepath.Join(dir, "none"), dir); err != nil {
+		t.Error(err)
+	}
+	if err := Sync("/proc/self/mem/none"); err == nil {
+		t.Error("a path that can't be opened counts as written")
+	}
 }
 
 // B3: the machine's own clean-up can't see a kubeadm that goes on without its bootstrapper.

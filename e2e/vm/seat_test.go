@@ -1,0 +1,76 @@
+package vm
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"testing"
+	"time"
+)
+
+// seatVariable says what this program does instead of running tests, when a test has started it on the owner's seat.
+const seatVariable = "MUSTER_E2E_VM_SEAT"
+
+// onSeat is the command that runs a part of this program.
+func onSeat(t *testing.T, what, address string) []string {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return []string{"env", seatVariable + "=" + what, self, address}
+}
+
+// seat is this program on the owner's seat.
+func seat(ctx context.Context, what, address string) error {
+	switch what {
+	case "scan":
+		return json.NewEncoder(os.Stdout).Encode(scan(ctx, address))
+	case "time":
+		c, err := net.ListenPacket("udp4", net.JoinHostPort(address, "123"))
+		if err != nil {
+			return err
+		}
+		return tellTime(c)
+	}
+	return fmt.Errorf("%s=%q: want scan or time", seatVariable, what)
+}
+
+// tellTime answers requests for the time (RFC 5905, section 7.3) by this host's clock, and prints who asks.
+func tellTime(c net.PacketConn) error {
+	b := make([]byte, 512)
+	for {
+		n, from, err := c.ReadFrom(b)
+		if err != nil {
+			return err
+		}
+		const packet, client = 48, 3
+		if n < packet || b[0]&7 != client {
+			continue
+		}
+		if _, err := c.WriteTo(answer([packet]byte(b)), from); err != nil {
+			return err
+		}
+		fmt.Println(from)
+	}
+}
+
+func answer(asked [48]byte) []byte {
+	// Seconds since 1900 and their 2³²ths.
+	const since1900 = 2208988800
+	now := time.Now()
+	stamp := uint64(now.Unix()+since1900)<<32 | uint64(now.Nanosecond())<<32/1e9
+	said := make([]byte, len(asked))
+	said[0] = 4<<3 | 4 // version 4, a server
+	said[1] = 1        // with a clock of its own
+	said[2], said[3] = asked[2], 0xec
+	copy(said[12:], "LAB")
+	copy(said[24:32], asked[40:]) // what the client said its time was
+	for _, at := range []int{16, 32, 40} {
+		binary.BigEndian.PutUint64(said[at:], stamp)
+	}
+	return said
+}
