@@ -81,7 +81,7 @@ unit: deps kube ## Unit, property and integration tests with the race detector, 
 E2E_LARGE := ./e2e/demo ./e2e/controlplane
 # Virtual machines are emulated here, and slow: one lives and is tampered with in `make test`, the others in `make test-vm`.
 E2E_VM := ./e2e/vm
-E2E_VM_LONG := ./e2e/vm ./e2e/statedisk
+E2E_VM_LONG := ./e2e/vm ./e2e/statedisk ./lab/internal/vm
 space := $(subst ,, )
 
 # What `make test` has one after the other, beside the other lane.

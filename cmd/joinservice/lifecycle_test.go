@@ -5,7 +5,10 @@ import (
 	"crypto/ed25519"
 	"encoding/base64"
 	"io"
+	"net"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -185,6 +188,30 @@ func TestItSaysWhetherItServes(t *testing.T) {
 		}
 		return membertest.Want(resp.GetStatus() == healthv1.HealthCheckResponse_SERVING, "status %s", resp.GetStatus())
 	})
+}
+
+// After a power cut a control plane's pods start together, and the API server is not the first. A service that ended then
+// would be started again at ever longer intervals.
+func TestAServiceStartsBeforeItsAPIServer(t *testing.T) {
+	s := setUp(t)
+	api, err := s.As(t.Context(), namespace, "kms")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var dials atomic.Int32
+	api.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if dials.Add(1) <= 5 {
+			return nil, &net.OpError{Op: "dial", Net: network, Err: syscall.ECONNREFUSED}
+		}
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}
+	second := s.keys(t, api) // waits until it is ready
+	if n := dials.Load(); n <= 5 {
+		t.Errorf("the API server was dialled %d times", n)
+	}
+	if strings.Contains(second.Log.String(), `"level":"ERROR"`) {
+		t.Errorf("what passes is logged as an error:\n%s", second.Log)
+	}
 }
 
 func TestFlagsThatAreWrongAreNamed(t *testing.T) {

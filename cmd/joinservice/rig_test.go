@@ -190,12 +190,18 @@ func (s *stage) serveKMS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	s.kms = s.keys(t, api)
+}
+
+// keys runs a key service that reaches the API server in that way.
+func (s *stage) keys(t *testing.T, api *rest.Config) *membertest.Service {
+	t.Helper()
 	client, err := attester.New(attester.Socket(s.sockets, attest.PurposeKMS))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(client.Close)
-	s.kms = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
+	return membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return kms.Run(ctx, kms.Options{
 			Listener: rpcs, Metrics: probes, Attester: client, Owner: s.Public, RootDir: s.rootDir, API: api,
 			Audit: audit.NewStream(io.Discard), Log: slog.New(slog.NewJSONHandler(stderr, nil)),

@@ -268,4 +268,15 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	if got := w.pod(t, "node5", "read", "cat", markerFile); got != marker {
 		t.Errorf("the marker is %q after recovery, want %q", got, marker)
 	}
+	for _, name := range []string{"muster-joinservice", "muster-kms"} {
+		until(t, joinTime, func(ctx context.Context) error {
+			out, err := w.Kubectl(ctx, "-n", "muster-system", "get", "daemonset", name, "-o", "jsonpath={.status.numberReady}")
+			if err == nil && out != "1" {
+				err = fmt.Errorf("%s ready: %q", name, out)
+			}
+			return err
+		})
+	}
+	t.Logf("joinservice and kms are ready %.0f s after the power came back", time.Since(start).Seconds())
+	w.reachable(t, "node5", node5, "control plane")
 }

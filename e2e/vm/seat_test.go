@@ -1,3 +1,5 @@
+//go:build vm
+
 package vm
 
 import (
@@ -9,10 +11,24 @@ import (
 	"os"
 	"testing"
 	"time"
+
+	"go.uber.org/goleak"
 )
 
 // seatVariable says what this program does instead of running tests, when a test has started it on the owner's seat.
 const seatVariable = "MUSTER_E2E_VM_SEAT"
+
+func TestMain(m *testing.M) {
+	what := os.Getenv(seatVariable)
+	if what == "" {
+		goleak.VerifyTestMain(m)
+		return
+	}
+	if err := seat(context.Background(), what, os.Args[1]); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
 
 // onSeat is the command that runs a part of this program.
 func onSeat(t *testing.T, what, address string) []string {

@@ -12,13 +12,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 
@@ -26,17 +26,6 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 )
-
-func TestMain(m *testing.M) {
-	if what := os.Getenv(seatVariable); what != "" {
-		if err := seat(context.Background(), what, os.Args[1]); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		return
-	}
-	goleak.VerifyTestMain(m)
-}
 
 const (
 	joinservice1 = "192.168.77.11:30090"
@@ -100,9 +89,34 @@ func prepare(t *testing.T) *world {
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
+	if err := w.leaveOut("kubectl"); err != nil {
+		t.Fatal(err)
+	}
 	// Nothing has booted yet: what is accepted comes from the builds alone.
 	w.policy(t, 1, "policy.yaml", w.image)
 	return w
+}
+
+// leaveOut strikes a program from what machines get. Emulated, each takes half a minute to fetch.
+func (w *world) leaveOut(program string) error {
+	path := filepath.Join(w.OwnerDir(), "components.yaml")
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	var list struct {
+		APIVersion string           `json:"apiVersion"`
+		Kind       string           `json:"kind"`
+		Components []map[string]any `json:"components"`
+	}
+	if err := yaml.UnmarshalStrict(b, &list); err != nil {
+		return err
+	}
+	list.Components = slices.DeleteFunc(list.Components, func(c map[string]any) bool { return c["path"] == "/usr/local/bin/"+program })
+	if b, err = yaml.Marshal(list); err != nil {
+		return err
+	}
+	return os.WriteFile(path, b, 0o644)
 }
 
 // policy makes a policy of the owner's that accepts the lab's own machines and those that boot the images.
@@ -210,11 +224,12 @@ func (w *world) imageYAML(to string) error {
 		value string
 		path  []string
 	}{
-		{driver.CoreDNSTag, []string{"dns", "imageTag"}},
-		{driver.EtcdTag, []string{"etcd", "local", "imageTag"}},
-		{"ECDSA-P256", []string{"encryptionAlgorithm"}}, // emulated, an RSA key takes half a minute
+		{driver.CoreDNSTag, []string{"clusterConfiguration", "dns", "imageTag"}},
+		{driver.EtcdTag, []string{"clusterConfiguration", "etcd", "local", "imageTag"}},
+		{"ECDSA-P256", []string{"clusterConfiguration", "encryptionAlgorithm"}}, // emulated, an RSA key takes half a minute
+		{"nftables", []string{"kubeProxyConfiguration", "mode"}},                // the lab's kube-proxy has no iptables
 	} {
-		if err := unstructured.SetNestedField(conf, set.value, append([]string{"kubeadm", "clusterConfiguration"}, set.path...)...); err != nil {
+		if err := unstructured.SetNestedField(conf, set.value, append([]string{"kubeadm"}, set.path...)...); err != nil {
 			return err
 		}
 	}

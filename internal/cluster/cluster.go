@@ -21,8 +21,10 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -61,6 +63,31 @@ func Scheme() *runtime.Scheme {
 	return s
 }
 
+// mapper says where the API server has the kinds that Muster's services use. With it nothing is asked when a service
+// starts, which may be long before the API server answers: after a power cut all of a cluster starts at once.
+func mapper() meta.RESTMapper {
+	m := meta.NewDefaultRESTMapper(nil)
+	for scope, kinds := range map[meta.RESTScope]map[schema.GroupVersion][]string{
+		meta.RESTScopeRoot: {
+			v1alpha1.GroupVersion:               {"AttestedDisk", "AttestedNode", "AttestationPolicy"},
+			corev1.SchemeGroupVersion:           {"Node"},
+			certificatesv1.SchemeGroupVersion:   {"CertificateSigningRequest"},
+			authenticationv1.SchemeGroupVersion: {"TokenReview"},
+		},
+		meta.RESTScopeNamespace: {
+			corev1.SchemeGroupVersion:         {"ConfigMap", "Event", "Secret", "Service"},
+			coordinationv1.SchemeGroupVersion: {"Lease"},
+		},
+	} {
+		for version, names := range kinds {
+			for _, name := range names {
+				m.Add(version.WithKind(name), scope)
+			}
+		}
+	}
+	return m
+}
+
 // logOnce routes the log of controller-runtime, which keeps one for the process.
 var logOnce sync.Once
 
@@ -73,13 +100,14 @@ func Open(cfg *rest.Config, log *slog.Logger) (*Cluster, error) {
 	logOnce.Do(func() { ctrllog.SetLogger(logr.FromSlogHandler(log.Handler())) })
 	cfg = rest.CopyConfig(cfg)
 	cfg.QPS = -1 // the API server's own priority and fairness is the limit
-	scheme := Scheme()
-	c, err := client.New(cfg, client.Options{Scheme: scheme})
+	scheme, where := Scheme(), mapper()
+	c, err := client.New(cfg, client.Options{Scheme: scheme, Mapper: where})
 	if err != nil {
 		return nil, fmt.Errorf("cluster: %w", err)
 	}
 	informers, err := cache.New(cfg, cache.Options{
 		Scheme:                      scheme,
+		Mapper:                      where,
 		ReaderFailOnMissingInformer: true,
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{

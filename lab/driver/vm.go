@@ -179,7 +179,8 @@ func configMedium(v VM, number int, role string) (map[string][]byte, error) {
 	}
 	conf := map[string]any{
 		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineNetwork",
-		"interfaces": []map[string]any{{"mac": lan.HardwareAddress(v.Name).String(), "addresses": []string{lan.Address(number) + "/24"}, "gateway": lan.Gateway}},
+		"interfaces":  []map[string]any{{"mac": lan.HardwareAddress(v.Name).String(), "addresses": []string{lan.Address(number) + "/24"}, "gateway": lan.Gateway}},
+		"nameservers": []string{lan.Gateway}, // as other machines of the lab: nobody listens there, names outside the cluster fail at once
 	}
 	if len(v.NTP) > 0 {
 		conf["ntp"] = v.NTP
