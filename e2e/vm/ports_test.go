@@ -6,10 +6,13 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
+	"iter"
 	"net"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -37,8 +40,8 @@ const (
 	tries          = 4   // a busy machine loses packets
 )
 
-// scan asks each TCP port of an address for a connection, and some UDP ports for anything.
-func scan(ctx context.Context, address string) scanned {
+// scan asks TCP ports of an address for a connection, and UDP ports for anything.
+func scan(ctx context.Context, address string, tcp iter.Seq[int], udp []int) scanned {
 	var (
 		s    scanned
 		mu   sync.Mutex
@@ -60,12 +63,12 @@ func scan(ctx context.Context, address string) scanned {
 			}
 		})
 	}
-	for port := 1; port <= 65535; port++ {
+	for port := range tcp {
 		next <- port
 	}
 	close(next)
 	wg.Wait()
-	for _, port := range udpPorts {
+	for _, port := range udp {
 		if !closedUDP(ctx, address, port, 3*tries) {
 			s.UDP = append(s.UDP, port)
 		}
@@ -112,26 +115,46 @@ func closedUDP(ctx context.Context, address string, port, rounds int) bool {
 	return false
 }
 
-// reachable compares what answers at a virtual machine with the list of docs/image.md.
+// every is all TCP ports.
+func every(yield func(int) bool) {
+	for port := 1; port <= 65535 && yield(port); port++ {
+	}
+}
+
+// ask scans a machine from the owner's seat: the TCP ports named, or all and some UDP ports if there are none.
+func (w *world) ask(ctx context.Context, t *testing.T, address string, tcp ...int) (s scanned, err error) {
+	t.Helper()
+	args := onSeat(t, "scan", address)
+	for _, port := range tcp {
+		args = append(args, strconv.Itoa(port))
+	}
+	out, err := w.At(ctx, driver.Owner, "", args...)
+	if err != nil {
+		return s, err
+	}
+	return s, json.Unmarshal([]byte(out), &s)
+}
+
+// reachable compares what answers at a virtual machine with the list of docs/image.md, once what is to answer does:
+// kube-proxy's rules come seconds after a node is Ready.
 func (w *world) reachable(t *testing.T, name, address, state string) {
 	t.Helper()
+	want := scanned{TCP: documented(t, w.Root, state, "open"), Silent: documented(t, w.Root, state, "silent")}
+	until(t, joinTime, func(ctx context.Context) error {
+		got, err := w.ask(ctx, t, address, slices.Concat(want.TCP, want.Silent)...)
+		if err == nil && !reflect.DeepEqual(got, want) {
+			err = fmt.Errorf("%s, as a %s: %+v, want %+v", name, state, got, want)
+		}
+		return err
+	})
 	start := time.Now()
-	out, err := w.At(t.Context(), driver.Owner, "", onSeat(t, "scan", address)...)
+	got, err := w.ask(t.Context(), t, address)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var got scanned
-	if err := json.Unmarshal([]byte(out), &got); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	t.Logf("%s, as a %s: all TCP ports asked in %.0f s; %v take connections", name, state, time.Since(start).Seconds(), got.TCP)
-	for word, ports := range map[string][]int{"open": got.TCP, "silent": got.Silent} {
-		if want := documented(t, w.Root, state, word); !slices.Equal(ports, want) {
-			t.Errorf("%s, as a %s: TCP ports %v are %s; docs/image.md lists %v", name, state, ports, word, want)
-		}
-	}
-	if len(got.UDP) > 0 {
-		t.Errorf("%s doesn't say that UDP ports %v are closed", name, got.UDP)
+	t.Logf("%s, as a %s: all TCP ports asked in %.0f s; %v take connections, %v are silent", name, state, time.Since(start).Seconds(), got.TCP, got.Silent)
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("%s, as a %s: %+v; docs/image.md lists %+v", name, state, got, want)
 	}
 }
 

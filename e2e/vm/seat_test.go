@@ -7,8 +7,11 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"iter"
 	"net"
 	"os"
+	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -24,7 +27,7 @@ func TestMain(m *testing.M) {
 		goleak.VerifyTestMain(m)
 		return
 	}
-	if err := seat(context.Background(), what, os.Args[1]); err != nil {
+	if err := seat(context.Background(), what, os.Args[1], os.Args[2:]...); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
@@ -41,10 +44,21 @@ func onSeat(t *testing.T, what, address string) []string {
 }
 
 // seat is this program on the owner's seat.
-func seat(ctx context.Context, what, address string) error {
+func seat(ctx context.Context, what, address string, more ...string) error {
 	switch what {
 	case "scan":
-		return json.NewEncoder(os.Stdout).Encode(scan(ctx, address))
+		tcp, udp := iter.Seq[int](every), udpPorts
+		if len(more) > 0 {
+			ports := make([]int, len(more))
+			for i, m := range more {
+				var err error
+				if ports[i], err = strconv.Atoi(m); err != nil {
+					return err
+				}
+			}
+			tcp, udp = slices.Values(ports), nil
+		}
+		return json.NewEncoder(os.Stdout).Encode(scan(ctx, address, tcp, udp))
 	case "time":
 		c, err := net.ListenPacket("udp4", net.JoinHostPort(address, "123"))
 		if err != nil {
