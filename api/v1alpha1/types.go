@@ -151,9 +151,10 @@ type AttestedNodeSpec struct {
 	DiskID string `json:"diskID,omitempty"`
 	// DiskMode is how the machine keeps its state. Empty until its first join if the owner enrolled it.
 	DiskMode DiskMode `json:"diskMode,omitempty"`
-	// Addresses are the IP addresses that the node may have in its serving certificate.
+	// Addresses are the IP addresses that the node may have in its serving certificate. While a ticket is made
+	// they are those of before as well.
 	//
-	// +kubebuilder:validation:MaxItems=16
+	// +kubebuilder:validation:MaxItems=32
 	// +kubebuilder:validation:items:MaxLength=45
 	// +listType=set
 	Addresses []string `json:"addresses,omitempty"`

@@ -142,16 +142,14 @@ func (c *Cluster) SetPolicyObject(t testing.TB, policy, signature string) int64 
 	t.Helper()
 	ctx := t.Context()
 	p := &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}
-	err := c.Client.Get(ctx, client.ObjectKeyFromObject(p), p)
-	p.Spec = v1alpha1.AttestationPolicySpec{Policy: policy, Signature: signature}
-	if err != nil {
-		err = c.Client.Create(ctx, p)
-	} else {
-		err = c.Client.Update(ctx, p)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	Eventually(t, func() error { // joinservice may be writing its status
+		err := c.Client.Get(ctx, client.ObjectKeyFromObject(p), p)
+		p.Spec = v1alpha1.AttestationPolicySpec{Policy: policy, Signature: signature}
+		if err != nil {
+			return c.Client.Create(ctx, p)
+		}
+		return c.Client.Update(ctx, p)
+	})
 	return p.Generation
 }
 

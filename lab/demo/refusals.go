@@ -378,6 +378,10 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// It would go on asking, whatever else is tried by then.
+	if _, err := r.at(ctx, attacker, "systemctl", "stop", "kubelet"); err != nil {
+		return err
+	}
 	for line := range strings.Lines(kubelet) {
 		if strings.Contains(line, "ValidatingAdmissionPolicy 'muster-node-certificates'") {
 			r.refused(who, "ADMISSION", line)

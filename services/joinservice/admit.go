@@ -161,6 +161,7 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, cla
 		enrolment.Undo(ctx)
 		return err
 	}
+	enrolment.Keep(ctx)
 	return nil
 }
 

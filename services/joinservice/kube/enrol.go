@@ -13,8 +13,12 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
+
+// maxAddresses is what an enrolment has room for: a claim's, and those of the one before.
+const maxAddresses = 2 * nodecert.MaxAddresses
 
 // writeAttempts bounds how often a lost compare-and-swap is tried again.
 const writeAttempts = 4
@@ -143,7 +147,9 @@ type Enrolment struct {
 	kube    *Kube
 	node    *v1alpha1.AttestedNode
 	created bool
+	claim   v1alpha1.AttestedNodeSpec
 	before  *v1alpha1.AttestedNodeSpec // of an enrolment that was changed; nil: it was not
+	stood   string                     // the ticket that stood before ours was written, if any
 	ticket  string
 	// filed is whether certificates were asked for with it; see File.
 	filed bool
@@ -208,22 +214,57 @@ func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNod
 		if err := k.cluster.Client.Create(ctx, n); err != nil {
 			return nil, err
 		}
-		return &Enrolment{kube: k, node: n, created: true}, nil
+		return &Enrolment{kube: k, node: n, created: true, claim: c.spec()}, nil
 	}
-	n := own.DeepCopy()
-	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
-	if specEqual(n.Spec, own.Spec) {
-		return &Enrolment{kube: k, node: n}, nil
+	e := &Enrolment{kube: k, node: own.DeepCopy(), claim: c.spec(), stood: ticketOf(own)}
+	e.node.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
+	// J4: addresses that the machine has, and does not ask for any more, stay its own until the ticket is out. If another
+	// machine could get one, a ticket that fails could not give it back.
+	for _, a := range own.Spec.Addresses {
+		if len(e.node.Spec.Addresses) < maxAddresses && !slices.Contains(e.node.Spec.Addresses, a) {
+			e.node.Spec.Addresses = append(e.node.Spec.Addresses, a)
+		}
 	}
-	if err := k.cluster.Client.Update(ctx, n); err != nil {
+	if specEqual(e.node.Spec, own.Spec) {
+		return e, nil
+	}
+	if err := k.cluster.Client.Update(ctx, e.node); err != nil {
 		return nil, err
 	}
-	return &Enrolment{kube: k, node: n, before: own.Spec.DeepCopy()}, nil
+	e.before = own.Spec.DeepCopy()
+	return e, nil
+}
+
+// ticketOf gives the ID of the latest ticket that stands, or nothing.
+func ticketOf(n *v1alpha1.AttestedNode) string {
+	if n.Status.Ticket == nil {
+		return ""
+	}
+	return n.Status.Ticket.ID
 }
 
 func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 	x, y := slices.Sorted(slices.Values(a.Addresses)), slices.Sorted(slices.Values(b.Addresses))
 	return a.MachineID == b.MachineID && a.Role == b.Role && a.DiskID == b.DiskID && a.DiskMode == b.DiskMode && a.Banned == b.Banned && slices.Equal(x, y)
+}
+
+// Keep says that the ticket is out: addresses that its machine had before, and did not ask for any more, are anybody's
+// from then on. If the API server does not answer they go with the machine's next ticket.
+func (e *Enrolment) Keep(ctx context.Context) {
+	if specEqual(e.node.Spec, e.claim) {
+		return
+	}
+	ctx, cancel := undo(ctx)
+	defer cancel()
+	k, n := e.kube, &v1alpha1.AttestedNode{}
+	err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(e.node), n)
+	if err == nil && n.UID == e.node.UID && ticketOf(n) == e.ticket && specEqual(n.Spec, e.node.Spec) { // else another ticket sees to it
+		n.Spec = *e.claim.DeepCopy()
+		err = k.cluster.Client.Update(ctx, n)
+	}
+	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+		k.log.WarnContext(ctx, "a node's earlier addresses are still its own", "node", e.node.Name, "err", err)
+	}
 }
 
 func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) error {

@@ -181,6 +181,7 @@ func (r *trial) run(ctx context.Context) {
 		e.Undo(ctx)
 		return
 	}
+	e.Keep(ctx)
 	r.issued = true
 	if r.returns {
 		_, err := r.k.Withdraw(ctx, r.claim.Machine, r.id)

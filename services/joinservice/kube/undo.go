@@ -103,17 +103,17 @@ func (e *Enrolment) revertOver(ctx context.Context, n *v1alpha1.AttestedNode) er
 	switch {
 	case !latest && !e.counted && t == nil && e.created && n.Status.ReleasedAt == nil && !n.Spec.Banned:
 		return k.delete(ctx, n) // no ticket came of it
+	case !latest && !e.counted && ticketOf(n) == e.stood:
+		return e.giveBack(ctx, n) // ours never stood
 	case !latest && !e.counted || t == nil:
-		return nil // ours never stood, or has been returned
+		return nil // nor did it, or it has been returned
 	}
 	left := standing(t) - 1
 	if left == 0 && t.Enrolled && t.Reclaims == nil && !n.Spec.Banned && !e.filed {
 		return k.delete(ctx, n)
 	}
-	// Nobody has written a ticket since: the addresses are as our claim has them, and go back.
-	if latest && e.before != nil && specEqual(n.Spec, e.node.Spec) {
-		n.Spec = *e.before.DeepCopy()
-		if err := k.cluster.Client.Update(ctx, n); err != nil {
+	if latest {
+		if err := e.giveBack(ctx, n); err != nil {
 			return err
 		}
 		t = n.Status.Ticket
@@ -134,6 +134,16 @@ func (e *Enrolment) revertOver(ctx context.Context, n *v1alpha1.AttestedNode) er
 		}
 	}
 	return k.cluster.Client.Status().Update(ctx, n)
+}
+
+// giveBack takes out of an enrolment what the claim has added to it, if nobody has written it since. What it had before
+// has been its own all the time.
+func (e *Enrolment) giveBack(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	if e.before == nil || !specEqual(n.Spec, e.node.Spec) {
+		return nil
+	}
+	n.Spec = *e.before.DeepCopy()
+	return e.kube.cluster.Client.Update(ctx, n)
 }
 
 // delete removes that very state of n and no later one.

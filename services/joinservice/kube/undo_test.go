@@ -57,6 +57,16 @@ func TestAFailedTicketLeavesWhatAnotherReliesOn(t *testing.T) {
 			c.Addresses = append(slices.Clone(c.Addresses), c.Addresses[0].Next())
 			return enrol(t, a, c, "a")
 		}, "b"},
+		"an earlier one, whose addresses it gives up": {func(t *testing.T) *Enrolment {
+			enrol(t, b, claim(1), "b")
+			seen(t, a, holds("b"))
+			return enrol(t, a, elsewhere(claim(1)), "a")
+		}, "b"},
+		"an earlier one, while it has not written its status": {func(t *testing.T) *Enrolment {
+			enrol(t, b, claim(1), "b")
+			seen(t, a, holds("b"))
+			return half(t, a, elsewhere(claim(1)), "a")
+		}, "b"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			shared.Reset(t)
@@ -73,6 +83,43 @@ func TestAFailedTicketLeavesWhatAnotherReliesOn(t *testing.T) {
 			}
 		})
 	}
+}
+
+// elsewhere is the claim of the same machine at another address.
+func elsewhere(c Claim) Claim {
+	c.Addresses = []netip.Addr{c.Addresses[0].Next().Next().Next()}
+	return c
+}
+
+// J4: until a ticket is out, an address that it gives up is nobody else's. So it can go back.
+func TestAnAddressIsAnybodysOnceTheTicketThatGivesItUpIsOut(t *testing.T) {
+	a, _ := replica(t)
+	b, _ := replica(t)
+	shared.Reset(t)
+	enrol(t, b, claim(1), "b").Keep(t.Context())
+	seen(t, a, holds("b"))
+	other := claim(2)
+	other.Node, other.Disk = "w2", diskTwo
+	for _, out := range []bool{false, true} {
+		moving := enrol(t, a, elsewhere(claim(1)), "a")
+		seen(t, b, holds("a"))
+		if _, err := b.Enrol(t.Context(), other, ticket("c")); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
+			t.Fatalf("another machine asks for the address while the ticket is made: %v", err)
+		}
+		want := claim(1).Addresses[0]
+		if out {
+			want = elsewhere(claim(1)).Addresses[0]
+			moving.Keep(t.Context())
+		} else {
+			moving.Undo(t.Context())
+		}
+		if n := shared.Node(t, "w1"); !slices.Equal(n.Spec.Addresses, []string{want.String()}) {
+			t.Errorf("out: %t, and the addresses are %v", out, n.Spec.Addresses)
+		}
+		seen(t, a, func(n *v1alpha1.AttestedNode) bool { return len(n.Spec.Addresses) == 1 })
+		seen(t, b, func(n *v1alpha1.AttestedNode) bool { return len(n.Spec.Addresses) == 1 })
+	}
+	enrol(t, b, other, "c")
 }
 
 // Once all have failed nothing is left, in whatever order they do.
