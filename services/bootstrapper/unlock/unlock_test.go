@@ -226,9 +226,9 @@ func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextTryIs(t *testing.T) {
 	if strings.Contains(s.String(), "joinservice's log") { // R1
 		t.Errorf("a stranger learns more than the reason: %v", s)
 	}
-	if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasSuffix(l, " min") }) {
-		t.Errorf("console %q", w.lines())
-	}
+	eventually(t, "the console says how many minutes", func() bool {
+		return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasSuffix(l, " min") })
+	})
 }
 
 // A joinservice of another cluster of the same owner may be asked: its key opens nothing, and the next is asked.
@@ -315,11 +315,11 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 			if j.asked() > 0 {
 				t.Error("it was asked")
 			}
-			if !slices.ContainsFunc(w.lines(), func(l string) bool {
-				return strings.Contains(l, "this machine does not accept what "+j.addr+" answers: "+attest.ReasonName(tt.want))
-			}) {
-				t.Errorf("console %q", w.lines())
-			}
+			eventually(t, "the console says why", func() bool {
+				return slices.ContainsFunc(w.lines(), func(l string) bool {
+					return strings.Contains(l, "this machine does not accept what "+j.addr+" answers: "+attest.ReasonName(tt.want))
+				})
+			})
 			good := w.cluster(w.like(), w.owner)
 			w.set(func(w *world) { w.meta.JoinEndpoints = []string{good.addr} })
 			if err := r.end(t); err != nil {
@@ -388,9 +388,9 @@ func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
 			if j.asked() > 0 {
 				t.Error("a joinservice was asked")
 			}
-			if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, "muster: "+tt.line) }) {
-				t.Errorf("console %q", w.lines())
-			}
+			eventually(t, "the console says "+tt.line, func() bool {
+				return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, "muster: "+tt.line) })
+			})
 			s, err := r.GetStatus(t.Context(), nil)
 			if err != nil || s.GetLastReason() != tt.want {
 				t.Errorf("status %v, %v", s, err)
