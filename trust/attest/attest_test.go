@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"math/big"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -48,12 +49,24 @@ func TestStatementIsTheDocumentedFormula(t *testing.T) {
 // ca makes a certificate authority for endorsement keys.
 func ca(t testing.TB, name string) (*x509.Certificate, string) {
 	t.Helper()
+	return certificate(t, name, true)
+}
+
+// noAuthority makes a self-signed certificate that may not issue others.
+func noAuthority(t testing.TB) string {
+	t.Helper()
+	_, text := certificate(t, "server", false)
+	return text
+}
+
+func certificate(t testing.TB, name string, isCA bool) (*x509.Certificate, string) {
+	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		t.Fatal(err)
 	}
 	tmpl := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: true, BasicConstraintsValid: true,
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, IsCA: isCA, BasicConstraintsValid: true,
 		NotBefore: time.Unix(0, 0), NotAfter: time.Unix(1<<32, 0), KeyUsage: x509.KeyUsageCertSign,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, k.Public(), k)
@@ -104,6 +117,7 @@ func encode(t testing.TB, p *attestv1.Policy) []byte {
 
 func TestParsePolicy(t *testing.T) {
 	_, pemRoot := ca(t, "operator")
+	_, vendorRoot := ca(t, "vendor")
 	for name, tt := range map[string]struct {
 		change func(*attestv1.Policy)
 		want   string // part of the error; empty: accepted
@@ -121,6 +135,16 @@ func TestParsePolicy(t *testing.T) {
 		"a root that is no PEM is refused":       {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = "x" }, "exactly one PEM"},
 		"two certificates in a root are refused": {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem += pemRoot }, "exactly one PEM"},
 		"a vendor's root alone is refused":       {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false }, "insecure.anyMachine"},
+		"a vendor's root behind the operator's is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: vendorRoot})
+		}, "insecure.anyMachine"},
+		"a vendor's root before the operator's is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots = append([]*attestv1.EkRoot{{Pem: vendorRoot}}, p.Tpm2.EkRoots...)
+		}, "insecure.anyMachine"},
+		"a root that is no authority is refused": {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = noAuthority(t) }, "not a certificate authority"},
+		"a second root that is no authority is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: noAuthority(t), Operator: true})
+		}, "not a certificate authority"},
 		"a vendor's root with anyMachine is read": {change: func(p *attestv1.Policy) {
 			p.Tpm2.EkRoots[0].Operator = false
 			p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true}
@@ -264,6 +288,28 @@ func TestAppraise(t *testing.T) {
 	})
 }
 
+// everyBootPCR is what docs/threat-model.md and the policy's schema promise. Tests read it here,
+// so that a register that bootPCRs loses is missed.
+var everyBootPCR = []int{4, 8, 9, 11, 12, 13, 14}
+
+func TestEveryBootPCRNeedsAnEnforcedRule(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	for _, i := range everyBootPCR {
+		rule := func(p *attestv1.Policy) int {
+			return slices.IndexFunc(p.GetTpm2().GetPcrs(), func(r *attestv1.PcrRule) bool { return r.GetIndex() == uint32(i) })
+		}
+		without := goodPolicy(pemRoot)
+		without.Tpm2.Pcrs = slices.Delete(without.Tpm2.Pcrs, rule(without), rule(without)+1)
+		warns := goodPolicy(pemRoot)
+		warns.Tpm2.Pcrs[rule(warns)].Mode = "WarnOnly"
+		for name, p := range map[string]*attestv1.Policy{"no rule": without, "a warning": warns} {
+			if _, err := ParsePolicy(encode(t, p)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+				t.Errorf("%s for PCR %d was accepted: %v", name, i, err)
+			}
+		}
+	}
+}
+
 func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	policy, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
@@ -272,7 +318,7 @@ func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		f := facts(root)
-		i := rapid.SampledFrom(bootPCRs).Draw(t, "pcr")
+		i := rapid.SampledFrom(everyBootPCR).Draw(t, "pcr")
 		bit := rapid.IntRange(0, 255).Draw(t, "bit")
 		v := append([]byte(nil), f.PCRs[i]...)
 		v[bit/8] ^= 1 << (bit % 8)
@@ -346,7 +392,7 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	root, _ := ca(t, "image")
 	foreign, _ := ca(t, "other")
 	own := map[int][]byte{}
-	for _, i := range bootPCRs {
+	for _, i := range everyBootPCR {
 		own[i] = facts(root).PCRs[i]
 	}
 	s, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root})
@@ -365,9 +411,23 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
 		t.Errorf("another root: %v", err)
 	}
-	delete(own, 9)
-	if _, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root}); err == nil {
-		t.Error("a missing PCR was taken for agreement")
+	for _, i := range everyBootPCR {
+		f := facts(root)
+		f.PCRs[i] = value('b')
+		if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+			t.Errorf("another PCR %d: %v", i, err)
+		}
+		kept := own[i]
+		for name, wrong := range map[string][]byte{"a missing": nil, "a short": kept[1:], "a long": append(kept[:32:32], 0)} {
+			own[i] = wrong
+			if _, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root}); ReasonOf(err) != attestv1.Reason_REASON_MACHINE_CONFIG {
+				t.Errorf("%s PCR %d was taken for agreement: %v", name, i, err)
+			}
+		}
+		own[i] = kept
+	}
+	if _, err := s.For().Appraise(ctx, NewClaims(facts(root))); ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+		t.Errorf("no expected lock: %v", err)
 	}
 	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {
 		t.Error("no roots were taken for any root")

@@ -134,6 +134,16 @@ func TestActivation(t *testing.T) {
 	})
 }
 
+// withCertificatesOf puts the EK certificates of m into evidence.
+func withCertificatesOf(t testing.TB, m *attesttest.Machine) attesttest.Tamper {
+	t.Helper()
+	ek, err := m.EndorsementKey(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) { ev.GetTpm2().EkCertificates = ek.Certificates }}
+}
+
 func TestKnownPairs(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -165,6 +175,29 @@ func TestKnownPairs(t *testing.T) {
 	if err != nil || c.Machine() != m.ID() {
 		t.Errorf("claims of a known pair: %v", err)
 	}
+	// Whoever has captured m's EK certificate shows it beside an AK of their own.
+	t.Run("another AK beside a known EK is challenged", func(t *testing.T) {
+		thief := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: withCertificatesOf(t, m)})
+		if known(thief) {
+			t.Error("the EK alone was taken for the pair")
+		}
+	})
+	t.Run("another EK beside a known AK is challenged", func(t *testing.T) {
+		other := attesttest.NewMachine(t, ca, attesttest.Options{})
+		b := attest.Binding{7}
+		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		withCertificatesOf(t, other).Evidence(ev)
+		p, err := v.Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.Challenge() == nil {
+			t.Error("the AK alone was taken for the pair")
+		}
+	})
 	t.Run("a known pair is judged by the roots of now", func(t *testing.T) {
 		roots = attesttest.NewCA(t).Roots()
 		defer func() { roots = ca.Roots() }()
