@@ -47,7 +47,9 @@ type joinservice struct {
 
 	mu       sync.Mutex
 	delay    time.Duration    // before an answer
+	gate     chan struct{}    // a ticket is answered once it is closed; nil: at once
 	now      func() time.Time // of the cluster
+	asked    int              // requests for a ticket
 	issued   int
 	returned int
 	rejoins  int
@@ -175,14 +177,21 @@ func (j *joinservice) RenewJoinLease(context.Context, *joinv1.RenewJoinLeaseRequ
 // IssueJoinTicket implements [joinv1connect.JoinServiceHandler].
 func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 	j.mu.Lock()
-	defer j.mu.Unlock()
-	wait := time.NewTimer(j.delay)
-	defer wait.Stop()
+	j.asked++
+	delay, gate := j.delay, j.gate
+	j.mu.Unlock()
+	if gate == nil {
+		gate = make(chan struct{})
+		wait := time.AfterFunc(delay, func() { close(gate) })
+		defer wait.Stop()
+	}
 	select {
-	case <-wait.C:
+	case <-gate:
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
 	j.issued++
 	resp, err := j.answer(req)
 	if err == nil && j.root != nil {
@@ -206,4 +215,20 @@ func (j *joinservice) counts() (issued, returned int) {
 	issued, returned = j.issued, j.returned
 	j.issued, j.returned = 0, 0
 	return issued, returned
+}
+
+// shut lets requests for a ticket wait until open is called.
+func (j *joinservice) shut() (open func()) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	gate := make(chan struct{})
+	j.gate, j.asked = gate, 0
+	return sync.OnceFunc(func() { close(gate) })
+}
+
+// soFar returns how many tickets were asked for since shut, and how many came back since counts.
+func (j *joinservice) soFar() (asked, returned int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.asked, j.returned
 }

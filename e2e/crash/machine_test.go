@@ -12,6 +12,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -64,6 +65,8 @@ type host struct {
 	plan  plan
 	meta  meta
 	lives int
+	// heldBefore is how often processes before this one were held, by name.
+	heldBefore map[string]int
 }
 
 // meta is what /etc/muster/metadata.yaml says.
@@ -316,6 +319,36 @@ func (h *host) reboot() {
 	h.t.Helper()
 	h.tpm.Restart()
 	if err := os.RemoveAll(filepath.Join(h.plan.Root, unitsDir)); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+// hold makes the machine's next process wait at each of the names the first time.
+func (h *host) hold(names ...string) {
+	h.t.Helper()
+	h.plan.Hold, h.heldBefore = names, map[string]int{}
+	for _, name := range names {
+		h.heldBefore[name] = h.count(heldAt + name)
+		if err := syscall.Mkfifo(h.plan.gate(name), 0o600); err != nil && !errors.Is(err, fs.ErrExist) {
+			h.t.Fatal(err)
+		}
+	}
+}
+
+// held waits until the machine's process waits at name.
+func (h *host) held(name string) {
+	h.t.Helper()
+	eventually(h.t, "the bootstrapper is held: "+name, func() bool { return h.count(heldAt+name) > h.heldBefore[name] })
+}
+
+// release lets the process go on that is held at name.
+func (h *host) release(name string) {
+	h.t.Helper()
+	gate, err := os.OpenFile(h.plan.gate(name), os.O_WRONLY, 0)
+	if err == nil {
+		err = gate.Close()
+	}
+	if err != nil {
 		h.t.Fatal(err)
 	}
 }

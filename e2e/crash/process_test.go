@@ -18,6 +18,8 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -65,6 +67,9 @@ type plan struct {
 	KillAt int
 	// KillIn, if set, is the name of the effect at which it kills itself.
 	KillIn string
+	// Hold are names of effects, or texts of progress in the log, at which the process waits, each the first time, until
+	// the test lets it go on: at that moment of their order nothing comes next by chance.
+	Hold []string
 	// Programs is the folder of programs that stand for those of a machine with a device-mapper; empty: none do.
 	Programs string
 	// Unlock is the path of the state disk of a process that is `bootstrapper unlock`; empty: it is `bootstrapper run`.
@@ -72,6 +77,11 @@ type plan struct {
 }
 
 func (p plan) beside(name string) string { return filepath.Join(filepath.Dir(p.Root), name) }
+
+// gate is the named pipe whose opening lets the process go on.
+func (p plan) gate(name string) string {
+	return p.beside("hold-" + strings.ReplaceAll(name, " ", "-"))
+}
 
 // now is the machine's clock. The file clock says how far it is off, and may change at any time.
 func (p plan) now() time.Time {
@@ -112,7 +122,7 @@ func runProcess(text string) error {
 		return err
 	}
 	defer effects.Close()
-	f := &fate{left: p.KillAt, name: p.KillIn, told: effects}
+	f := &fate{left: p.KillAt, name: p.KillIn, told: effects, hold: slices.Clone(p.Hold), gate: p.gate}
 	if p.Programs != "" {
 		if err := f.ask(p.Programs); err != nil {
 			return err
@@ -154,10 +164,10 @@ func runProcess(text string) error {
 				return []etcd.Member{{ID: 7}}, machine.LeaveEtcd(ctx)
 			},
 			Now:        p.now,
-			Components: component.DefaultLimits, Log: slog.New(slog.NewJSONHandler(os.Stderr, nil)),
+			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
 			Timing: bootstrapper.Timing{
-				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 10 * time.Second, Ticket: 30 * time.Second,
-				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: 30 * time.Second, Reset: 30 * time.Second, ClusterState: 30 * time.Second,
+				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: patience, Ticket: patience,
+				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: patience, Reset: patience, ClusterState: patience,
 			},
 		},
 	})
@@ -173,6 +183,8 @@ type fate struct {
 	left int
 	name string
 	told *os.File
+	hold []string
+	gate func(name string) string
 }
 
 // step tells of an effect before it happens. If it is the last one, step does not return.
@@ -186,7 +198,59 @@ func (f *fate) step(name string) error {
 		kill()
 	}
 	f.left--
-	return nil
+	return f.holdAt(name)
+}
+
+// holdAt waits, if the process is to be held at name, until the test lets it go on. It is called with
+// the mutex held, and gives it up meanwhile.
+func (f *fate) holdAt(name string) error {
+	at := slices.Index(f.hold, name)
+	if at < 0 {
+		return nil
+	}
+	f.hold = slices.Delete(f.hold, at, at+1)
+	if _, err := fmt.Fprintln(f.told, heldAt+name); err != nil {
+		return err
+	}
+	f.mu.Unlock()
+	defer f.mu.Lock()
+	gate, err := os.Open(f.gate(name)) // until somebody opens it for writing
+	if err != nil {
+		return err
+	}
+	return gate.Close()
+}
+
+// heldAt is what comes before the name of an effect at which the process waits.
+const heldAt = "held: "
+
+// heldLog holds the process after it has told what it is about to do.
+type heldLog struct {
+	slog.Handler
+	fate *fate
+}
+
+func (h heldLog) Handle(ctx context.Context, r slog.Record) error {
+	if err := h.Handler.Handle(ctx, r); err != nil || r.Message != "progress" {
+		return err
+	}
+	text := ""
+	r.Attrs(func(a slog.Attr) bool {
+		if a.Key == "text" {
+			text = a.Value.String()
+		}
+		return true
+	})
+	h.fate.mu.Lock()
+	defer h.fate.mu.Unlock()
+	return h.fate.holdAt(text)
+}
+
+func (h heldLog) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return heldLog{h.Handler.WithAttrs(attrs), h.fate}
+}
+func (h heldLog) WithGroup(name string) slog.Handler {
+	return heldLog{h.Handler.WithGroup(name), h.fate}
 }
 
 // last is step, but if the effect is the last one, it begins before the process dies.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -14,11 +15,215 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// B2: an owner's init and a joinservice's ticket reach the same machine at moments of chance;
-// in a third of the runs its bootstrapper is killed as well, at a moment of chance. Exactly one of
-// them takes the machine: the journal, PCR 15 and kubeadm say the same one, the other is told
-// so, and its ticket comes back.
+// takesTheLock is what a process does to its machine while it takes the node lock, in this order. From the
+// second on the journal says who has it.
+var takesTheLock = []string{
+	"the journal is about to say locking", "the journal says locking", "PCR 15 is about to be extended", "PCR 15 is extended",
+	"the journal is about to say locked", "the journal says locked",
+}
+
+// Where a process that has the lock is held until the other side was told, and where an init is held that was
+// admitted and has not asked for the lock yet.
+const (
+	initGoesOn, joinGoesOn = "kubeadm init begins", "kubeadm join begins"
+	initAdmitted           = "taking the node lock"
+)
+
+// contest is one machine that an owner's init and a joinservice's ticket reach, in an order that the test sets.
+type contest struct {
+	h    *host
+	j    *joinservice
+	id   [32]byte // of the init's cluster
+	l    *life
+	open func()    // lets the ticket out
+	got  chan call // what the owner's call came to
+}
+
+// begin starts the machine's bootstrapper, to be held at the names, and waits until it has asked for a ticket,
+// if asks. The ticket stays with the joinservice until open is called.
+func (c *contest) begin(t *testing.T, asks bool, hold ...string) {
+	t.Helper()
+	c.open = c.j.shut()
+	c.h.hold(hold...)
+	c.l = c.h.start(-1)
+	if asks {
+		eventually(t, "a ticket is asked for", func() bool { n, _ := c.j.soFar(); return n > 0 })
+	}
+}
+
+// callInit has the owner call.
+func (c *contest) callInit(t *testing.T) {
+	t.Helper()
+	addr, req := c.l.addr(t), (*initv1.InitRequest)(nil)
+	req, _ = request(c.h.mirror)
+	c.got = make(chan call, 1)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	go func(got chan<- call) {
+		defer cancel()
+		result, err := c.h.callInit(ctx, addr, req, c.id)
+		got <- call{result, err}
+	}(c.got)
+}
+
+// initHas lets out the ticket, if there is one to come, once an init has the lock and before it goes on; the ticket
+// comes back, and the machine ends as the first node.
+func (c *contest) initHas(t *testing.T, tickets int) {
+	t.Helper()
+	c.h.held(initGoesOn)
+	c.open()
+	eventually(t, "the ticket comes back", func() bool { _, n := c.j.soFar(); return n == tickets })
+	c.h.release(initGoesOn)
+	got := <-c.got
+	if got.err != nil {
+		t.Errorf("init won, and its caller got %v", got.err)
+	}
+	c.ends(t, journal.KindInit, c.id)
+	if issued, returned := c.j.counts(); issued != tickets || returned != tickets {
+		t.Errorf("%d tickets were issued and %d came back, want %d", issued, returned, tickets)
+	}
+}
+
+// joinHas waits for the refusal of the owner's call once a join has the lock and before it goes on; the machine ends as a
+// node of the joinservice's cluster, and no ticket comes back.
+func (c *contest) joinHas(t *testing.T, want ...string) {
+	t.Helper()
+	c.h.held(joinGoesOn)
+	if got := <-c.got; got.result != nil || !slices.Contains(want, reasonOf(got.err)) {
+		t.Errorf("join won, and the init's caller got %v, want %v", got.err, want)
+	}
+	c.h.release(joinGoesOn)
+	c.ends(t, journal.KindJoin, joinCluster)
+	if _, returned := c.j.counts(); returned != 0 {
+		t.Errorf("join won, and %d tickets came back", returned)
+	}
+}
+
+// ends checks that journal, PCR 15, kubeadm and units say the same (B2).
+func (c *contest) ends(t *testing.T, kind journal.Kind, id [32]byte) {
+	t.Helper()
+	if err := c.l.end(); err != nil {
+		t.Fatalf("the bootstrapper ended with %v\n%s", err, c.l.log)
+	}
+	other := "kubeadm join begins"
+	if kind == journal.KindJoin {
+		other = "kubeadm init begins"
+	}
+	if c.h.count(other) > 0 {
+		t.Errorf("%s won, and %s", kind, other)
+	}
+	if err := c.h.isNode(kind, id); err != nil {
+		t.Error(err)
+	}
+}
+
+// dies kills the process where it is held, as a power cut does, with or without a new boot.
+func (c *contest) dies(t *testing.T, reboot bool) {
+	t.Helper()
+	c.l.kill()
+	if c.got != nil {
+		if got := <-c.got; got.err == nil {
+			t.Error("the init's caller got a result of a process that was killed")
+		}
+	}
+	c.j.counts()
+	if reboot {
+		c.h.reboot()
+	}
+}
+
+// B2: an owner's init and a joinservice's ticket reach the same machine. Both win, each at each step of taking the
+// node lock the other one comes, and at each the process lives or is killed. Exactly one of them takes the machine: the journal,
+// PCR 15 and kubeadm say the same one, the other is told so, and its ticket comes back.
 func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
+	t.Parallel()
+	b := newBench(t)
+	j := newJoinservice(t, b)
+	_, id := request(b.mirror)
+	try := func(name string, run func(t *testing.T, c *contest)) {
+		t.Run(name, func(t *testing.T) {
+			c := &contest{h: b.newHost(t, first(j.addr), j.ownerKey), j: j, id: id}
+			j.counts()
+			defer func() {
+				c.open() // a test that failed leaves no request behind
+				if t.Failed() {
+					t.Logf("%s\n%s", strings.Join(c.h.effects(), "\n"), c.l.log)
+				}
+			}()
+			run(t, c)
+		})
+	}
+	for i, at := range takesTheLock {
+		taken, reboot := i > 0, i%2 == 1
+		try("a ticket comes while an init takes the lock: "+at, func(t *testing.T, c *contest) {
+			c.begin(t, true, at, initGoesOn)
+			c.callInit(t)
+			c.h.held(at)
+			c.open()
+			c.h.release(at)
+			c.initHas(t, 1)
+		})
+		try("an init comes while a join takes the lock: "+at, func(t *testing.T, c *contest) {
+			c.begin(t, true, at, joinGoesOn)
+			c.open()
+			c.h.held(at)
+			c.callInit(t)
+			c.h.release(at)
+			c.joinHas(t, "NODE_LOCKED", "LOCK_FOREIGN") // by the machine, or by the caller, who looks at PCR 15
+		})
+		try("an init was admitted before a join takes the lock: "+at, func(t *testing.T, c *contest) {
+			c.begin(t, true, initAdmitted, at, joinGoesOn)
+			c.callInit(t)
+			c.h.held(initAdmitted)
+			c.open()
+			c.h.held(at)
+			c.h.release(initAdmitted)
+			c.h.release(at)
+			c.joinHas(t, "NODE_LOCKED")
+		})
+		try("killed while an init takes the lock: "+at, func(t *testing.T, c *contest) {
+			c.begin(t, true, at)
+			c.callInit(t)
+			c.h.held(at)
+			c.open()
+			c.dies(t, reboot)
+			if taken {
+				c.begin(t, false, initGoesOn)
+				c.callInit(t)
+				c.initHas(t, 0) // and no ticket is asked for
+				return
+			}
+			c.begin(t, true, joinGoesOn)
+			c.open()
+			c.h.held(joinGoesOn)
+			c.callInit(t)
+			c.joinHas(t, "LOCK_FOREIGN")
+		})
+		try("killed while a join takes the lock: "+at, func(t *testing.T, c *contest) {
+			c.begin(t, true, initAdmitted, at)
+			c.callInit(t)
+			c.h.held(initAdmitted)
+			c.open()
+			c.h.held(at)
+			c.h.release(initAdmitted)
+			c.dies(t, reboot)
+			if taken {
+				c.begin(t, true, joinGoesOn)
+				c.open()
+				c.h.held(joinGoesOn)
+				c.callInit(t)
+				c.joinHas(t, "LOCK_FOREIGN")
+				return
+			}
+			c.begin(t, true, initGoesOn)
+			c.callInit(t)
+			c.initHas(t, 1)
+		})
+	}
+}
+
+// B2: the same at moments of chance; in a third of the runs the bootstrapper is killed as well. Who wins is nobody's
+// matter here: it depends on who is faster.
+func TestOfInitAndJoinAtMomentsOfChanceOneWins(t *testing.T) {
 	t.Parallel()
 	chance := seeded(t)
 	b := newBench(t)
@@ -26,7 +231,7 @@ func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
 	_, initCluster := request(b.mirror)
 	won := map[journal.Kind]int{}
 	kills, losers := 0, 0
-	n := runs(20, 200)
+	n := runs(4, 200)
 	for i := range n {
 		r := &race{h: b.newHost(t, first(j.addr), j.ownerKey), j: j, initCluster: initCluster, initAfter: within(chance, 80*time.Millisecond)}
 		j.mu.Lock()
@@ -44,9 +249,6 @@ func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
 		losers += r.losers
 	}
 	t.Logf("%d runs: init won %d, join won %d; killed %d times; %d losers were there to be told", n, won[journal.KindInit], won[journal.KindJoin], kills, losers)
-	if won[journal.KindInit] == 0 || won[journal.KindJoin] == 0 {
-		t.Error("it was no race: one of the two never won")
-	}
 }
 
 type race struct {
