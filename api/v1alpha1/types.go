@@ -198,7 +198,8 @@ type AttestedNodeStatus struct {
 	//
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
-	// Certificates says when the node's certificates end, as far as the cluster has seen them made.
+	// Certificates says when the kubelet's certificates end: those on its disk, as its machine reports with each attestation, and before
+	// the first report those that were made for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API. Vanished is True while the node shows no
 	// sign of life.
@@ -208,8 +209,7 @@ type AttestedNodeStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
 
-// NodeCertificates are the kubelet's newest ones. joinservice notes them when it issues a ticket and
-// when the kubelet renews. Nothing is decided on them.
+// NodeCertificates are the kubelet's. Nothing is decided on them.
 type NodeCertificates struct {
 	// ClientExpiresAt is when the one ends that the node shows the API server.
 	ClientExpiresAt *metav1.Time `json:"clientExpiresAt,omitempty"`

@@ -212,7 +212,7 @@ func runAttester(ctx context.Context, image, meta, record, dir, lock string, log
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
 		Reattest: bootstrapper.ReattestConfig{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load,
-			TPM: device, NewVerifier: newVerifier, Timing: bootstrapper.DefaultReattestTiming,
+			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: bootstrapper.DefaultReattestTiming,
 		},
 	})
 }

@@ -4,6 +4,8 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/types/known/timestamppb"
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -95,7 +97,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 }
 
-// When a node's certificates end is known from the ticket, and from each renewal.
+// When a node's certificates end is known from the ticket, and then from its machine, which says which it has.
 func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -110,12 +112,20 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 			t.Errorf("%s, want %s", c.end, want)
 		}
 	}
-	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), &joinv1.ReattestRequest{}); err != nil {
+	client, serving := time.Now().Add(8760*time.Hour).Truncate(time.Second), time.Now().Add(time.Hour).Truncate(time.Second)
+	says := &joinv1.ReattestRequest{KubeletClientExpiresAt: timestamppb.New(client), KubeletServingExpiresAt: timestamppb.New(serving)}
+	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), says); err != nil {
 		t.Fatal(err)
 	}
-	s.file(t, renewal("w1"))
-	membertest.Eventually(t, func() error {
-		now := s.expiries(t, "w1")
-		return membertest.Want(now.ClientExpiresAt.After(first.ClientExpiresAt.Time), "still %s", now.ClientExpiresAt)
-	})
+	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) || !now.ServingExpiresAt.Time.Equal(serving) {
+		t.Errorf("%s and %s, want %s and %s", now.ClientExpiresAt, now.ServingExpiresAt, client, serving)
+	}
+	// What was made for it, and it does not have, changes nothing.
+	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
+	if _, err := s.reattest(t, m); err != nil { // as one that can read no certificate
+		t.Fatal(err)
+	}
+	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) {
+		t.Errorf("%s, and the machine said %s", now.ClientExpiresAt, client)
+	}
 }

@@ -30,16 +30,15 @@ import (
 
 // Deadlines of steps that wait for others. Each names what did not come.
 const (
-	apiTimeout          = 3 * time.Minute
-	certificatesTimeout = 3 * time.Minute
-	servicesTimeout     = 10 * time.Minute
-	joinserviceTimeout  = 3 * time.Minute
+	apiTimeout         = 3 * time.Minute
+	servicesTimeout    = 10 * time.Minute
+	joinserviceTimeout = 3 * time.Minute
 )
 
 // install puts Muster into the cluster. Each step finds its own work when it is done again.
 //
-// The order matters: the first machine is enrolled and its kubelet's certificates are approved
-// before the chart's admission policies exist, which would keep both from happening.
+// The order matters: the first machine is enrolled before the chart's admission policies exist, which would keep its
+// node from writing.
 func (i *initialiser) install(ctx context.Context) error {
 	c := i.dir()
 	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
@@ -67,11 +66,6 @@ func (i *initialiser) install(ctx context.Context) error {
 		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
 		{"enrol the first machine", func() (string, error) { return m.NodeName, i.enrol(ctx, kube) }},
 		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
-		{"approve its kubelet's certificates", func() (string, error) {
-			ctx, cancel := deadline(ctx, certificatesTimeout, "its kubelet did not ask for a serving certificate")
-			defer cancel()
-			return "", kube.ApproveFirstNode(ctx, m.NodeName, m.Addresses, i.Report.Say)
-		}},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
@@ -86,9 +80,6 @@ func (i *initialiser) install(ctx context.Context) error {
 		}
 		if s.name == "note which nodes are there" && !c.Adopted {
 			continue // there is none but the first
-		}
-		if s.name == "approve its kubelet's certificates" && c.Adopted {
-			continue // it has those that its cluster gave it
 		}
 		if err := i.step(s.name, s.do); err != nil {
 			return err

@@ -61,11 +61,12 @@ var levels = map[string]Level{
 	initv1connect.InitServiceAdoptProcedure:        Session,
 	initv1connect.MachineServiceGetStatusProcedure: Plain,
 
-	joinv1connect.JoinServiceIssueJoinTicketProcedure:   Attested,
-	joinv1connect.JoinServiceIssueRejoinTicketProcedure: Attested,
-	joinv1connect.JoinServiceReattestProcedure:          Attested,
-	joinv1connect.JoinServiceRenewJoinLeaseProcedure:    Attested,
-	joinv1connect.JoinServiceReturnJoinTicketProcedure:  Attested,
+	joinv1connect.JoinServiceIssueJoinTicketProcedure:       Attested,
+	joinv1connect.JoinServiceIssueRejoinTicketProcedure:     Attested,
+	joinv1connect.JoinServiceReattestProcedure:              Attested,
+	joinv1connect.JoinServiceRenewJoinLeaseProcedure:        Attested,
+	joinv1connect.JoinServiceRenewNodeCertificatesProcedure: Attested,
+	joinv1connect.JoinServiceReturnJoinTicketProcedure:      Attested,
 
 	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,
 	kmsv1connect.KeyServiceDeriveClusterIdProcedure: Attested,

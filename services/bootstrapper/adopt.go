@@ -2,14 +2,12 @@ package bootstrapper
 
 import (
 	"bytes"
-	"crypto/tls"
 	"crypto/x509"
 	"fmt"
 	"os"
-	"path"
 
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -29,48 +27,55 @@ func (b *Bootstrapper) isControlPlane(o *initOrder) error {
 	if _, err := os.Stat(b.on(apiServerPod)); err != nil {
 		return refuse("%w", err)
 	}
-	admin, err := b.kubeconfig(adminConf)
+	admin, err := b.clusterOf(adminConf)
 	if err != nil {
 		return refuse("%w", err)
 	}
-	kubelet, err := b.kubeconfig(kubeadm.KubeletConf)
+	kubelet, err := b.clusterOf(kubeadm.KubeletConf)
 	if err != nil {
 		return refuse("%w", err)
 	}
-	if len(admin.CAData) == 0 || !bytes.Equal(bytes.TrimSpace(admin.CAData), bytes.TrimSpace(kubelet.CAData)) {
+	if len(admin.CertificateAuthorityData) == 0 || !bytes.Equal(bytes.TrimSpace(admin.CertificateAuthorityData), bytes.TrimSpace(kubelet.CertificateAuthorityData)) {
 		return refuse("%s and %s name different authorities", adminConf, kubeadm.KubeletConf)
 	}
-	if want := "https://" + o.request.GetControlPlaneEndpoint(); admin.Host != want {
-		return refuse("%s leads to %s, not to %s", adminConf, admin.Host, want)
+	if want := "https://" + o.request.GetControlPlaneEndpoint(); admin.Server != want {
+		return refuse("%s leads to %s, not to %s", adminConf, admin.Server, want)
 	}
-	current := path.Join(kubeletPKI, "kubelet-client-current.pem")
-	text, err := os.ReadFile(b.on(current))
+	leaf, err := b.kubeletCertificate(kubeletClient)
 	if err != nil {
 		return refuse("%w", err)
 	}
-	pair, err := tls.X509KeyPair(text, text)
-	if err != nil {
-		return refuse("%s: %w", current, err)
-	}
 	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(admin.CAData)
-	if _, err := pair.Leaf.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
-		return refuse("%s: %w", current, err)
+	roots.AppendCertsFromPEM(admin.CertificateAuthorityData)
+	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
+		return refuse("%s: %w", kubeletClient, err)
 	}
-	if have, want := pair.Leaf.Subject.CommonName, "system:node:"+o.meta.Name; have != want {
+	if have, want := leaf.Subject.CommonName, "system:node:"+o.meta.Name; have != want {
 		return refuse("its kubelet is %s, and its metadata say %s", have, want)
 	}
 	return nil
 }
 
-func (b *Bootstrapper) kubeconfig(name string) (*rest.Config, error) {
+// clusterOf returns the cluster that a kubeconfig's current context leads to, with its authority. The files that the user's certificate
+// and key are in need not be there.
+func (b *Bootstrapper) clusterOf(name string) (*clientcmdapi.Cluster, error) {
 	text, err := os.ReadFile(b.on(name))
 	if err != nil {
 		return nil, err
 	}
-	c, err := clientcmd.RESTConfigFromKubeConfig(text)
+	c, err := clientcmd.Load(text)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	return c, nil
+	current := c.Contexts[c.CurrentContext]
+	if current == nil || c.Clusters[current.Cluster] == nil {
+		return nil, fmt.Errorf("%s: it has no current context with a cluster", name)
+	}
+	out := c.Clusters[current.Cluster]
+	if len(out.CertificateAuthorityData) == 0 && out.CertificateAuthority != "" {
+		if out.CertificateAuthorityData, err = os.ReadFile(b.on(out.CertificateAuthority)); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return out, nil
 }

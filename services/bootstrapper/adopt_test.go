@@ -36,7 +36,7 @@ func controlPlane(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	sign := func(c, parent *x509.Certificate) *x509.Certificate {
-		c.SerialNumber, c.NotBefore, c.NotAfter = big.NewInt(1), time.Now().Add(-time.Hour), time.Now().Add(time.Hour)
+		c.SerialNumber, c.NotBefore, c.NotAfter = big.NewInt(1), time.Now().Add(-time.Hour), time.Now().AddDate(1, 0, 0)
 		der, err := x509.CreateCertificate(rand.Reader, c, parent, &key.PublicKey, key)
 		if err != nil {
 			t.Fatal(err)
@@ -55,11 +55,13 @@ func controlPlane(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	w.place(t, "/etc/kubernetes/manifests/kube-apiserver.yaml", "a pod")
-	w.place(t, "/etc/kubernetes/pki/ca.key", "precious")
+	private := string(pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}))
+	w.place(t, "/etc/kubernetes/pki/ca.crt", string(certPEM(ca)))
+	w.place(t, "/etc/kubernetes/pki/ca.key", private)
 	for _, name := range []string{"admin", "kubelet"} {
 		w.place(t, "/etc/kubernetes/"+name+".conf", kubeconfigOf(ca, "https://192.168.77.1:6443"))
 	}
-	w.place(t, "/var/lib/kubelet/pki/kubelet-client-current.pem", string(certPEM(kubelet))+string(pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})))
+	w.place(t, "/var/lib/kubelet/pki/kubelet-client-current.pem", string(certPEM(kubelet))+private)
 	return w
 }
 
@@ -123,6 +125,11 @@ func TestAControlPlaneThatIsThereIsAdopted(t *testing.T) {
 func TestAnAdoptionSurvivesBeingKilledAnywhere(t *testing.T) {
 	for n := 0; ; n++ {
 		w := controlPlane(t)
+		b, err := os.ReadFile(filepath.Join(w.root, "/etc/kubernetes/pki/ca.key"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		key := string(b)
 		w.dieAfter(n)
 		r := w.boot()
 		out := w.adopt(t.Context(), r, w.adoption())
@@ -148,8 +155,8 @@ func TestAnAdoptionSurvivesBeingKilledAnywhere(t *testing.T) {
 		if rec := w.record(); rec.Step != journal.StepDone || rec.Kind != journal.KindAdopt || len(w.kubeadms()) != 0 {
 			t.Fatalf("after %d effects: %+v, %q", n, rec, w.kubeadms())
 		}
-		if b, err := os.ReadFile(filepath.Join(w.root, "/etc/kubernetes/pki/ca.key")); err != nil || string(b) != "precious" {
-			t.Fatalf("after %d effects: ca.key %q %v", n, b, err)
+		if b, err := os.ReadFile(filepath.Join(w.root, "/etc/kubernetes/pki/ca.key")); err != nil || string(b) != key {
+			t.Fatalf("after %d effects: ca.key was changed: %v", n, err)
 		}
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"log/slog"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -70,6 +71,8 @@ type Timing struct {
 	// Kubeadm bounds one run of kubeadm, Reset one clean-up, ClusterState the writing of the
 	// cluster's own objects.
 	Kubeadm, Reset, ClusterState time.Duration
+	// Renewal is how long a node that has valid certificates asks for new ones before its kubelet starts.
+	Renewal time.Duration
 }
 
 // DefaultTiming are the waits of production.
@@ -77,6 +80,7 @@ var DefaultTiming = Timing{
 	Stagger: 250 * time.Millisecond, RetryMin: 500 * time.Millisecond, RetryMax: 30 * time.Second,
 	Dial: 10 * time.Second, Ticket: 90 * time.Second, Linger: 2 * time.Minute, Unclaimed: time.Hour,
 	Kubeadm: 15 * time.Minute, Reset: 5 * time.Minute, ClusterState: 3 * time.Minute,
+	Renewal: time.Minute,
 }
 
 // Config lists what a Bootstrapper needs. All fields but Console and Now are required.
@@ -129,6 +133,7 @@ type Bootstrapper struct {
 	metrics   *metrics
 	tries     seek.Tries
 	steps     steps
+	renewing  atomic.Bool // the kubelet's certificates
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx
@@ -273,14 +278,22 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 	return nil
 }
 
-// startNode makes sure that what a node needs is running: kubelet and attester.
+// startNode makes sure that what a node needs is running: attester and kubelet. The kubelet has usable certificates then.
 func (b *Bootstrapper) startNode(ctx context.Context) error {
 	// The attester first: pods that the kubelet starts ask it.
-	for _, u := range []string{machine.UnitAttester, machine.UnitKubelet} {
-		for _, verb := range []string{"enable", "start"} {
-			if err := b.cfg.Machine.Unit(ctx, verb, u); err != nil {
-				return fmt.Errorf("%s: %w", u, err)
-			}
+	if err := b.startUnit(ctx, machine.UnitAttester); err != nil {
+		return err
+	}
+	if err := b.renewKubelet(ctx); err != nil {
+		return err
+	}
+	return b.startUnit(ctx, machine.UnitKubelet)
+}
+
+func (b *Bootstrapper) startUnit(ctx context.Context, unit string) error {
+	for _, verb := range []string{"enable", "start"} {
+		if err := b.cfg.Machine.Unit(ctx, verb, unit); err != nil {
+			return fmt.Errorf("%s: %w", unit, err)
 		}
 	}
 	return nil

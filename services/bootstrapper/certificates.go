@@ -8,13 +8,16 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 )
 
 // certificateFiles are the certificates that end a node's membership when they end, by the
 // value of the label certificate. Workers have the kubelet's alone.
 var certificateFiles = map[string]string{
-	"kubelet-client":           kubeletPKI + "/kubelet-client-current.pem",
-	"kubelet-serving":          kubeletPKI + "/kubelet-server-current.pem",
+	"kubelet-client":           kubeletClient,
+	"kubelet-serving":          kubeletServing,
 	"ca":                       pkiFolder + "/ca.crt",
 	"front-proxy-ca":           pkiFolder + "/front-proxy-ca.crt",
 	"etcd-ca":                  pkiFolder + "/etcd/ca.crt",
@@ -57,6 +60,14 @@ func (c certificates) Collect(out chan<- prometheus.Metric) {
 
 // validity gives the bounds of the first certificate in a PEM file, 0 if there is none.
 func validity(file []byte) (notBefore, notAfter float64) {
+	if cert := leafOf(file); cert != nil {
+		return seconds(cert.NotBefore), seconds(cert.NotAfter)
+	}
+	return 0, 0
+}
+
+// leafOf returns the first certificate in a PEM file, nil if there is none.
+func leafOf(file []byte) *x509.Certificate {
 	for block, rest := pem.Decode(file); block != nil; block, rest = pem.Decode(rest) {
 		if block.Type != "CERTIFICATE" {
 			clear(block.Bytes)
@@ -64,11 +75,27 @@ func validity(file []byte) (notBefore, notAfter float64) {
 		}
 		cert, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
-			return 0, 0
+			return nil
 		}
-		return seconds(cert.NotBefore), seconds(cert.NotAfter)
+		return cert
 	}
-	return 0, 0
+	return nil
+}
+
+// kubeletCertificates is what the machine reports of its kubelet's certificates: when those on its disk end.
+func kubeletCertificates(root string) *joinv1.ReattestRequest {
+	end := func(path string) *timestamppb.Timestamp {
+		b, err := os.ReadFile(filepath.Join(root, path))
+		if err != nil {
+			return nil
+		}
+		defer clear(b) // K3
+		if cert := leafOf(b); cert != nil {
+			return timestamppb.New(cert.NotAfter)
+		}
+		return nil
+	}
+	return &joinv1.ReattestRequest{KubeletClientExpiresAt: end(kubeletClient), KubeletServingExpiresAt: end(kubeletServing)}
 }
 
 func seconds(t time.Time) float64 { return float64(t.Unix()) }

@@ -259,6 +259,9 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 		return err
 	}
 	tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
+	if err := b.firstKubelet(ctx, o, config); err != nil {
+		return err
+	}
 	return b.runKubeadm(ctx, "init", config, tell, stayOut)
 }
 

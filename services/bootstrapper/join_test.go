@@ -102,8 +102,8 @@ func TestAControlPlaneJoinsWithExactlyItsEightFiles(t *testing.T) {
 	for _, f := range pkiFiles {
 		st, err := os.Stat(filepath.Join(w.root, "/etc/kubernetes/pki", f))
 		want := fs.FileMode(0o600)
-		if slices.Contains([]string{"etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"}, f) {
-			want = 0o644 // ca.crt is kubeadm's own by now
+		if slices.Contains([]string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"}, f) {
+			want = 0o644
 		}
 		if err != nil || st.Mode().Perm() != want {
 			t.Errorf("%s: %v, want mode %s", f, err, want)

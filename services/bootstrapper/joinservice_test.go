@@ -13,7 +13,9 @@ import (
 	"log/slog"
 	"math/big"
 	"net"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -57,6 +59,9 @@ type joinservice struct {
 	lease    time.Duration // of a control plane's turn
 	renewals []*joinv1.RenewJoinLeaseRequest
 	renewal  func(n int) error // the answer to the nth; nil: it is renewed
+	ahead    atomic.Int64      // of the cluster's clock
+	renewed  []*joinv1.RenewNodeCertificatesRequest
+	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the answer to the nth; nil: certificates
 }
 
 // newJoinservice starts one that admits what the world's machine has booted. It runs on
@@ -69,7 +74,7 @@ func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25
 	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		t.Fatal(err)
 	}
-	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().AddDate(1, 0, 0), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
 	j.ca = j.sign(template, template, &j.key.PublicKey)
 	host.LockTo(clusterID)
 	attester, err := evidence.WithPolicy(host.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy { return j.signed })
@@ -134,8 +139,42 @@ func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
 	}
 	return certPEM(j.sign(&x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: r.Subject, DNSNames: r.DNSNames, IPAddresses: r.IPAddresses,
-		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour), ExtKeyUsage: []x509.ExtKeyUsage{use},
+		NotBefore: j.now().Add(-time.Minute), NotAfter: j.now().Add(time.Hour), ExtKeyUsage: []x509.ExtKeyUsage{use},
 	}, j.ca, r.PublicKey))
+}
+
+// now is the time by the cluster's clock.
+func (j *joinservice) now() time.Time { return time.Now().Add(time.Duration(j.ahead.Load())) }
+
+func (j *joinservice) RenewNodeCertificates(_ context.Context, req *joinv1.RenewNodeCertificatesRequest) (*joinv1.RenewNodeCertificatesResponse, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.renewed = append(j.renewed, req)
+	out := &joinv1.RenewNodeCertificatesResponse{
+		RenewalId:                 bytes.Repeat([]byte{8}, 16),
+		KubeletClientCertificate:  j.issue(req.GetKubeletClientCsr(), x509.ExtKeyUsageClientAuth),
+		KubeletServingCertificate: j.issue(req.GetKubeletServingCsr(), x509.ExtKeyUsageServerAuth),
+	}
+	if j.renew != nil {
+		if err := j.renew(len(j.renewed), out); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// onRenewal says how renewals are answered.
+func (j *joinservice) onRenewal(renew func(n int, out *joinv1.RenewNodeCertificatesResponse) error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.renew = renew
+}
+
+// renewedCSRs are the requests for new certificates so far.
+func (j *joinservice) renewedCSRs() []*joinv1.RenewNodeCertificatesRequest {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return slices.Clone(j.renewed)
 }
 
 var pkiFiles = []string{"ca.crt", "ca.key", "encryption.yaml", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub"}

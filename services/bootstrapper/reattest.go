@@ -14,7 +14,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -56,6 +55,8 @@ type ReattestConfig struct {
 	// Metadata reads the machine's metadata, Journal its memory; both are called for each try.
 	Metadata func() (*metadata.Machine, error)
 	Journal  func() (journal.Record, error)
+	// Root stands for the root of the file system: "/" on a machine. When the kubelet's certificates below it end is reported.
+	Root string
 	// TPM is the machine's.
 	TPM PCRReader
 	// Attester makes evidence of the purpose machine.
@@ -82,7 +83,7 @@ type Reattester struct {
 
 // NewReattester returns a Reattester, or says which part of cfg is missing or wrong.
 func NewReattester(cfg ReattestConfig) (*Reattester, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (ReattestTiming{}) || cfg.Metrics == nil || cfg.Log == nil {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Root == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (ReattestTiming{}) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("bootstrapper: NewReattester: every field of ReattestConfig is required")
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
@@ -207,7 +208,7 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 		return 0, err
 	}
 	defer client.Close()
-	resp, err := client.Reattest(ctx, &joinv1.ReattestRequest{})
+	resp, err := client.Reattest(ctx, kubeletCertificates(r.cfg.Root))
 	if err != nil {
 		return 0, err
 	}

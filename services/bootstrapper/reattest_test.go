@@ -47,7 +47,7 @@ func (w *world) reattest(change ...func(*bootstrapper.ReattestConfig)) *promethe
 		Journal: func() (journal.Record, error) {
 			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:]}, nil
 		},
-		TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
+		Root: w.root, TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
 		Timing: bootstrapper.ReattestTiming{
 			Interval: 5 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 20 * time.Millisecond,
 			Stagger: 20 * time.Millisecond, Dial: 5 * time.Second, Call: 20 * time.Second,

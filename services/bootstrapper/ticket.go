@@ -12,8 +12,6 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
-	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
@@ -171,18 +169,10 @@ func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) 
 // place puts a ticket's files where kubelet and kubeadm look for them: at fixed paths, by
 // rename, for root alone (B4).
 func (b *Bootstrapper) place(t *ticket) error {
-	stamp := time.Now().Format("2006-01-02-15-04-05")
-	for name, content := range map[string][]byte{"kubelet-client-": t.client, "kubelet-server-": t.serving} {
-		// As the kubelet's own certificate store does it: a dated file, and a link to it.
-		dated := path.Join(kubeletPKI, name+stamp+".pem")
-		if err := machine.WriteFile(b.on(dated), content, 0o600, 0o700); err != nil {
-			return err
-		}
-		if err := machine.Link(b.on(path.Join(kubeletPKI, name+"current.pem")), dated); err != nil {
-			return err
-		}
+	if err := b.placeKubelet(t.client, t.serving); err != nil {
+		return err
 	}
-	conf, err := kubeletConf(t)
+	conf, err := kubeletConf(t.endpoint, t.ca)
 	if err != nil {
 		return err
 	}
@@ -202,18 +192,6 @@ func (b *Bootstrapper) place(t *ticket) error {
 		}
 	}
 	return b.writeAuthz()
-}
-
-// kubeletConf is the kubelet's kubeconfig, which kubeadm also discovers the cluster by. It
-// has no secret: it names the file that has one.
-func kubeletConf(t *ticket) ([]byte, error) {
-	const cluster, user, current = "default-cluster", "default-auth", kubeletPKI + "/kubelet-client-current.pem"
-	c := clientcmdapi.NewConfig()
-	c.Clusters[cluster] = &clientcmdapi.Cluster{Server: "https://" + t.endpoint, CertificateAuthorityData: t.ca}
-	c.AuthInfos[user] = &clientcmdapi.AuthInfo{ClientCertificate: current, ClientKey: current}
-	c.Contexts["default-context"] = &clientcmdapi.Context{Cluster: cluster, AuthInfo: user, Namespace: "default"}
-	c.CurrentContext = "default-context"
-	return clientcmd.Write(*c)
 }
 
 // askFor is the request for a ticket.

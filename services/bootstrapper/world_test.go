@@ -196,6 +196,7 @@ func timing() bootstrapper.Timing {
 	return bootstrapper.Timing{
 		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second,
 		Linger: 50 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
+		Renewal: 100 * time.Millisecond,
 	}
 }
 

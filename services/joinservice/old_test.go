@@ -2,6 +2,11 @@ package joinservice
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
 	"io"
 	"log/slog"
 	"net"
@@ -79,6 +84,24 @@ func TestAConnectionOfBeforeGetsNeitherKeyNorVerdict(t *testing.T) {
 		_, err := client.Reattest(t.Context(), &joinv1.ReattestRequest{})
 		return err
 	}
+	requests := &joinv1.RenewNodeCertificatesRequest{}
+	subject := pkix.Name{CommonName: "system:node:w1", Organization: []string{"system:nodes"}}
+	for to, template := range map[*[]byte]*x509.CertificateRequest{
+		&requests.KubeletClientCsr:  {Subject: subject},
+		&requests.KubeletServingCsr: {Subject: subject, DNSNames: []string{"w1"}, IPAddresses: []net.IP{net.IPv4(192, 168, 77, 12).To4()}},
+	} {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if *to, err = x509.CreateCertificateRequest(rand.Reader, template, key); err != nil {
+			t.Fatal(err)
+		}
+	}
+	renew := func() error {
+		_, err := client.RenewNodeCertificates(t.Context(), requests)
+		return err
+	}
 
 	for name, tt := range map[string]struct {
 		ask    func() error
@@ -88,6 +111,7 @@ func TestAConnectionOfBeforeGetsNeitherKeyNorVerdict(t *testing.T) {
 	}{
 		"the key of its disk": {rejoin, "rejoin refused", "muster_rejoin_tickets_total", attestv1.Reason_REASON_KMS_UNAVAILABLE},
 		"a verdict":           {reattest, "verdict refused", "muster_rpc_requests_total", attestv1.Reason_REASON_LOCK_FOREIGN},
+		"its certificates":    {renew, "renewal refused", "muster_rpc_requests_total", attestv1.Reason_REASON_LOCK_FOREIGN},
 	} {
 		t.Run(name, func(t *testing.T) {
 			about := []string{"event", tt.event, "machine", w1.ID().String()}

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -24,9 +25,9 @@ const (
 func reattestEvery(maxAge time.Duration) time.Duration { return min(maxReattestInterval, maxAge/3) }
 
 // Reattest implements the RPC.
-func (s *Service) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
+func (s *Service) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
 	a := &attempt{began: s.now()}
-	if err := s.reattest(ctx, a); err != nil {
+	if err := s.reattest(ctx, a, req); err != nil {
 		s.refuse(ctx, a, "verdict refused", err)
 		return nil, err
 	}
@@ -34,7 +35,7 @@ func (s *Service) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joi
 	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(s.cfg.Interval)}, nil
 }
 
-func (s *Service) reattest(ctx context.Context, a *attempt) error {
+func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.ReattestRequest) error {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
 		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
@@ -46,10 +47,27 @@ func (s *Service) reattest(ctx context.Context, a *attempt) error {
 	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
 	if err == nil {
 		a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
-		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), statusOf(a, peer))
+		status := statusOf(a, peer)
+		status.Certificates = reported(req)
+		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), status)
 	}
 	s.undoVerdict(ctx, a, peer, err)
 	return err
+}
+
+// reported is what the machine says of its kubelet's certificates, which its owner is shown; nil: nothing.
+func reported(req *joinv1.ReattestRequest) *v1alpha1.NodeCertificates {
+	end := func(t *timestamppb.Timestamp) *metav1.Time {
+		if !t.IsValid() { // nor set
+			return nil
+		}
+		return new(metav1.NewTime(t.AsTime()))
+	}
+	out := &v1alpha1.NodeCertificates{ClientExpiresAt: end(req.GetKubeletClientExpiresAt()), ServingExpiresAt: end(req.GetKubeletServingExpiresAt())}
+	if *out == (v1alpha1.NodeCertificates{}) {
+		return nil
+	}
+	return out
 }
 
 // undoVerdict writes a refusal that refutes the good verdict before it into the machine's AttestedNode.

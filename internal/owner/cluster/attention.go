@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"github.com/muster-k8s/muster/internal/enrolled"
 )
 
 // Attention is one thing that somebody should look at.
@@ -21,6 +23,8 @@ const (
 	// certificateSoon is when a kubelet should have renewed by itself: it does so at 70–90 % of a
 	// certificate's life, so with 2.4 h left of 24.
 	certificateSoon = time.Hour
+	// clockMargin is by how much the clocks of machine and owner may differ.
+	clockMargin = 15 * time.Minute
 	// ownCertificateSoon is for those that a person has to renew.
 	ownCertificateSoon = 30 * 24 * time.Hour
 	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
@@ -112,6 +116,10 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		if c.end != nil && c.end.Sub(now) < certificateSoon {
 			add(about, "See which of its requests wait (kubectl get csr), and joinservice's log.", "its kubelet's %s certificate %s", c.name, ends(c.end.Sub(now)))
 		}
+	}
+	if n.ClientExpires != nil && n.ClientExpires.Sub(now) > enrolled.CertificateLife+clockMargin { // J7
+		add(about, "Set cluster-signing-duration of kube-controller-manager to 24h, then reboot the machine: it replaces the certificate before its kubelet starts. Until then a ban does not end what the node may read.",
+			"its kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), enrolled.CertificateLife)
 	}
 }
 

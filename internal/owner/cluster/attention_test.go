@@ -45,6 +45,7 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a bad verdict":                 {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
 		"an old verdict":                {func(s *Status) { s.Nodes[0].JudgedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
 		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].JudgedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"one that lasts for a year":     {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
 		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
 		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
 		"admin.conf":                    {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},

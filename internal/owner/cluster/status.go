@@ -91,8 +91,8 @@ type NodeStatus struct {
 	Serial     int64      `json:"policySerial,omitempty"`
 	Generation int64      `json:"policyGeneration,omitempty"`
 	Kubelet    string     `json:"kubelet,omitempty"`
-	// ClientExpires and ServingExpires are when the kubelet's certificates end, as far as the cluster
-	// has seen them made.
+	// ClientExpires and ServingExpires are when the kubelet's certificates end, as its
+	// machine reports them.
 	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
 }

@@ -16,8 +16,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -176,6 +178,12 @@ func Reset(img *Image) []string {
 
 func typeMeta(kind string) metav1.TypeMeta {
 	return metav1.TypeMeta{APIVersion: v1beta4.SchemeGroupVersion.String(), Kind: kind}
+}
+
+// LocalEndpoint returns HOST:PORT of the API server on a control plane, which its own kubelet uses.
+func LocalEndpoint(n Node) string {
+	e := localEndpoint(n)
+	return net.JoinHostPort(e.AdvertiseAddress, strconv.Itoa(int(e.BindPort)))
 }
 
 func localEndpoint(n Node) v1beta4.APIEndpoint {

@@ -32,8 +32,7 @@ const (
 	policyGrace = 10 * time.Minute
 )
 
-// Approver decides on the requests that kubelets file by themselves: the first machine's, and
-// each node's renewals. A request that fits its node's enrolment is approved. One that never can is
+// Approver decides on the requests that kubelets file by themselves, to renew what they have. A request that fits its node's enrolment is approved. One that never can is
 // denied, so that the kubelet's log says why. One that may fit later, as when the enrolment is still
 // on its way or the machine has yet to attest again, waits.
 type Approver struct {

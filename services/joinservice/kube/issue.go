@@ -159,9 +159,6 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 		}
 	}
 	if isKubelets(o) && concluded(o) {
-		if len(o.Status.Certificate) > 0 {
-			r.signed(o)
-		}
 		r.keepRenewed(o)
 		r.wake()
 	}

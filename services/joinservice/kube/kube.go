@@ -80,7 +80,6 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
 		life: life, now: time.Now,
 	}
-	k.requests.signed = k.renewed
 	return k, errors.Join(
 		cluster.Watch(c, k.setNode, k.removeNode),
 		cluster.Watch(c, k.setService, k.removeService),
@@ -263,7 +262,6 @@ type requests struct {
 	filed   map[string]time.Time                                 // by joinservices for tickets
 	waiting map[string]chan *certificatesv1.CertificateSigningRequest
 	kick    chan struct{}
-	signed  func(*certificatesv1.CertificateSigningRequest) // told of each that a kubelet got a certificate for
 }
 
 func newRequests() *requests {

@@ -2,14 +2,10 @@ package kube
 
 import (
 	"context"
-	"crypto/x509"
 	"encoding/json"
-	"encoding/pem"
-	"strings"
 	"sync"
 	"time"
 
-	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -18,7 +14,6 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/waiting"
-	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -81,36 +76,6 @@ func (k *Kube) Rejoined(m attest.MachineID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.wait[m.String()] = nil
-}
-
-// renewed notes when the certificate ends that a kubelet's own request led to.
-func (k *Kube) renewed(o *certificatesv1.CertificateSigningRequest) {
-	block, _ := pem.Decode(o.Status.Certificate)
-	if block == nil {
-		return
-	}
-	leaf, err := x509.ParseCertificate(block.Bytes)
-	if err != nil {
-		return
-	}
-	node := strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
-	r := k.records
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	e := r.certs[node]
-	if o.Spec.SignerName == signerOf[nodecert.Client] {
-		e.client = later(e.client, leaf.NotAfter)
-	} else {
-		e.serving = later(e.serving, leaf.NotAfter)
-	}
-	r.certs[node] = e
-}
-
-func later(a, b time.Time) time.Time {
-	if b.After(a) {
-		return b
-	}
-	return a
 }
 
 // ServeRecords writes what was noted until ctx ends. What fails is tried again with what is noted
@@ -222,7 +187,7 @@ func (k *Kube) writeExpiry(ctx context.Context, node string, e expiry) error {
 	})
 }
 
-// withExpiry sets what is later than what stands, and says whether anything was.
+// withExpiry sets what is later than what stands, and says whether anything was. What the machine itself reports then takes its place.
 func withExpiry(s *v1alpha1.AttestedNodeStatus, e expiry) (changed bool) {
 	set := func(to **metav1.Time, end time.Time) {
 		if !end.IsZero() && (*to == nil || end.Unix() > (*to).Unix()) {

@@ -75,6 +75,9 @@ func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 	n := next.DeepCopy()
 	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
 	s.EvidenceDigest, s.PCRs, s.AKName, s.ResetCount = n.EvidenceDigest, n.PCRs, n.AKName, n.ResetCount
+	if n.Certificates != nil { // those that its kubelet has, whatever was made for it
+		s.Certificates = n.Certificates
+	}
 }
 
 // writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and

@@ -548,12 +548,17 @@ func (*ReturnJoinTicketResponse) Descriptor() ([]byte, []int) {
 	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{4}
 }
 
-// ReattestRequest is empty: who is meant, and what of it is judged, is the evidence of
-// the connection.
+// ReattestRequest says what the evidence can't. Who is meant, and what of it is judged, is the
+// evidence of the connection; nothing is decided on what stands here.
 type ReattestRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// When the client certificate ends that the kubelet has on its disk; set by the machine. Unset if
+	// there is none that can be read. It is for the owner to see.
+	KubeletClientExpiresAt *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=kubelet_client_expires_at,json=kubeletClientExpiresAt,proto3" json:"kubelet_client_expires_at,omitempty"`
+	// The same of the kubelet's serving certificate.
+	KubeletServingExpiresAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=kubelet_serving_expires_at,json=kubeletServingExpiresAt,proto3" json:"kubelet_serving_expires_at,omitempty"`
+	unknownFields           protoimpl.UnknownFields
+	sizeCache               protoimpl.SizeCache
 }
 
 func (x *ReattestRequest) Reset() {
@@ -584,6 +589,20 @@ func (x *ReattestRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use ReattestRequest.ProtoReflect.Descriptor instead.
 func (*ReattestRequest) Descriptor() ([]byte, []int) {
 	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ReattestRequest) GetKubeletClientExpiresAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.KubeletClientExpiresAt
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetKubeletServingExpiresAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.KubeletServingExpiresAt
+	}
+	return nil
 }
 
 // ReattestResponse says what was recorded, and when to come again.
@@ -781,6 +800,132 @@ func (x *IssueRejoinTicketResponse) GetClusterId() []byte {
 	return nil
 }
 
+// RenewNodeCertificatesRequest is what the machine's bootstrapper asks for. Nothing in it says who
+// the caller is: that is the attested peer. The name in both requests is refused with NOT_ENROLLED
+// if neither machine nor name is enrolled, and with NAME_TAKEN or NAME_MISMATCH if one of them is.
+type RenewNodeCertificatesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// PKCS#10 request (RFC 2986) in DER for the kubelet's client certificate, of the form that
+	// IssueJoinTicketRequest has. The key was made on the machine and never leaves it. Otherwise
+	// CSR_INVALID.
+	KubeletClientCsr []byte `protobuf:"bytes,1,opt,name=kubelet_client_csr,json=kubeletClientCsr,proto3" json:"kubelet_client_csr,omitempty"`
+	// PKCS#10 request in DER for the kubelet's serving certificate, of the form that
+	// IssueJoinTicketRequest has. Otherwise CSR_INVALID; ADDRESS_REFUSED for an address that is not in
+	// the node's enrollment.
+	KubeletServingCsr []byte `protobuf:"bytes,2,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *RenewNodeCertificatesRequest) Reset() {
+	*x = RenewNodeCertificatesRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewNodeCertificatesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewNodeCertificatesRequest) ProtoMessage() {}
+
+func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewNodeCertificatesRequest.ProtoReflect.Descriptor instead.
+func (*RenewNodeCertificatesRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
+	if x != nil {
+		return x.KubeletClientCsr
+	}
+	return nil
+}
+
+func (x *RenewNodeCertificatesRequest) GetKubeletServingCsr() []byte {
+	if x != nil {
+		return x.KubeletServingCsr
+	}
+	return nil
+}
+
+// RenewNodeCertificatesResponse has what was asked for; the joinservice sets all of it. A machine
+// refuses one whose fields do not have their form with REQUEST_INVALID. It may ask again.
+type RenewNodeCertificatesResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 16 random bytes that name the renewal in audit records and logs of both sides.
+	RenewalId []byte `protobuf:"bytes,1,opt,name=renewal_id,json=renewalId,proto3" json:"renewal_id,omitempty"`
+	// The kubelet's client certificate, X.509 chain in PEM.
+	KubeletClientCertificate []byte `protobuf:"bytes,2,opt,name=kubelet_client_certificate,json=kubeletClientCertificate,proto3" json:"kubelet_client_certificate,omitempty"`
+	// The kubelet's serving certificate, X.509 chain in PEM.
+	KubeletServingCertificate []byte `protobuf:"bytes,3,opt,name=kubelet_serving_certificate,json=kubeletServingCertificate,proto3" json:"kubelet_serving_certificate,omitempty"`
+	unknownFields             protoimpl.UnknownFields
+	sizeCache                 protoimpl.SizeCache
+}
+
+func (x *RenewNodeCertificatesResponse) Reset() {
+	*x = RenewNodeCertificatesResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewNodeCertificatesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewNodeCertificatesResponse) ProtoMessage() {}
+
+func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewNodeCertificatesResponse.ProtoReflect.Descriptor instead.
+func (*RenewNodeCertificatesResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *RenewNodeCertificatesResponse) GetRenewalId() []byte {
+	if x != nil {
+		return x.RenewalId
+	}
+	return nil
+}
+
+func (x *RenewNodeCertificatesResponse) GetKubeletClientCertificate() []byte {
+	if x != nil {
+		return x.KubeletClientCertificate
+	}
+	return nil
+}
+
+func (x *RenewNodeCertificatesResponse) GetKubeletServingCertificate() []byte {
+	if x != nil {
+		return x.KubeletServingCertificate
+	}
+	return nil
+}
+
 // RenewJoinLeaseRequest says whose turn is meant. Which machine asks is not in it: that
 // is the attested peer.
 type RenewJoinLeaseRequest struct {
@@ -796,7 +941,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -808,7 +953,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -821,7 +966,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{9}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -850,7 +995,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -862,7 +1007,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -875,7 +1020,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{10}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -922,8 +1067,10 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\x11\n" +
-	"\x0fReattestRequest\"n\n" +
+	"\x18ReturnJoinTicketResponse\"\xc1\x01\n" +
+	"\x0fReattestRequest\x12U\n" +
+	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
+	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\"n\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
 	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"z\n" +
@@ -935,7 +1082,15 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
 	"\n" +
-	"cluster_id\x18\x03 \x01(\fR\tclusterId\"H\n" +
+	"cluster_id\x18\x03 \x01(\fR\tclusterId\"|\n" +
+	"\x1cRenewNodeCertificatesRequest\x12,\n" +
+	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
+	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\"\xbc\x01\n" +
+	"\x1dRenewNodeCertificatesResponse\x12\x1d\n" +
+	"\n" +
+	"renewal_id\x18\x01 \x01(\fR\trenewalId\x12<\n" +
+	"\x1akubelet_client_certificate\x18\x02 \x01(\fR\x18kubeletClientCertificate\x12>\n" +
+	"\x1bkubelet_serving_certificate\x18\x03 \x01(\fR\x19kubeletServingCertificate\"H\n" +
 	"\x15RenewJoinLeaseRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x12\n" +
 	"\x04done\x18\x02 \x01(\bR\x04done\"O\n" +
@@ -948,12 +1103,13 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\xf2\x03\n" +
+	"\x0eDISK_MODE_LUKS\x10\x022\xe8\x04\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
 	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12h\n" +
-	"\x11IssueRejoinTicket\x12(.muster.join.v1.IssueRejoinTicketRequest\x1a).muster.join.v1.IssueRejoinTicketResponse\x12_\n" +
+	"\x11IssueRejoinTicket\x12(.muster.join.v1.IssueRejoinTicketRequest\x1a).muster.join.v1.IssueRejoinTicketResponse\x12t\n" +
+	"\x15RenewNodeCertificates\x12,.muster.join.v1.RenewNodeCertificatesRequest\x1a-.muster.join.v1.RenewNodeCertificatesResponse\x12_\n" +
 	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
 
@@ -970,50 +1126,56 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_muster_join_v1_join_proto_goTypes = []any{
-	(Role)(0),                         // 0: muster.join.v1.Role
-	(DiskMode)(0),                     // 1: muster.join.v1.DiskMode
-	(*IssueJoinTicketRequest)(nil),    // 2: muster.join.v1.IssueJoinTicketRequest
-	(*IssueJoinTicketResponse)(nil),   // 3: muster.join.v1.IssueJoinTicketResponse
-	(*ControlPlaneFile)(nil),          // 4: muster.join.v1.ControlPlaneFile
-	(*ReturnJoinTicketRequest)(nil),   // 5: muster.join.v1.ReturnJoinTicketRequest
-	(*ReturnJoinTicketResponse)(nil),  // 6: muster.join.v1.ReturnJoinTicketResponse
-	(*ReattestRequest)(nil),           // 7: muster.join.v1.ReattestRequest
-	(*ReattestResponse)(nil),          // 8: muster.join.v1.ReattestResponse
-	(*IssueRejoinTicketRequest)(nil),  // 9: muster.join.v1.IssueRejoinTicketRequest
-	(*IssueRejoinTicketResponse)(nil), // 10: muster.join.v1.IssueRejoinTicketResponse
-	(*RenewJoinLeaseRequest)(nil),     // 11: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),    // 12: muster.join.v1.RenewJoinLeaseResponse
-	(*v1.Component)(nil),              // 13: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),     // 14: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 15: google.protobuf.Duration
+	(Role)(0),                             // 0: muster.join.v1.Role
+	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
+	(*IssueJoinTicketRequest)(nil),        // 2: muster.join.v1.IssueJoinTicketRequest
+	(*IssueJoinTicketResponse)(nil),       // 3: muster.join.v1.IssueJoinTicketResponse
+	(*ControlPlaneFile)(nil),              // 4: muster.join.v1.ControlPlaneFile
+	(*ReturnJoinTicketRequest)(nil),       // 5: muster.join.v1.ReturnJoinTicketRequest
+	(*ReturnJoinTicketResponse)(nil),      // 6: muster.join.v1.ReturnJoinTicketResponse
+	(*ReattestRequest)(nil),               // 7: muster.join.v1.ReattestRequest
+	(*ReattestResponse)(nil),              // 8: muster.join.v1.ReattestResponse
+	(*IssueRejoinTicketRequest)(nil),      // 9: muster.join.v1.IssueRejoinTicketRequest
+	(*IssueRejoinTicketResponse)(nil),     // 10: muster.join.v1.IssueRejoinTicketResponse
+	(*RenewNodeCertificatesRequest)(nil),  // 11: muster.join.v1.RenewNodeCertificatesRequest
+	(*RenewNodeCertificatesResponse)(nil), // 12: muster.join.v1.RenewNodeCertificatesResponse
+	(*RenewJoinLeaseRequest)(nil),         // 13: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),        // 14: muster.join.v1.RenewJoinLeaseResponse
+	(*v1.Component)(nil),                  // 15: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 16: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 17: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	13, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	15, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	14, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	15, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	15, // 6: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
-	0,  // 7: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	15, // 8: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	2,  // 9: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 10: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 11: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 12: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 13: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	3,  // 14: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 15: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 16: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 17: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 18: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	14, // [14:19] is the sub-list for method output_type
-	9,  // [9:14] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	16, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	17, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	16, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	16, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	17, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
+	17, // 10: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	2,  // 11: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 12: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 13: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 14: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 15: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	13, // 16: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	3,  // 17: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 18: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 19: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 20: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 21: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	14, // 22: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	17, // [17:23] is the sub-list for method output_type
+	11, // [11:17] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -1027,7 +1189,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   11,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

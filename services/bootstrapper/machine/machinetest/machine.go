@@ -2,13 +2,22 @@ package machinetest
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
 	"errors"
 	"fmt"
+	"math/big"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -105,15 +114,22 @@ func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
 	if m.units == nil {
 		m.units = map[string]bool{}
 	}
-	if verb == "start" || verb == "restart" {
+	switch verb {
+	case "start", "restart":
 		m.units[unit] = true
+	case "stop":
+		m.units[unit] = false
 	}
 	return nil
 }
 
 // Kubeadm implements [machine.Machine].
 func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {
-	m.note("kubeadm " + args[0])
+	if len(args) > 1 && args[1] == "phase" {
+		m.note("kubeadm " + strings.Join(args[:4], " "))
+	} else {
+		m.note("kubeadm " + args[0])
+	}
 	if _, err := os.Stat(m.on("/usr/local/bin/kubeadm")); err != nil {
 		return errors.New("kubeadm is not installed")
 	}
@@ -121,6 +137,12 @@ func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string
 	case "reset":
 		return m.reset(ctx)
 	case "init", "join":
+		if args[1] == "phase" {
+			if len(args) != 6 || !slices.Equal(args[:5], []string{"init", "phase", "certs", "ca", "--config"}) {
+				return fmt.Errorf("kubeadm %q", args)
+			}
+			return m.authority()
+		}
 		return m.bring(ctx, line, args)
 	}
 	return fmt.Errorf("kubeadm %q", args)
@@ -146,7 +168,7 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		return err
 	}
 	line("[control-plane] Creating static Pod manifest for \"kube-apiserver\"")
-	files := map[string]string{"/etc/kubernetes/manifests/kube-apiserver.yaml": "half", "/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/etcd/member": "data"}
+	files := map[string]string{"/etc/kubernetes/manifests/kube-apiserver.yaml": "half", "/var/lib/etcd/member": "data"}
 	if verb == "join" && !controlPlane(string(config)) {
 		files = map[string]string{"/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/kubelet/kubeadm-flags.env": "flags"}
 	}
@@ -170,6 +192,9 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		return err
 	}
 	if verb == "init" {
+		if err := m.kubelet(); err != nil {
+			return err
+		}
 		conf := m.AdminConf
 		if m.API != nil {
 			conf = m.API.Kubeconfig()
@@ -177,14 +202,68 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		if err := machine.WriteFile(m.on("/etc/kubernetes/admin.conf"), conf, 0o600, 0o755); err != nil {
 			return err
 		}
-		if err := machine.WriteFile(m.on("/etc/kubernetes/kubelet.conf"), []byte("kubelet"), 0o600, 0o755); err != nil {
-			return err
-		}
 	}
 	if err := machine.WriteFile(m.on("/var/lib/kubelet/config.yaml"), config, 0o600, 0o755); err != nil {
 		return err
 	}
 	return m.Unit(ctx, "start", machine.UnitKubelet)
+}
+
+// authority makes the cluster's authority, as `kubeadm init phase certs ca` does.
+func (m *Machine) authority() error {
+	if _, err := os.Stat(m.on("/etc/kubernetes/pki/ca.key")); err == nil {
+		return nil // it takes what is there
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return err
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().AddDate(10, 0, 0),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	cert, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	if err != nil {
+		return err
+	}
+	der, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return err
+	}
+	for name, block := range map[string]*pem.Block{"ca.crt": {Type: "CERTIFICATE", Bytes: cert}, "ca.key": {Type: "EC PRIVATE KEY", Bytes: der}} {
+		if err := machine.WriteFile(m.on("/etc/kubernetes/pki/"+name), pem.EncodeToMemory(block), 0o600, 0o755); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// kubelet makes what the kubelet is to authenticate with, if it is not there: kubeadm's certificate is good for a year.
+func (m *Machine) kubelet() error {
+	if _, err := os.Stat(m.on("/etc/kubernetes/kubelet.conf")); err == nil {
+		return nil
+	}
+	if err := m.authority(); err != nil {
+		return err
+	}
+	ca, err := tls.LoadX509KeyPair(m.on("/etc/kubernetes/pki/ca.crt"), m.on("/etc/kubernetes/pki/ca.key"))
+	if err != nil {
+		return err
+	}
+	key, _ := ca.PrivateKey.(*ecdsa.PrivateKey)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "system:node:node1", Organization: []string{"system:nodes"}}, NotBefore: time.Now(), NotAfter: time.Now().AddDate(1, 0, 0),
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}
+	cert, err := x509.CreateCertificate(rand.Reader, template, ca.Leaf, &key.PublicKey, key)
+	if err != nil {
+		return err
+	}
+	text := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert})
+	if err := machine.WriteFile(m.on("/var/lib/kubelet/pki/kubelet-client-current.pem"), text, 0o600, 0o700); err != nil {
+		return err
+	}
+	return machine.WriteFile(m.on("/etc/kubernetes/kubelet.conf"), []byte("kubelet"), 0o600, 0o755)
 }
 
 func controlPlane(config string) bool { return strings.Contains(config, "controlPlane") }
@@ -213,7 +292,6 @@ func (m *Machine) preflight(verb, config string) error {
 			absent = append(absent, "/etc/kubernetes/pki/ca.crt")
 		}
 	} else {
-		absent = append(absent, "/etc/kubernetes/kubelet.conf")
 		present = append(present, "/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/encryption.yaml")
 	}
 	for _, f := range absent {
@@ -222,7 +300,7 @@ func (m *Machine) preflight(verb, config string) error {
 		}
 	}
 	for _, f := range present {
-		if _, err := os.Stat(m.on(f)); err != nil {
+		if _, err := os.Lstat(m.on(f)); err != nil {
 			return fmt.Errorf("[ERROR FileExisting]: %s does not exist", f)
 		}
 	}

@@ -46,6 +46,9 @@ const (
 	// JoinServiceIssueRejoinTicketProcedure is the fully-qualified name of the JoinService's
 	// IssueRejoinTicket RPC.
 	JoinServiceIssueRejoinTicketProcedure = "/muster.join.v1.JoinService/IssueRejoinTicket"
+	// JoinServiceRenewNodeCertificatesProcedure is the fully-qualified name of the JoinService's
+	// RenewNodeCertificates RPC.
+	JoinServiceRenewNodeCertificatesProcedure = "/muster.join.v1.JoinService/RenewNodeCertificates"
 	// JoinServiceRenewJoinLeaseProcedure is the fully-qualified name of the JoinService's
 	// RenewJoinLease RPC.
 	JoinServiceRenewJoinLeaseProcedure = "/muster.join.v1.JoinService/RenewJoinLease"
@@ -76,6 +79,14 @@ type JoinServiceClient interface {
 	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
 	// The evidence must be of now, as for Reattest (VERDICT_OLD).
 	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
+	// RenewNodeCertificates gives the kubelet of the calling node's machine two new
+	// certificates, for a machine that was off for longer than those it has. The kubelet
+	// can't ask for them: it has nothing left to authenticate with. Access: attested. The
+	// caller is the attested peer (J1), its PCR 15 must have this cluster's value
+	// (LOCK_FOREIGN), its enrollment must have the name and the addresses of the requests,
+	// and must not be banned (BANNED). The evidence must be of now, as for Reattest
+	// (VERDICT_OLD), and what it says is recorded as Reattest does (J7).
+	RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error)
 	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
 	// it. Machines become control planes one after another: the turn comes with the
 	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
@@ -120,6 +131,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("IssueRejoinTicket")),
 			connect.WithClientOptions(opts...),
 		),
+		renewNodeCertificates: connect.NewClient[v1.RenewNodeCertificatesRequest, v1.RenewNodeCertificatesResponse](
+			httpClient,
+			baseURL+JoinServiceRenewNodeCertificatesProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("RenewNodeCertificates")),
+			connect.WithClientOptions(opts...),
+		),
 		renewJoinLease: connect.NewClient[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse](
 			httpClient,
 			baseURL+JoinServiceRenewJoinLeaseProcedure,
@@ -131,11 +148,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 
 // joinServiceClient implements JoinServiceClient.
 type joinServiceClient struct {
-	issueJoinTicket   *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
-	returnJoinTicket  *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
-	reattest          *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
-	issueRejoinTicket *connect.Client[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse]
-	renewJoinLease    *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
+	issueJoinTicket       *connect.Client[v1.IssueJoinTicketRequest, v1.IssueJoinTicketResponse]
+	returnJoinTicket      *connect.Client[v1.ReturnJoinTicketRequest, v1.ReturnJoinTicketResponse]
+	reattest              *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
+	issueRejoinTicket     *connect.Client[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse]
+	renewNodeCertificates *connect.Client[v1.RenewNodeCertificatesRequest, v1.RenewNodeCertificatesResponse]
+	renewJoinLease        *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
 }
 
 // IssueJoinTicket calls muster.join.v1.JoinService.IssueJoinTicket.
@@ -168,6 +186,15 @@ func (c *joinServiceClient) Reattest(ctx context.Context, req *v1.ReattestReques
 // IssueRejoinTicket calls muster.join.v1.JoinService.IssueRejoinTicket.
 func (c *joinServiceClient) IssueRejoinTicket(ctx context.Context, req *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error) {
 	response, err := c.issueRejoinTicket.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
+// RenewNodeCertificates calls muster.join.v1.JoinService.RenewNodeCertificates.
+func (c *joinServiceClient) RenewNodeCertificates(ctx context.Context, req *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error) {
+	response, err := c.renewNodeCertificates.CallUnary(ctx, connect.NewRequest(req))
 	if response != nil {
 		return response.Msg, err
 	}
@@ -208,6 +235,14 @@ type JoinServiceHandler interface {
 	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
 	// The evidence must be of now, as for Reattest (VERDICT_OLD).
 	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
+	// RenewNodeCertificates gives the kubelet of the calling node's machine two new
+	// certificates, for a machine that was off for longer than those it has. The kubelet
+	// can't ask for them: it has nothing left to authenticate with. Access: attested. The
+	// caller is the attested peer (J1), its PCR 15 must have this cluster's value
+	// (LOCK_FOREIGN), its enrollment must have the name and the addresses of the requests,
+	// and must not be banned (BANNED). The evidence must be of now, as for Reattest
+	// (VERDICT_OLD), and what it says is recorded as Reattest does (J7).
+	RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error)
 	// RenewJoinLease keeps the calling machine's turn to become a control plane, or ends
 	// it. Machines become control planes one after another: the turn comes with the
 	// ticket, lasts for lease_lifetime, and is another machine's once it was not renewed
@@ -248,6 +283,12 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("IssueRejoinTicket")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceRenewNodeCertificatesHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceRenewNodeCertificatesProcedure,
+		svc.RenewNodeCertificates,
+		connect.WithSchema(joinServiceMethods.ByName("RenewNodeCertificates")),
+		connect.WithHandlerOptions(opts...),
+	)
 	joinServiceRenewJoinLeaseHandler := connect.NewUnaryHandlerSimple(
 		JoinServiceRenewJoinLeaseProcedure,
 		svc.RenewJoinLease,
@@ -264,6 +305,8 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 			joinServiceReattestHandler.ServeHTTP(w, r)
 		case JoinServiceIssueRejoinTicketProcedure:
 			joinServiceIssueRejoinTicketHandler.ServeHTTP(w, r)
+		case JoinServiceRenewNodeCertificatesProcedure:
+			joinServiceRenewNodeCertificatesHandler.ServeHTTP(w, r)
 		case JoinServiceRenewJoinLeaseProcedure:
 			joinServiceRenewJoinLeaseHandler.ServeHTTP(w, r)
 		default:
@@ -289,6 +332,10 @@ func (UnimplementedJoinServiceHandler) Reattest(context.Context, *v1.ReattestReq
 
 func (UnimplementedJoinServiceHandler) IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.IssueRejoinTicket is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.RenewNodeCertificates is not implemented"))
 }
 
 func (UnimplementedJoinServiceHandler) RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {

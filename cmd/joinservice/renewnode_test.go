@@ -1,0 +1,255 @@
+package main
+
+import (
+	"crypto/x509"
+	"slices"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// renewing is what a machine that was off for long asks for, with the keys that stay on it.
+type renewing struct {
+	*joinv1.RenewNodeCertificatesRequest
+	wish *wish
+}
+
+func renewingAs(t *testing.T, changes ...func(*wishes)) *renewing {
+	t.Helper()
+	w := worker(t, changes...)
+	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr()}, w}
+}
+
+// renewNode asks over a connection of its own.
+func (s *stage) renewNode(t *testing.T, m *attesttest.Machine, r *renewing) (*joinv1.RenewNodeCertificatesResponse, error) {
+	t.Helper()
+	transport := s.transport(t, m.Attester(attest.PurposeMachine))
+	defer func() { _ = transport.Close() }()
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).RenewNodeCertificates(t.Context(), r.RenewNodeCertificatesRequest)
+}
+
+// notRenewed asks, and compares error detail, metric, log and audit record.
+func (s *stage) notRenewed(t *testing.T, m *attesttest.Machine, r *renewing, want attestv1.Reason) {
+	t.Helper()
+	about := []string{"event", "renewal refused", "machine", m.ID().String()}
+	_ = refusaltest.Refused(t, s.witnesses(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, func() error {
+		_, err := s.renewNode(t, m, r)
+		return err
+	})
+}
+
+// booted is w1's machine after a reboot, once its bootstrapper has locked it again.
+func (s *stage) booted(t *testing.T) *attesttest.Machine {
+	t.Helper()
+	m := s.node(t)
+	m.Reboot()
+	m.LockTo(s.ID)
+	return m
+}
+
+// The machine has nothing that the API server would let in; what it gets is by its evidence alone.
+func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
+	s := setUp(t)
+	m := s.booted(t)
+	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-100 * time.Hour) })
+	r := renewingAs(t)
+	resp, err := s.renewNode(t, m, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, serving := leaf(t, resp.GetKubeletClientCertificate()), leaf(t, resp.GetKubeletServingCertificate())
+	for c, use := range map[*x509.Certificate]x509.ExtKeyUsage{cert: x509.ExtKeyUsageClientAuth, serving: x509.ExtKeyUsageServerAuth} {
+		if life := time.Until(c.NotAfter); life > 24*time.Hour || life < 23*time.Hour || !slices.Equal(c.ExtKeyUsage, []x509.ExtKeyUsage{use}) || c.Subject.CommonName != "system:node:w1" {
+			t.Errorf("%s for %v, for %s", c.Subject, c.ExtKeyUsage, life)
+		}
+	}
+	if !r.wish.client.PublicKey.Equal(cert.PublicKey) || !r.wish.serving.PublicKey.Equal(serving.PublicKey) {
+		t.Error("they are for other keys")
+	}
+	for _, event := range []string{"renewal decided", "certificates renewed"} { // J3
+		if !s.recorded(t, func(rec audit.Record) bool {
+			issued := event == "renewal decided" || slices.Equal(rec.Serials, []string{cert.SerialNumber.Text(16), serving.SerialNumber.Text(16)})
+			return rec.Event == event && rec.Machine == m.ID().String() && rec.Node == "w1" && rec.Evidence != "" && rec.PolicySerial == 1 && issued
+		}) {
+			t.Errorf("no record %q in %+v", event, s.records(t))
+		}
+	}
+	s.noRequests(t)
+	// J7: the verdict is that of this session, and stands.
+	if v := s.Node(t, "w1").Status.LastVerdict; v == nil || !v.Accepted || time.Since(v.Time.Time) > time.Minute {
+		t.Errorf("verdict %+v", v)
+	}
+	s.settled(t, s.file(t, renewal("w1")))
+	again := s.asNode(t, r.wish, &joinv1.IssueJoinTicketResponse{CaCertificate: s.Admin.CAData, KubeletClientCertificate: resp.GetKubeletClientCertificate()})
+	membertest.Eventually(t, func() error {
+		return again.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
+	})
+	if err := s.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}); err != nil {
+		t.Error(err)
+	}
+	if end := s.expiries(t, "w1").ClientExpiresAt; !end.Time.Equal(cert.NotAfter) {
+		t.Errorf("status says %s, and it ends at %s", end, cert.NotAfter)
+	}
+}
+
+// settled waits until a kubelet's request has its certificate.
+func (s *stage) settled(t *testing.T, request string) {
+	t.Helper()
+	s.decided(t, request, "Approved", "AttestedMachine")
+}
+
+// Each refusal passes once only the offending input is repaired.
+func TestRefusedRenewalsOfNodes(t *testing.T) {
+	s := setUp(t)
+	m, neighbour, stranger, fresh := s.booted(t), s.machine(t), s.machine(t), s.machine(t)
+	s.ticketFor(t, neighbour, worker(t, named("w2", diskNumber(2), "192.168.77.20")))
+	stranger.LockTo(s.ID)
+	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.12"}})
+	fresh.LockTo(s.ID)
+	as := func(name string, addresses ...string) func(*testing.T) *renewing {
+		return func(t *testing.T) *renewing { t.Helper(); return renewingAs(t, named(name, disk1, addresses...)) }
+	}
+	for name, tt := range map[string]struct {
+		machine *attesttest.Machine // nil: w1's
+		ask     func(*testing.T) *renewing
+		want    attestv1.Reason
+	}{
+		"a machine that nobody knows":             {stranger, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
+		"a machine with the name of another":      {stranger, as("w1", "192.168.77.12"), attestv1.Reason_REASON_NAME_TAKEN},
+		"an enrolled machine under another name":  {nil, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NAME_MISMATCH},
+		"an enrolled machine with another's name": {nil, as("w2", "192.168.77.20"), attestv1.Reason_REASON_NAME_MISMATCH},
+		"a control plane's name":                  {nil, as("cp1", "192.168.77.11"), attestv1.Reason_REASON_NAME_MISMATCH},
+		"a machine that has not joined yet":       {fresh, as("cp2", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
+		"the address of another":                  {nil, as("w1", "192.168.77.20"), attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"one address more":                        {nil, as("w1", "192.168.77.12", "192.168.77.99"), attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"two names": {nil, func(t *testing.T) *renewing {
+			t.Helper()
+			r := renewingAs(t)
+			r.KubeletServingCsr = worker(t, named("w2", disk1, "192.168.77.12")).GetKubeletServingCsr()
+			return r
+		}, attestv1.Reason_REASON_CSR_INVALID},
+		"an administrator's group": {nil, func(t *testing.T) *renewing {
+			t.Helper()
+			return renewingAs(t, func(w *wishes) {
+				w.template = func(client, _ *x509.CertificateRequest) { client.Subject.Organization = []string{"system:masters"} }
+			})
+		}, attestv1.Reason_REASON_CSR_INVALID},
+		"no request": {nil, func(*testing.T) *renewing {
+			return &renewing{RenewNodeCertificatesRequest: &joinv1.RenewNodeCertificatesRequest{}}
+		}, attestv1.Reason_REASON_CSR_INVALID},
+	} {
+		t.Run(name, func(t *testing.T) {
+			asks := tt.machine
+			if asks == nil {
+				asks = m
+			}
+			s.notRenewed(t, asks, tt.ask(t), tt.want)
+			s.noRequests(t)
+			if _, err := s.renewNode(t, m, renewingAs(t)); err != nil {
+				t.Errorf("repaired: %v", err)
+			}
+		})
+	}
+}
+
+// What has become of the machine and of its enrollment counts as it is now.
+func TestARenewalIsJudgedAnew(t *testing.T) {
+	for name, tt := range map[string]struct {
+		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
+		want  attestv1.Reason
+		asked bool // as far as the RPC; else refused in the exchange
+	}{
+		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
+		"one that is not locked":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot(); m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
+		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			t.Helper()
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
+		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			t.Helper()
+			n := s.Node(t, "w1")
+			n.Spec.Banned = true
+			if err := s.Client.Update(t.Context(), n); err != nil {
+				t.Error(err)
+			}
+		}, attestv1.Reason_REASON_BANNED, false},
+		"one that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { t.Helper(); s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
+		"one that was released": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			t.Helper()
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { now := metav1.Now(); st.ReleasedAt = &now })
+		}, attestv1.Reason_REASON_NOT_ENROLLED, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t)
+			m := s.booted(t)
+			if _, err := s.renewNode(t, m, renewingAs(t)); err != nil {
+				t.Fatal(err)
+			}
+			tt.spoil(t, s, m)
+			membertest.Eventually(t, func() error { // the informers follow
+				_, err := s.renewNode(t, m, renewingAs(t))
+				return membertest.Want(rpc.ReasonFrom(err) == tt.want, "%v, want %s", err, attest.ReasonName(tt.want))
+			})
+			if tt.asked {
+				s.notRenewed(t, m, renewingAs(t), tt.want)
+				return
+			}
+			refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), func() error {
+				_, err := s.renewNode(t, m, renewingAs(t))
+				return err
+			})
+		})
+	}
+}
+
+// J4: when older certificates of the name are retired, the new one is listed, and writes.
+func TestARenewedCertificateIsListedWhereOlderOnesAreRetired(t *testing.T) {
+	s := setUp(t)
+	m := s.booted(t)
+	s.retire(t, "w1", enrolled.Retire(time.Now()))
+	patch := client.RawPatch("application/merge-patch+json", []byte(`{"data":{"w1":"`+m.ID().String()+`"}}`))
+	if err := s.Client.Patch(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: enrolled.ConfigMap}}, patch); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := s.renewNode(t, m, renewingAs(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := enrolled.ParseRetirement(s.Listed(t)[enrolled.Key("w1")])
+	if err != nil || !r.Admits(enrolled.ID(leaf(t, resp.GetKubeletClientCertificate()))) {
+		t.Errorf("%s, %v", r, err)
+	}
+}
+
+// J3: no certificate leaves without its record.
+func TestWithoutAnAuditRecordNoCertificateIsRenewed(t *testing.T) {
+	s := setUp(t, auditAt(full))
+	m := s.machine(t)
+	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
+	m.LockTo(s.ID)
+	membertest.Eventually(t, func() error { // once it has a verdict, as after its join
+		_, err := s.reattest(t, m)
+		return err
+	})
+	_, err := s.renewNode(t, m, renewingAs(t))
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_AUDIT_UNAVAILABLE {
+		t.Errorf("%v", err)
+	}
+	s.noRequests(t)
+}

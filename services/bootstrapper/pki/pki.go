@@ -1,0 +1,89 @@
+// Package pki signs with the cluster's own certificate authority, whose key lies on the disk of every control plane.
+//
+// Think of it as what a control plane can do for itself while no API server runs: with an expired certificate its
+// kubelet starts no API server, and without one nobody else signs. Keys are made by the caller and stay with it; here
+// are requests, and certificates that live as long as those of the cluster's signer.
+package pki
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// backdate is how long before now certificates begin to be valid, for clocks that differ: that of kube-controller-manager.
+const backdate = 5 * time.Minute
+
+// Authority is a certificate authority with its key.
+type Authority struct {
+	cert *x509.Certificate
+	pem  []byte
+	key  crypto.Signer
+}
+
+// Load reads ca.crt and ca.key of a folder, as /etc/kubernetes/pki. Its error wraps [os.ErrNotExist] if one is not there.
+func Load(dir string) (*Authority, error) {
+	cert, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
+	if err != nil {
+		return nil, err
+	}
+	key, err := os.ReadFile(filepath.Join(dir, "ca.key"))
+	if err != nil {
+		return nil, err
+	}
+	defer clear(key) // K3
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		return nil, fmt.Errorf("the certificate authority in %s: %w", dir, err)
+	}
+	signer, ok := pair.PrivateKey.(crypto.Signer)
+	if !ok || !pair.Leaf.IsCA {
+		return nil, fmt.Errorf("the certificate authority in %s: it is none, or its key can't sign", dir)
+	}
+	return &Authority{cert: pair.Leaf, pem: bytes.TrimSpace(cert), key: signer}, nil
+}
+
+// PEM returns the authority's certificate, as it stands in ca.crt.
+func (a *Authority) PEM() []byte { return a.pem }
+
+// Certificate returns the authority's certificate.
+func (a *Authority) Certificate() *x509.Certificate { return a.cert }
+
+// Sign returns a certificate in PEM for what a PKCS#10 request in DER asks for, with one extended key usage. It ends life after
+// now, or with the authority. The request is the caller's own: nothing of it but its signature is checked.
+func (a *Authority) Sign(request []byte, use x509.ExtKeyUsage, life time.Duration, now time.Time) ([]byte, error) {
+	r, err := x509.ParseCertificateRequest(request)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.CheckSignature(); err != nil {
+		return nil, err
+	}
+	if life <= 0 {
+		return nil, errors.New("a certificate without a life")
+	}
+	end := now.Add(life)
+	if end.After(a.cert.NotAfter) {
+		end = a.cert.NotAfter
+	}
+	if !now.Before(end) {
+		return nil, fmt.Errorf("the certificate authority ended at %s", a.cert.NotAfter.UTC().Format(time.RFC3339))
+	}
+	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{ // without SerialNumber: a random one of 20 bytes (RFC 5280, section 4.1.2.2)
+		Subject: r.Subject, DNSNames: r.DNSNames, IPAddresses: r.IPAddresses,
+		NotBefore: now.Add(-backdate), NotAfter: end,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{use}, BasicConstraintsValid: true,
+	}, a.cert, r.PublicKey, a.key)
+	if err != nil {
+		return nil, err
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), nil
+}

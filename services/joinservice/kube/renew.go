@@ -1,0 +1,67 @@
+package kube
+
+import (
+	"context"
+	"crypto/x509"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Renewal is an enrollment whose machine may have new certificates, as it stood when that was decided.
+type Renewal struct{ enrolment *Enrolment }
+
+// Renewable says whether the claim, of which role and disk are ignored, is what the machine is enrolled as, and records
+// the verdict of now that the certificates will be given on (J7). The enrollment is read from the API, so that a ban or a name
+// that the owner has just taken counts at whichever replica. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH,
+// BANNED, ADDRESS_REFUSED, CLOCK_WENT_BACK, API_UNAVAILABLE.
+func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
+	own := &v1alpha1.AttestedNode{}
+	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
+		own = nil
+	} else if err != nil {
+		return nil, unavailable("read AttestedNode "+c.Node, err)
+	}
+	if k.vacant(own) || own != nil && k.begun(own) {
+		own = nil
+	}
+	if own == nil || own.Spec.MachineID != c.Machine.String() { // J1, J4
+		return nil, k.notAs(c, own)
+	}
+	switch {
+	case own.Spec.Banned:
+		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", c.Node)
+	case own.Status.ReleasedAt != nil: // J4: nothing that outlives what is held for its machine
+		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", c.Node)
+	case own.Status.Ticket == nil && own.Status.LastVerdict == nil:
+		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has not joined yet: it gets its first certificates with a ticket", c.Node)
+	}
+	for _, ip := range c.Addresses {
+		if !slices.Contains(own.Spec.Addresses, ip.String()) {
+			return nil, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrollment of node %q, which has %s", ip, c.Node, strings.Join(own.Spec.Addresses, ", "))
+		}
+	}
+	if err := k.writeStatus(ctx, own, func(s *v1alpha1.AttestedNodeStatus) error {
+		if s.ResetCount != nil && int64(c.ResetCount) < *s.ResetCount {
+			return clockWentBack(own, int64(c.ResetCount), *s.ResetCount)
+		}
+		judged(s, status)
+		return nil
+	}); err != nil {
+		return nil, err
+	}
+	// As if older certificates were retired: what the owner does meanwhile is looked for in any case.
+	return &Renewal{&Enrolment{kube: k, node: own, retired: true}}, nil
+}
+
+// Vouch says whether the machine may still have the certificate, which was signed meanwhile, and lists it if older ones of the node's name
+// are retired. Its errors are refusals.
+func (r *Renewal) Vouch(ctx context.Context, c *x509.Certificate) error {
+	return r.enrolment.Vouch(ctx, c)
+}

@@ -1,0 +1,97 @@
+package joinservice
+
+import (
+	"context"
+	"encoding/hex"
+
+	"golang.org/x/sync/errgroup"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// RenewNodeCertificates implements the RPC, for a machine whose kubelet can't ask any more.
+func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNodeCertificatesRequest) (*joinv1.RenewNodeCertificatesResponse, error) {
+	a := &attempt{id: newTicketID(), began: s.now()}
+	client, serving, err := s.renewCertificates(ctx, a, req)
+	if err != nil {
+		s.refuse(ctx, a, "renewal refused", err)
+		s.waits(ctx, a, err)
+		return nil, err
+	}
+	s.cfg.Log.InfoContext(ctx, "node certificates renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
+	id, _ := hex.DecodeString(a.id) // our own digits
+	return &joinv1.RenewNodeCertificatesResponse{RenewalId: id, KubeletClientCertificate: client.PEM, KubeletServingCertificate: serving.PEM}, nil
+}
+
+// renewCertificates knows nothing of the wire's errors: it gives certificates or a refusal.
+func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1.RenewNodeCertificatesRequest) (client, serving kube.Certificate, err error) {
+	peer, ok := attest.PeerFrom(ctx) // J1
+	if !ok {
+		return client, serving, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+	}
+	a.peer(peer)
+	asked, err := parseRenewal(req)
+	if err != nil {
+		return client, serving, err
+	}
+	a.record.Node = asked.client.Node
+	renewal, err := s.mayRenew(ctx, a, peer, asked)
+	s.undoVerdict(ctx, a, peer, err)
+	if err != nil {
+		return client, serving, err
+	}
+	// Side effects but the verdict begin here, and the record that they will is stable before them.
+	if err := s.write(a, "renewal decided"); err != nil { // J3
+		return client, serving, err
+	}
+	both, issueCtx := errgroup.WithContext(ctx)
+	both.Go(func() (err error) { client, err = s.cfg.Kube.Issue(issueCtx, asked.client); return err }) // J5: for keys that never leave the machine
+	both.Go(func() (err error) { serving, err = s.cfg.Kube.Issue(issueCtx, asked.serving); return err })
+	if err := both.Wait(); err != nil {
+		return client, serving, err
+	}
+	if err := renewal.Vouch(ctx, client.Leaf); err != nil { // J4, J7: a ban meanwhile counts
+		return client, serving, err
+	}
+	a.record.Serials = []string{client.Leaf.SerialNumber.Text(16), serving.Leaf.SerialNumber.Text(16)}
+	if err := s.write(a, "certificates renewed"); err != nil { // J3
+		return client, serving, err
+	}
+	s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, client.Leaf.NotAfter, serving.Leaf.NotAfter)
+	return client, serving, nil
+}
+
+// renewalRequest is a pair of requests that are well formed, and for one node.
+type renewalRequest struct{ client, serving *nodecert.Request }
+
+// parseRenewal says what is wrong with the form of a request: CSR_INVALID.
+func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, err error) {
+	if r.client, err = nodecert.Parse(nodecert.Client, req.GetKubeletClientCsr()); err != nil {
+		return r, err
+	}
+	if r.serving, err = nodecert.Parse(nodecert.Serving, req.GetKubeletServingCsr()); err != nil {
+		return r, err
+	}
+	if r.client.Node != r.serving.Node {
+		return r, attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "the two requests are for nodes %q and %q", r.client.Node, r.serving.Node)
+	}
+	return r, nil
+}
+
+// mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this very session (J7).
+func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest) (*kube.Renewal, error) {
+	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
+		return nil, err
+	}
+	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
+	if err != nil {
+		return nil, err
+	}
+	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	claim := kube.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount} // J1: the peer's
+	return s.cfg.Kube.Renewable(ctx, claim, statusOf(a, peer))
+}
