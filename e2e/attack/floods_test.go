@@ -91,7 +91,8 @@ func TestAFloodFromOneSource(t *testing.T) {
 	}
 }
 
-// Many sources together fill what there is, and get it for 5 s at most.
+// Many sources together fill what there is: one that holds nothing gets in all the same, and they
+// keep it for 5 s at most.
 func TestAFloodFromManySources(t *testing.T) {
 	t.Parallel()
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50, SetUp: 64} })
@@ -99,9 +100,8 @@ func TestAFloodFromManySources(t *testing.T) {
 	for _, source := range []string{"127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"} {
 		conns = append(conns, flood(t, source, x.addr, 50)...)
 	}
-	x.dropped(t, 200-64, "setup_full")
-	if err := reach(t, x.transport(t, nil), x.addr); err == nil {
-		t.Error("a connection more than the limit was served")
+	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+		t.Errorf("a source that holds nothing: %v", err)
 	}
 	if n := closed(t, conns, 8*time.Second); n != len(conns) {
 		t.Errorf("%d of %d idle connections were closed within 8 s", n, len(conns))
@@ -115,7 +115,7 @@ func TestAFloodFromManySources(t *testing.T) {
 // service goes on.
 func TestManyIdleSessions(t *testing.T) {
 	const sessions = 150
-	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.Open = sessions })
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.AttestedPerMachine = sessions })
 	quotes := x.client.Quotes()
 	var wg sync.WaitGroup
 	idle := make(chan *http.Client, sessions)

@@ -274,9 +274,10 @@ func shrink(c net.Conn) net.Conn {
 	return c
 }
 
-// Large evidence takes memory, so only so many may send it at one time.
+// Large evidence takes memory, so a source may send only so much at one time.
 func TestTooManyLargeFrames(t *testing.T) {
-	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.Large = 2 })
+	// Room for three copies of each of two, and for the server's own evidence.
+	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.BytesPerSource = 2*3*0x0f0000 + 160<<10 })
 	var hold []*wire
 	for range 2 {
 		w := open(t, x.addr, nil)

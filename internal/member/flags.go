@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 
+	"github.com/KimMachineGun/automemlimit/memlimit"
 	"k8s.io/client-go/rest"
 
 	"github.com/muster-k8s/muster/internal/attester"
@@ -36,6 +37,10 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 	}
 }
 
+// memoryShare is which part of the container's memory limit Go may use, unless GOMEMLIMIT says
+// it; what the kernel holds for sockets needs the rest.
+const memoryShare = 0.8
+
 // Process is what a service's program has by its flags before the service itself is made.
 type Process struct {
 	// Listener is where RPCs are served, Metrics where metrics and probes are.
@@ -52,7 +57,10 @@ type Process struct {
 // Open opens what the flags name, once they are parsed; its log goes to stderr. An error names the flag.
 func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	p := &Process{Log: slog.New(slog.NewJSONHandler(stderr, nil)).With("service", f.service, "node", *f.node)}
-	var err error
+	memory, err := memlimit.Set(memlimit.WithRatio(memoryShare), memlimit.WithProvider(memlimit.FromCgroup))
+	if err != nil {
+		p.Log.WarnContext(ctx, "no memory limit of a cgroup is known, so the garbage collector heeds none", "err", err)
+	}
 	if p.Owner, err = ParseOwnerKey(*f.owner); err != nil {
 		return nil, fmt.Errorf("--owner-key: %w", err)
 	}
@@ -72,7 +80,7 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 		p.Attester.Close()
 		return nil, errors.Join(fmt.Errorf("--listen: %w", err), p.Metrics.Close())
 	}
-	p.Log.InfoContext(ctx, "starting", "version", build.String(), "listen", p.Listener.Addr().String(), "metrics", p.Metrics.Addr().String())
+	p.Log.InfoContext(ctx, "starting", "version", build.String(), "listen", p.Listener.Addr().String(), "metrics", p.Metrics.Addr().String(), "memoryLimitBytes", memory)
 	return p, nil
 }
 

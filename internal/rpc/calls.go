@@ -22,9 +22,21 @@ type call struct {
 	procedure string
 	began     time.Time
 	log       *slog.Logger
+	held      []func()
+	hold      func(bytes int64) error // charges memory until the call has ended
 	// Only the goroutine of the request looks at these.
 	recorded bool  // counted and logged
 	refused  error // why it did not reach its handler
+	denied   error // why there is no room for it: the gate refuses it
+}
+
+// hold charges a call with memory, in bytes, that it holds until its answer is written.
+func hold(ctx context.Context, bytes int64) error {
+	c, ok := ctx.Value(callKey{}).(*call)
+	if !ok || c.hold == nil {
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the call came over no server")
+	}
+	return c.hold(bytes)
 }
 
 // Refused is a call that was refused before it reached its handler, which therefore has no record
@@ -53,6 +65,8 @@ func Logger(ctx context.Context) *slog.Logger {
 
 // guard is connect's side of a Server: gate, limits of time, error table, metrics, log.
 type guard struct {
+	// hold is [atls.Listener.Hold].
+	hold          func(ctx context.Context, bytes int64) (release func(), err error)
 	metrics       *Metrics
 	timeout       time.Duration
 	streamTimeout time.Duration // 0: none
@@ -81,11 +95,15 @@ func (g *guard) gate(ctx context.Context, spec connect.Spec, _ connect.Peer, _ h
 }
 
 func (g *guard) authorized(ctx context.Context, procedure string) error {
+	c, ok := ctx.Value(callKey{}).(*call)
 	err := authorize(ctx, procedure)
+	if err == nil && ok {
+		err = c.denied
+	}
 	if err == nil {
 		return nil
 	}
-	if c, ok := ctx.Value(callKey{}).(*call); ok {
+	if ok {
 		c.refused = err
 	}
 	return g.done(ctx, procedure, err)
@@ -172,9 +190,23 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			http.Error(w, "internal error", http.StatusInternalServerError)
 			return
 		}
+		c.hold = func(bytes int64) error {
+			release, err := g.hold(r.Context(), bytes)
+			if err == nil {
+				c.held = append(c.held, release)
+			}
+			return err
+		}
+		defer func() {
+			for _, release := range c.held {
+				release()
+			}
+		}()
+		limit := g.requestLimit(r.URL.Path)
+		c.denied = c.hold(cost(r.URL.Path, limit))
 		ctx := context.WithValue(r.Context(), callKey{}, c)
 		bounded := r.WithContext(ctx)
-		bounded.Body = &body{ReadCloser: r.Body, limit: g.maxRequest + envelopeHead, call: c}
+		bounded.Body = &body{ReadCloser: r.Body, limit: limit + envelopeHead, call: c}
 		next.ServeHTTP(w, bounded)
 		switch {
 		case c.recorded:
@@ -192,6 +224,33 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			g.refused(refused)
 		}
 	})
+}
+
+// requestLimit returns how long the request of a procedure may be, in bytes.
+func (g *guard) requestLimit(procedure string) int {
+	if l := levels[procedure]; l == Session || l == Attested {
+		return g.maxRequest
+	}
+	return min(g.maxRequest, maxPlainRequest)
+}
+
+const (
+	// callBytes is what a call takes by itself: goroutine, buffers of HTTP/2, header fields.
+	callBytes = 16 << 10
+	// requestCopies is how often a request is in memory while it is read and decoded.
+	requestCopies = 3
+	// reflectionBytes is what an answer of reflection takes: descriptors of our own files.
+	reflectionBytes = 128 << 10
+)
+
+// cost returns the memory that a call of the procedure may take, in bytes, without an answer
+// of more than a few KiB.
+func cost(procedure string, limit int) int64 {
+	bytes := int64(callBytes + requestCopies*limit)
+	if procedure == reflectionV1 || procedure == reflectionV1Alpha {
+		bytes += reflectionBytes
+	}
+	return bytes
 }
 
 // envelopeHead is what gRPC puts before each message, in bytes.
@@ -231,18 +290,25 @@ func (b *body) Read(p []byte) (int, error) {
 	return 0, Error(refusal)
 }
 
-// streamLimit is how long a stream of a plain client may last: it has shown nothing.
-const streamLimit = 10 * time.Minute
+// What a plain client's stream may last: it has shown nothing.
+const (
+	streamLimit     = 10 * time.Minute
+	reflectionLimit = 30 * time.Second
+)
 
 // deadlines bounds how slowly a request may come in and its answer be taken. It must not
 // fail open, so a connection that knows no deadlines is not served.
 func (g *guard) deadlines(w http.ResponseWriter, r *http.Request) error {
 	c := http.NewResponseController(w)
 	now := time.Now()
-	switch {
+	switch level := levels[r.URL.Path]; {
+	case !streams[r.URL.Path] && level != Session && level != Attested:
+		return errors.Join(c.SetReadDeadline(now.Add(min(g.timeout, plainRequestTimeout))), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
 	case !streams[r.URL.Path]:
 		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
-	case levels[r.URL.Path] == Plain:
+	case r.URL.Path == reflectionV1, r.URL.Path == reflectionV1Alpha:
+		return errors.Join(c.SetReadDeadline(now.Add(reflectionLimit)), c.SetWriteDeadline(now.Add(reflectionLimit)))
+	case level == Plain:
 		return errors.Join(c.SetReadDeadline(now.Add(streamLimit)), c.SetWriteDeadline(now.Add(streamLimit+time.Second)))
 	case g.streamTimeout > 0:
 		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.streamTimeout)))

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -24,8 +25,13 @@ const (
 	publicInterval = time.Second
 	// publicBatch is how many callers share one; above it they are told BUSY.
 	publicBatch = 64
+	// publicPerSource is how many of those may be of one source.
+	publicPerSource = 8
 	// publicTimeout bounds one quote.
 	publicTimeout = 10 * time.Second
+	// evidenceCopies is how often evidence is in memory while it is sent: as a message, as bytes, and
+	// in what is being written.
+	evidenceCopies = 3
 )
 
 // Evidence is muster.attest.v1.EvidenceService: evidence of this machine for anybody's
@@ -42,6 +48,7 @@ type Evidence struct {
 // publicQuote is shared by those who came while it was open.
 type publicQuote struct {
 	nonces   []attest.Binding
+	sources  map[admission.Source]int
 	eventLog bool
 	done     chan struct{}
 	evidence []*attestv1.Evidence // set before done is closed, as is err
@@ -61,7 +68,7 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 	if n := len(req.GetNonce()); n != len(attest.Binding{}) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "nonce has %d bytes, want %d", n, len(attest.Binding{}))
 	}
-	q, i, wait, err := e.join(attest.Binding(req.GetNonce()), req.GetEventLog())
+	q, i, wait, err := e.join(sourceFrom(ctx), attest.Binding(req.GetNonce()), req.GetEventLog())
 	if err != nil {
 		return nil, err
 	}
@@ -83,23 +90,31 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 		ev = proto.CloneOf(ev)
 		ev.GetTpm2().EventLog = nil
 	}
+	// A caller may leave its answer unread.
+	if err := hold(ctx, evidenceCopies*int64(proto.Size(ev))); err != nil {
+		return nil, err
+	}
 	return &attestv1.GetEvidenceResponse{Evidence: ev}, nil
 }
 
 // join adds a nonce to the quote that is open, or opens one. Who opens it is told how long
 // to wait before it may begin.
-func (e *Evidence) join(nonce attest.Binding, eventLog bool) (q *publicQuote, i int, wait time.Duration, err error) {
+func (e *Evidence) join(source admission.Source, nonce attest.Binding, eventLog bool) (q *publicQuote, i int, wait time.Duration, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	now := time.Now()
 	if e.open == nil {
-		e.open = &publicQuote{done: make(chan struct{})}
+		e.open = &publicQuote{done: make(chan struct{}), sources: map[admission.Source]int{}}
 		wait = max(e.notUpTo.Sub(now), 0)
 	}
 	q = e.open
 	if len(q.nonces) >= publicBatch {
 		return nil, 0, 0, attest.RefuseFor(publicInterval, attestv1.Reason_REASON_BUSY, "%d callers share the next quote already", publicBatch)
 	}
+	if q.sources[source] >= publicPerSource {
+		return nil, 0, 0, attest.RefuseFor(publicInterval, attestv1.Reason_REASON_BUSY, "%d callers of %s share the next quote already", publicPerSource, source)
+	}
+	q.sources[source]++
 	q.nonces = append(q.nonces, nonce)
 	q.eventLog = q.eventLog || eventLog
 	return q, len(q.nonces) - 1, wait, nil

@@ -9,8 +9,17 @@ import (
 
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
+
+// sourceFrom returns the source of a call.
+func sourceFrom(ctx context.Context) admission.Source {
+	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
+		return admission.SourceOfAddress(call.Peer().Addr)
+	}
+	return admission.Source{}
+}
 
 // Health is grpc.health.v1.Health. Services that nobody has set are unknown; the empty name
 // stands for the process as a whole. Its zero value is not usable.
@@ -19,34 +28,22 @@ type Health struct {
 	status  map[string]healthv1.HealthCheckResponse_ServingStatus
 	changed chan struct{} // closed and replaced at each change
 	stopped bool
-	watches int
+	watches *admission.Limiter[admission.Source]
 }
 
-// maxWatches bounds how many callers may watch at one time: each costs a stream and a
-// goroutine for as long as it likes, and anybody may ask.
-const maxWatches = 128
-
-func (h *Health) beginWatch() bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.watches >= maxWatches {
-		return false
-	}
-	h.watches++
-	return true
-}
-
-func (h *Health) endWatch() {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.watches--
-}
+// maxWatches bounds how many callers may watch at one time, sourceWatches how many of one source:
+// each costs a stream and a goroutine for as long as it likes, and any client may ask.
+const (
+	maxWatches    = 128
+	sourceWatches = 16
+)
 
 // NewHealth knows the process as a whole, and says that it cannot serve yet.
 func NewHealth() *Health {
 	return &Health{
 		status:  map[string]healthv1.HealthCheckResponse_ServingStatus{"": healthv1.HealthCheckResponse_NOT_SERVING},
 		changed: make(chan struct{}),
+		watches: admission.NewLimiter[admission.Source](maxWatches, sourceWatches),
 	}
 }
 
@@ -117,12 +114,15 @@ func (h *Health) Check(_ context.Context, req *healthv1.HealthCheckRequest) (*he
 
 // Watch implements [healthv1connect.HealthHandler]: it tells the status now and at each
 // change, until the caller hangs up or the server stops. At most 128 callers are told at one
-// time; others are refused with BUSY.
+// time, 16 of one source; others are refused with BUSY, or take the place of a source that has more.
 func (h *Health) Watch(ctx context.Context, req *healthv1.HealthCheckRequest, stream *connect.ServerStream[healthv1.HealthCheckResponse]) error {
-	if !h.beginWatch() {
-		return attest.Refuse(attestv1.Reason_REASON_BUSY, "%d callers watch already", maxWatches)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	place, err := h.watches.Take(sourceFrom(ctx), 1, cancel)
+	if err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_BUSY, "watch the health: %w", err)
 	}
-	defer h.endWatch()
+	defer place.Release()
 	last := healthv1.HealthCheckResponse_UNKNOWN
 	for {
 		s, known, stopped, changed := h.look(req.GetService())

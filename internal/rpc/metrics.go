@@ -35,7 +35,7 @@ func NewMetrics(r prometheus.Registerer) (*Metrics, error) {
 			Name: "muster_atls_setups_total", Help: "Connections whose set-up ended, by our side, outcome (accepted, plain, refused, refused_by_peer, failed) and reason.",
 		}, []string{"side", "outcome", "reason"}),
 		dropped: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_atls_dropped_total", Help: "Connections closed before TLS, by cause (source_rate, source_setup_full, source_open_full, setup_full, open_full, closed).",
+			Name: "muster_atls_dropped_total", Help: "Connections closed by a limit, by cause (before TLS: source_rate, rate, source_setup_full, setup_full, closed; after their set-up: source_open_full, open_full, machine_open_full, attested_full).",
 		}, []string{"cause"}),
 		parts: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "muster_atls_setup_seconds", Help: "Time of a connection's set-up, by our side and part (handshake, exchange, attest, verify).",

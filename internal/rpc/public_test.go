@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"os/exec"
@@ -98,7 +99,7 @@ func TestWatchersAreLimited(t *testing.T) {
 		return s, nil
 	}
 	var watchers []*connect.ServerStreamForClient[healthv1.HealthCheckResponse]
-	for i := range 128 {
+	for i := range 16 {
 		s, err := watch()
 		if err != nil {
 			t.Fatalf("watcher %d: %v", i+1, err)
@@ -109,6 +110,11 @@ func TestWatchersAreLimited(t *testing.T) {
 	if _, err := watch(); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || connect.CodeOf(err) != connect.CodeResourceExhausted {
 		t.Errorf("one more: %v, want BUSY", err)
 	}
+	other, err := healthv1connect.NewHealthClient(r.plainFrom("127.0.0.2"), r.url, connect.WithGRPC()).Watch(t.Context(), &healthv1.HealthCheckRequest{})
+	if err != nil || !other.Receive() {
+		t.Fatalf("a watcher of another source: %v", err)
+	}
+	defer func() { _ = other.Close() }()
 	if _, err := c.Check(t.Context(), &healthv1.HealthCheckRequest{}); err != nil {
 		t.Errorf("a check beside them: %v", err)
 	}
@@ -147,8 +153,8 @@ func TestAPlainConnectionHasFewStreams(t *testing.T) {
 	}
 	for ; len(settings) >= 6; settings = settings[6:] {
 		if binary.BigEndian.Uint16(settings) == 3 { // MAX_CONCURRENT_STREAMS
-			if n := binary.BigEndian.Uint32(settings[2:]); n != 16 {
-				t.Errorf("%d streams, want 16", n)
+			if n := binary.BigEndian.Uint32(settings[2:]); n != 8 {
+				t.Errorf("%d streams, want 8", n)
 			}
 			return
 		}
@@ -204,6 +210,10 @@ func TestCurlAsksForHealth(t *testing.T) {
 func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	c := attestv1connect.NewEvidenceServiceClient(r.plain(true), r.url)
+	var sources []attestv1connect.EvidenceServiceClient
+	for i := range 10 {
+		sources = append(sources, attestv1connect.NewEvidenceServiceClient(r.plainFrom(fmt.Sprintf("127.0.1.%d", 1+i)), r.url))
+	}
 	nonce := func(i int) []byte { return bytes.Repeat([]byte{byte(i + 1)}, 32) }
 	for n, want := range map[int]attestv1.Reason{0: attestv1.Reason_REASON_REQUEST_INVALID, 31: attestv1.Reason_REASON_REQUEST_INVALID, 33: attestv1.Reason_REASON_REQUEST_INVALID} {
 		if _, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: make([]byte, n)}); rpc.ReasonFrom(err) != want {
@@ -217,7 +227,7 @@ func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 	verifier := attesttest.Verifier(t, r.ca)
 	for i := range 100 {
 		wg.Go(func() {
-			resp, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: nonce(i), EventLog: i%2 == 0})
+			resp, err := sources[i%10].GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: nonce(i), EventLog: i%2 == 0})
 			mu.Lock()
 			reasons[rpc.ReasonFrom(err)]++
 			mu.Unlock()

@@ -58,7 +58,8 @@ type Config struct {
 	// IdleTimeout is how long a connection without a call stays open; 0: 5 min, and 1 min for a plain
 	// client, which never gets more.
 	IdleTimeout time.Duration
-	// MaxRequest bounds what a caller sends in one call, in bytes; 0: 256 KiB.
+	// MaxRequest bounds what a caller sends in one call that needs the level session or attested, in bytes; 0: 32 KiB. Calls
+	// that need less have 4 KiB.
 	MaxRequest int
 	// Refused, if not nil, is told of each call that was refused before it reached its handler, so
 	// that the service can put it on record. It must not block.
@@ -84,12 +85,21 @@ type Server struct {
 const (
 	readHeaderTimeout = 5 * time.Second
 	idleTimeout       = 5 * time.Minute
-	maxHeaderBytes    = 32 << 10
-	maxStreams        = 64
+	maxHeaderBytes    = 8 << 10
+	maxStreams        = 16
+	// What HTTP/2 holds for one connection, in bytes: the frame that it reads, what peers send before
+	// a handler reads it, and the tables of header compression.
+	maxFrame       = 16 << 10
+	receiveBuffer  = 64 << 10
+	receiveStream  = 32 << 10
+	maxHeaderTable = 4 << 10
 
 	// A plain client has shown nothing, so it gets less.
-	plainIdleTimeout = time.Minute
-	maxPlainStreams  = 16
+	plainIdleTimeout    = time.Minute
+	maxPlainStreams     = 8
+	plainWriteTimeout   = 10 * time.Second
+	plainRequestTimeout = 5 * time.Second
+	maxPlainRequest     = 4 << 10
 )
 
 // NewServer begins to accept connections, which wait until [Server.Run]. It says what of
@@ -105,7 +115,7 @@ func NewServer(cfg Config) (*Server, error) {
 		cfg.Timeout = 30 * time.Second
 	}
 	if cfg.MaxRequest <= 0 {
-		cfg.MaxRequest = 256 << 10
+		cfg.MaxRequest = 32 << 10
 	}
 	if cfg.IdleTimeout <= 0 {
 		cfg.IdleTimeout = idleTimeout
@@ -127,13 +137,20 @@ func NewServer(cfg Config) (*Server, error) {
 	handler := s.handler()
 	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // strangers' mistakes
 	http2 := http.HTTP2Config{
-		MaxConcurrentStreams: maxStreams,
-		SendPingTimeout:      30 * time.Second,
-		PingTimeout:          15 * time.Second,
-		WriteByteTimeout:     30 * time.Second,
+		MaxConcurrentStreams:          maxStreams,
+		MaxDecoderHeaderTableSize:     maxHeaderTable,
+		MaxEncoderHeaderTableSize:     maxHeaderTable,
+		MaxReadFrameSize:              maxFrame,
+		MaxReceiveBufferPerConnection: receiveBuffer,
+		MaxReceiveBufferPerStream:     receiveStream,
+		SendPingTimeout:               30 * time.Second,
+		PingTimeout:                   15 * time.Second,
+		WriteByteTimeout:              30 * time.Second,
 	}
 	plainHTTP2 := http2
 	plainHTTP2.MaxConcurrentStreams = maxPlainStreams
+	plainHTTP2.MaxReceiveBufferPerStream = maxPlainRequest
+	plainHTTP2.WriteByteTimeout = plainWriteTimeout
 	s.attested = &http.Server{
 		Handler:           l.Handler(handler),
 		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
@@ -146,7 +163,8 @@ func NewServer(cfg Config) (*Server, error) {
 		ErrorLog:          errorLog,
 	}
 	s.plain = &http.Server{
-		Handler:           handler,
+		Handler:           l.Handler(handler),
+		ConnContext:       l.ConnContext,
 		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
 		IdleTimeout:       min(plainIdleTimeout, cfg.IdleTimeout),
@@ -167,7 +185,7 @@ func protocols(set ...func(*http.Protocols, bool)) *http.Protocols {
 }
 
 func (s *Server) handler() http.Handler {
-	g := &guard{metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, streamTimeout: s.cfg.StreamTimeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
+	g := &guard{hold: s.listener.Hold, metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, streamTimeout: s.cfg.StreamTimeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
 	options := g.options()
 	mux := http.NewServeMux()
 	names := []string{healthv1connect.HealthName}

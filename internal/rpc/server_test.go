@@ -194,6 +194,16 @@ func (r *running) plain(http2 bool) *http.Client {
 	return &http.Client{Transport: tr}
 }
 
+// plainFrom is a client over HTTP/2 that comes from an address of the loopback network.
+func (r *running) plainFrom(ip string) *http.Client {
+	tr := &http.Transport{
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true,
+		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}).DialContext,
+	}
+	r.t.Cleanup(tr.CloseIdleConnections)
+	return &http.Client{Transport: tr}
+}
+
 func (r *running) metric(name string, labels ...string) float64 {
 	r.t.Helper()
 	families, err := r.registry.Gather()

@@ -13,6 +13,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/muster-k8s/muster/trust/admission"
 )
 
 // Probes is the plain HTTP server for those who watch a process from outside: /metrics,
@@ -37,6 +39,11 @@ const (
 	probeTimeout = 5 * time.Second
 	// shutdownTimeout bounds the wait for answers that are under way.
 	shutdownTimeout = 5 * time.Second
+	// maxConns is how many connections there are at one time, sourceConns how many of one source: the
+	// kubelet's probes find a place whoever else connects.
+	maxConns, sourceConns = 64, 8
+	// maxHeaderBytes bounds what one request sends.
+	maxHeaderBytes = 4 << 10
 )
 
 // Part gives the server as a part of [All].
@@ -76,11 +83,11 @@ func (p Probes) Run(ctx context.Context) error {
 		ReadTimeout:       probeTimeout,
 		WriteTimeout:      2 * probeTimeout,
 		IdleTimeout:       time.Minute,
-		MaxHeaderBytes:    16 << 10,
+		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          errorLog,
 	}
 	failed := make(chan error, 1)
-	go func() { failed <- srv.Serve(p.Listener) }()
+	go func() { failed <- srv.Serve(admission.NewListener(p.Listener, maxConns, sourceConns)) }()
 	select {
 	case err := <-failed:
 		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)

@@ -35,6 +35,13 @@ func newRegistry() *prometheus.Registry {
 	return r
 }
 
+// InitLimits are narrower than those of a joinservice, since the machine's owner is one caller, but for what that
+// one may send.
+var InitLimits = atls.Limits{SetUp: 128, SetUpPerSource: 16, Open: 32, OpenPerSource: 8, Total: 64, Bytes: 12 << 20, BytesPerSource: 4 << 20, ConnBytes: 512 << 10}
+
+// maxInit bounds the owner's request, in bytes: it lists components and their addresses.
+const maxInit = 256 << 10
+
 // Serve is the process `bootstrapper run`: the init server, the join client and the probes.
 // It returns nil once the machine is a node.
 func Serve(ctx context.Context, o Options) error {
@@ -72,7 +79,8 @@ func Serve(ctx context.Context, o Options) error {
 		Listener: port, Health: health, Metrics: calls, Log: o.Log,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that
 		// it may by the init secret.
-		ATLS: atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody},
+		ATLS:       atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody, Limits: InitLimits},
+		MaxRequest: maxInit,
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
 			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),

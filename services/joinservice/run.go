@@ -53,6 +53,9 @@ type Options struct {
 	Log   *slog.Logger
 }
 
+// Limits are the defaults: a joinservice is what they are made for.
+var Limits atls.Limits
+
 // Run serves until ctx ends. It closes both listeners.
 func Run(ctx context.Context, o Options) error { return run(ctx, o, time.Now) }
 
@@ -137,8 +140,8 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		ATLS: atls.ServerConfig{
 			Attester: presenting, Verifier: m.Verifier, Appraiser: refusals, ClientPurpose: attest.PurposeMachine,
 			// Who does not attest gets a session and no more: the owner's program judges us over one.
-			Generation: m.Policy.Generation,
-			Observe:    func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
+			Generation: m.Policy.Generation, Limits: Limits,
+			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
 		},
 		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(svc), joinv1connect.NewJoinServiceHandler)},
 		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log,

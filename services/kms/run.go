@@ -36,6 +36,10 @@ type Options struct {
 	Log   *slog.Logger
 }
 
+// Limits are narrower than those of a joinservice: the callers are the joinservices of the cluster's control planes, which
+// have one connection each.
+var Limits = atls.Limits{SetUp: 64, SetUpPerSource: 16, Open: 16, OpenPerSource: 4, Attested: 64, Bytes: 4 << 20, BytesPerSource: 2 << 20, AttestedBytes: 8 << 20, AttestedBytesPerMachine: 4 << 20}
+
 // Run serves until ctx ends. It closes both listeners.
 func Run(ctx context.Context, o Options) error {
 	if o.Audit == nil {
@@ -68,7 +72,7 @@ func Run(ctx context.Context, o Options) error {
 		Listener: o.Listener,
 		ATLS: atls.ServerConfig{
 			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
-			Generation: m.Policy.Generation, RefuseUnattested: true,
+			Generation: m.Policy.Generation, RefuseUnattested: true, Limits: Limits,
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.Strangers.Connection(s, "") },
 		},
 		Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(svc), kmsv1connect.NewKeyServiceHandler)},

@@ -44,8 +44,10 @@ const (
 	verdictReserve = 500 * time.Millisecond
 	// lingerTimeout bounds the wait for a refused peer to read its verdict and hang up.
 	lingerTimeout = time.Second
-	// maxRetryAfter bounds what a peer can make us wait.
-	maxRetryAfter = 10 * time.Minute
+	// maxRetryAfter bounds what a peer can make us wait that we accepted,
+	// maxUnattestedRetryAfter what any other can.
+	maxRetryAfter           = 10 * time.Minute
+	maxUnattestedRetryAfter = 5 * time.Second
 	// DefaultMaxAge is how old a verdict may grow before its connection is wound up.
 	DefaultMaxAge = time.Hour
 )
@@ -117,6 +119,15 @@ type Session struct {
 func SessionFrom(ctx context.Context) (Session, bool) {
 	s, ok := ctx.Value(sessionKey{}).(Session)
 	return s, ok && s.conn != nil
+}
+
+// Keep keeps the connection's place from being given to another source until done is called. It
+// is for a call that waits or works for its caller; there must be few at a time.
+func (s Session) Keep() (done func()) {
+	if s.conn == nil || s.conn.tcp.open == nil {
+		return func() {}
+	}
+	return s.conn.tcp.open.Pin()
 }
 
 // withSession is the only way into the context, so that a Session there always is that of

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -35,8 +36,11 @@ type ServerConfig struct {
 	EventLog bool
 	// MaxAge is how old a verdict may be before its connection is wound up; 0: 1 h.
 	MaxAge time.Duration
-	// Limits bound what strangers can take; zero fields have defaults.
+	// Limits bound what peers can take that have not attested; zero fields have defaults.
 	Limits Limits
+	// Challenges shares the TPM among peers that did not attest; nil: a queue of this Listener's own. Servers
+	// of one process give the same.
+	Challenges *admission.Queue
 	// Certificate is shown to clients instead of a self-signed one of this process. It
 	// carries no trust for muster-atls/1; a client of the plain HTTPS side may want it.
 	// Optional.
@@ -54,9 +58,9 @@ type SetUp struct {
 	Role string
 	// Remote is the peer's network address.
 	Remote string
-	// Dropped says why a connection was closed before TLS: "source_rate",
-	// "source_setup_full", "source_open_full", "setup_full", "open_full" or "closed"; empty
-	// if it was not.
+	// Dropped says which limit closed a connection: before TLS "source_rate", "rate",
+	// "source_setup_full", "setup_full" or "closed", after its set-up "source_open_full", "open_full",
+	// "machine_open_full" or "attested_full"; empty if none did.
 	Dropped string
 	// Plain is set for a client that asked for plain HTTPS, so that no exchange took place.
 	Plain bool

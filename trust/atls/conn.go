@@ -3,8 +3,6 @@ package atls
 import (
 	"crypto/tls"
 	"net"
-	"net/netip"
-	"sync"
 	"time"
 
 	"github.com/muster-k8s/muster/trust/attest"
@@ -16,6 +14,7 @@ import (
 type Conn struct {
 	net.Conn // only what the interface names
 
+	tcp   *tracked
 	peer  *attest.Peer // nil: a session without an attested peer
 	since time.Time
 }
@@ -26,21 +25,6 @@ func (c *Conn) Peer() (attest.Peer, bool) {
 		return attest.Peer{}, false
 	}
 	return *c.peer, true
-}
-
-// tracked tells once that the TCP connection under a TLS connection was closed.
-type tracked struct {
-	net.Conn
-	once    sync.Once
-	source  netip.Prefix
-	onClose func(*tracked)
-	session *Conn // set once the exchange has ended well; guarded by its Listener's lock
-}
-
-func (t *tracked) Close() error {
-	err := t.Conn.Close()
-	t.once.Do(func() { t.onClose(t) })
-	return err
 }
 
 // newTLSConfig is what both sides have in common.

@@ -32,9 +32,9 @@ type party struct {
 	// unattested lets a peer through that gives nothing, without a Peer: its requests reach
 	// the level "session" only. No client sets it: a client always judges its server.
 	unattested bool
-	// large bounds how many exchanges may hold a frame of more than 64 KiB at one time;
-	// nil at a client, which has only one.
-	large chan struct{}
+	// peers bounds what the peer costs until it has attested; nil at a client, which chose
+	// its peer and has one at a time.
+	peers *unattested
 }
 
 // exchange is one run of the protocol between the handshake and HTTP/2.
@@ -57,8 +57,9 @@ type exchange struct {
 	logToo  bool            // the peer wants our event log
 	pending attest.Pending
 	seen    map[kind]bool
-	judged  bool   // our verdict is out
-	release func() // gives back what holdLarge took
+	judged  bool // our verdict is out
+	// challenge is the peer's, put off until the peer itself has attested.
+	challenge *attestv1.Challenge
 
 	peer  *attest.Peer
 	times Times
@@ -115,9 +116,8 @@ func (p party) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.P
 		out:      make(chan []byte, int(kindVerdict)+1),
 		written:  make(chan struct{}),
 		seen:     make(map[kind]bool),
-		release:  func() {},
 	}
-	defer func() { x.release() }()
+	defer p.peers.release()
 	work := x.deadline.Add(-verdictReserve)
 	ctx, cancel := context.WithDeadline(ctx, work)
 	defer cancel()
@@ -226,7 +226,7 @@ func (x *exchange) decide(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	f, received, err := readFrame(x.conn, maxFrame, x.holdLarge)
+	f, received, err := readFrame(x.conn, maxFrame, x.peers.sends)
 	if err != nil {
 		return classify(err)
 	}
@@ -266,25 +266,11 @@ func (x *exchange) next(ctx context.Context) error {
 	if x.expects(kindEvidence) == nil {
 		limit = maxEvidenceFrame
 	}
-	f, _, err := readFrame(x.conn, limit, x.holdLarge)
+	f, _, err := readFrame(x.conn, limit, x.peers.sends)
 	if err != nil {
 		return err
 	}
 	return x.handle(ctx, f)
-}
-
-// holdLarge takes one of the places for large frames until the exchange ends.
-func (x *exchange) holdLarge() error {
-	if x.large == nil {
-		return nil
-	}
-	select {
-	case x.large <- struct{}{}:
-		x.release = func() { <-x.large }
-		return nil
-	default:
-		return attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "too many peers send large evidence at the moment")
-	}
 }
 
 // agree settles what each side has to show. The prover takes its first format that the
@@ -327,13 +313,17 @@ func choose(gives, accepts []attestv1.Format) attestv1.Format {
 // attest makes and sends our evidence. It is called once both offers are known, not
 // before: they are in the binding.
 func (x *exchange) attest(ctx context.Context) error {
+	if err := x.peers.gets(x.logToo); err != nil {
+		return err
+	}
 	start := time.Now()
 	ev, err := x.attester.Attest(ctx, x.gives, newBinding(x.role, x.ekm, x.offers), x.logToo)
 	x.times.Attest = time.Since(start)
 	if err != nil {
 		return ownFault(err, "make evidence")
 	}
-	_, err = x.send(evidenceFrame(ev))
+	raw, err := x.send(evidenceFrame(ev))
+	x.peers.got(len(raw), x.logToo)
 	return err
 }
 
@@ -354,8 +344,11 @@ func (x *exchange) expects(k kind) error {
 	case kindEvidence:
 		ok = x.wants != attestv1.Format_FORMAT_UNSPECIFIED
 	case kindChallenge:
-		// Only our evidence can be challenged, and only before the peer's verdict on it.
-		ok = x.gives != attestv1.Format_FORMAT_UNSPECIFIED && !x.seen[kindVerdict]
+		// Only our evidence can be challenged, only before the peer's verdict on it, and only
+		// by a peer whose own evidence was checked, if it was asked for any: our TPM's time is
+		// not for whoever connects.
+		ok = x.gives != attestv1.Format_FORMAT_UNSPECIFIED && !x.seen[kindVerdict] &&
+			(x.wants == attestv1.Format_FORMAT_UNSPECIFIED || x.pending != nil)
 	case kindResponse:
 		ok = x.pending != nil && x.pending.Challenge() != nil
 	case kindVerdict:
@@ -377,12 +370,13 @@ func (x *exchange) handle(ctx context.Context, f *attestv1.Frame) error {
 	case kindEvidence:
 		return x.verify(ctx, f.GetEvidence())
 	case kindChallenge:
-		mac, err := x.attester.Respond(ctx, f.GetChallenge(), newBinding(x.role, x.ekm, x.offers))
-		if err != nil {
-			return ownFault(err, "answer the challenge")
+		if x.role == roleServer && x.wants != attestv1.Format_FORMAT_UNSPECIFIED && x.peer == nil {
+			// A server waits until the peer is accepted. A client does not, or the two would
+			// wait for each other.
+			x.challenge = f.GetChallenge()
+			return nil
 		}
-		_, err = x.send(responseFrame(mac))
-		return err
+		return x.respond(ctx, f.GetChallenge())
 	case kindResponse:
 		return x.complete(ctx, f.GetResponse())
 	case kindVerdict:
@@ -390,6 +384,20 @@ func (x *exchange) handle(ctx context.Context, f *attestv1.Frame) error {
 	default:
 		return invalidFrame("an unexpected frame: %s", k)
 	}
+}
+
+// respond answers the peer's challenge, which costs our TPM an activation of its own.
+func (x *exchange) respond(ctx context.Context, c *attestv1.Challenge) error {
+	var mac []byte
+	err := x.peers.challenge(ctx, x.peer != nil, func() (err error) {
+		mac, err = x.attester.Respond(ctx, c, newBinding(x.role, x.ekm, x.offers))
+		return err
+	})
+	if err != nil {
+		return ownFault(err, "answer the challenge")
+	}
+	_, err = x.send(responseFrame(mac))
+	return err
 }
 
 // verify answers "is it genuine?" for evidence of this session, of the peer's role, and of
@@ -401,7 +409,11 @@ func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
 		return attest.Refuse(attestv1.Reason_REASON_EVIDENCE_MALFORMED, "the evidence is %s, agreed was %s", ev.GetFormat(), x.wants)
 	}
 	b := newBinding(x.role.peer(), x.ekm, x.offers)
-	pending, err := x.verifier.Verify(ctx, ev, attest.NewStatement(x.purpose, b), b)
+	var pending attest.Pending
+	err := x.peers.verify(ctx, func() (err error) {
+		pending, err = x.verifier.Verify(ctx, ev, attest.NewStatement(x.purpose, b), b)
+		return err
+	})
 	if err != nil {
 		return x.doubt(err)
 	}
@@ -431,7 +443,10 @@ func (x *exchange) appraise(ctx context.Context, r *attestv1.Response) error {
 	}
 	p := attest.NewPeer(claims, appraisal, checked.Session{Purpose: string(x.purpose), VerifiedAt: time.Now()})
 	x.peer = &p
-	return x.accept()
+	if err := x.accept(); err != nil || x.challenge == nil {
+		return err
+	}
+	return x.respond(ctx, x.challenge)
 }
 
 // doubt keeps refusals, and makes a fault of ours one: no error of a verifier lets a peer
@@ -456,14 +471,19 @@ func (x *exchange) verdict(v *attestv1.Verdict) error {
 	case attestv1.Reason_REASON_UNSPECIFIED:
 		return &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Remote: true}
 	default:
-		return &attest.Refusal{Reason: v.GetReason(), RetryAfter: retryAfter(v.GetRetryAfter()), Remote: true}
+		return &attest.Refusal{Reason: v.GetReason(), RetryAfter: retryAfter(v.GetRetryAfter(), x.peer != nil), Remote: true}
 	}
 }
 
-// retryAfter bounds what the peer asks for, which is not trusted.
-func retryAfter(d *durationpb.Duration) time.Duration {
+// retryAfter bounds what the peer asks for. Whoever can answer in a server's place can ask for
+// anything, so a peer that was not accepted itself holds us up for seconds at most.
+func retryAfter(d *durationpb.Duration, accepted bool) time.Duration {
 	if d.CheckValid() != nil {
 		return 0
 	}
-	return min(max(d.AsDuration(), 0), maxRetryAfter)
+	most := maxUnattestedRetryAfter
+	if accepted {
+		most = maxRetryAfter
+	}
+	return min(max(d.AsDuration(), 0), most)
 }

@@ -16,10 +16,13 @@ import (
 
 const (
 	// maxFrame limits every frame but one that carries evidence, in bytes without the
-	// length prefix.
-	maxFrame = 64 << 10
+	// length prefix: the longest is a Challenge, of less than 800.
+	maxFrame = 4 << 10
 	// maxEvidenceFrame limits a frame that carries evidence.
 	maxEvidenceFrame = 1 << 20
+	// maxSmallEvidence is how long a frame with evidence may be without a share of the memory that
+	// peers have together: a quote, 16 PCRs and a certificate chain of the usual size.
+	maxSmallEvidence = 16 << 10
 	// maxFields limits the fields of one frame. Two bytes on the wire can become 24 of
 	// memory (an empty element of a repeated field); a frame that is honest has under 50.
 	maxFields = 1024
@@ -36,8 +39,8 @@ func invalidFrame(format string, args ...any) error {
 //
 // It gives the frame's message and its bytes with the length prefix, as they came. An end
 // of the stream between two frames is errHungUp, one within a frame FRAME_INVALID. Before
-// it reads a frame of more than 64 KiB it asks large, whose error ends it.
-func readFrame(r io.Reader, limit int, large func() error) (*attestv1.Frame, []byte, error) {
+// it reads a frame of more than 16 KiB it asks large for room, whose error ends it.
+func readFrame(r io.Reader, limit int, large func(size int64) error) (*attestv1.Frame, []byte, error) {
 	var raw bytes.Buffer
 	switch n, err := io.CopyN(&raw, r, 4); {
 	case n == 0 && errors.Is(err, io.EOF):
@@ -51,8 +54,8 @@ func readFrame(r io.Reader, limit int, large func() error) (*attestv1.Frame, []b
 	if size > uint32(limit) {
 		return nil, nil, invalidFrame("it says that it has %d bytes, more than the %d that may come now", size, limit)
 	}
-	if size > maxFrame {
-		if err := large(); err != nil {
+	if size > maxSmallEvidence {
+		if err := large(int64(size)); err != nil {
 			return nil, nil, err
 		}
 	}

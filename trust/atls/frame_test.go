@@ -17,7 +17,7 @@ import (
 
 const frameInvalid = attestv1.Reason_REASON_FRAME_INVALID
 
-func noLimit() error { return nil }
+func noLimit(int64) error { return nil }
 
 func marshalled(t *testing.T, f *attestv1.Frame) []byte {
 	t.Helper()
@@ -116,12 +116,12 @@ func TestAPromisedLengthTakesNoMemory(t *testing.T) {
 
 func TestOnlyLargeFramesAskForAPlace(t *testing.T) {
 	busy := attest.Refuse(attestv1.Reason_REASON_BUSY, "no place")
-	refuse := func() error { return busy }
-	small := lengthPrefixed(marshalled(t, evidenceOf(maxFrame-100)))
+	refuse := func(int64) error { return busy }
+	small := lengthPrefixed(marshalled(t, evidenceOf(maxSmallEvidence-100)))
 	if _, _, err := readFrame(bytes.NewReader(small), maxEvidenceFrame, refuse); err != nil {
 		t.Errorf("a small frame: %v", err)
 	}
-	large := lengthPrefixed(marshalled(t, evidenceOf(maxFrame+1)))
+	large := lengthPrefixed(marshalled(t, evidenceOf(maxSmallEvidence+1)))
 	if _, _, err := readFrame(bytes.NewReader(large), maxEvidenceFrame, refuse); !errors.Is(err, busy) {
 		t.Errorf("a large frame: %v, want %v", err, busy)
 	}

@@ -2,200 +2,236 @@ package atls
 
 import (
 	"net"
-	"net/netip"
+	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Limits bound what connections can take from a server before they have shown anything.
-// Zero fields have the defaults named.
+// Limits bound what peers can take from a server before they have attested, by source (an IPv4
+// address or an IPv6 /64) and in sum. When a sum is reached, the source that has the most
+// gives way to one that has less. Zero fields have the defaults named.
+//
+// Limits of a source need the peer's own address: behind a NodePort, externalTrafficPolicy:
+// Local, or all clients are one source.
 type Limits struct {
-	// SetUp is how many connections may be in handshake or exchange at one time; 1,024.
+	// SetUp is how many connections may be in handshake or exchange at one time; 256.
 	SetUp int
-	// SetUpPerSource is how many of those one source may have, an IPv4 address or an IPv6
-	// /64; 64.
+	// SetUpPerSource is how many of those one source may have; 64.
 	SetUpPerSource int
-	// Open is how many connections may be open at all; 4,096.
+	// Open is how many connections of peers that did not attest may be open; 128.
 	Open int
-	// OpenPerSource is how many of those one source may have; 512.
+	// OpenPerSource is how many of those one source may have; 16.
 	OpenPerSource int
-	// Rate is how many new connections a second one source may open; 16. Behind a NodePort
-	// limits of a source need externalTrafficPolicy: Local, or all clients are one source.
+	// Attested is how many connections of attested machines may be open; 512.
+	Attested int
+	// AttestedPerMachine is how many of those one machine may have; 8.
+	AttestedPerMachine int
+	// Rate is how many new connections a second one source may open; 16.
 	Rate float64
 	// Burst is how many it may open at once; 64.
 	Burst int
-	// Large is how many exchanges may hold a frame of more than 64 KiB at one time; 32.
-	Large int
+	// Total is how many new connections a second all sources may open together that came within the
+	// last 5 s; 128. A handshake and the check of evidence take 1 to 6 ms of one core.
+	Total float64
+	// Bytes is how much memory may be held for peers that did not attest, beyond what each
+	// connection takes: large evidence on its way, and requests and their answers; 16 MiB.
+	Bytes int64
+	// BytesPerSource is how much of it one source may hold; 4 MiB.
+	BytesPerSource int64
+	// AttestedBytes is how much memory may be held for requests of attested machines; 16 MiB.
+	AttestedBytes int64
+	// AttestedBytesPerMachine is how much of it one machine may hold; 2 MiB.
+	AttestedBytesPerMachine int64
+	// ConnBytes is how much a peer that did not attest may send on one connection after its set-up, in
+	// bytes on the wire; 32 KiB. Half of it winds the connection up, all of it closes it. It
+	// bounds requests and control frames of every kind alike.
+	ConnBytes int64
 }
 
 func (l Limits) withDefaults() Limits {
-	if l.SetUp <= 0 {
-		l.SetUp = 1024
+	for _, d := range []struct {
+		field *int
+		value int
+	}{{&l.SetUp, 256}, {&l.SetUpPerSource, 64}, {&l.Open, 128}, {&l.OpenPerSource, 16}, {&l.Attested, 512}, {&l.AttestedPerMachine, 8}, {&l.Burst, 64}} {
+		if *d.field <= 0 {
+			*d.field = d.value
+		}
 	}
-	if l.Open <= 0 {
-		l.Open = 4096
-	}
-	if l.SetUpPerSource <= 0 {
-		l.SetUpPerSource = 64
-	}
-	if l.OpenPerSource <= 0 {
-		l.OpenPerSource = 512
+	for _, d := range []struct {
+		field *int64
+		value int64
+	}{{&l.Bytes, 16 << 20}, {&l.BytesPerSource, 4 << 20}, {&l.AttestedBytes, 16 << 20}, {&l.AttestedBytesPerMachine, 2 << 20}, {&l.ConnBytes, 32 << 10}} {
+		if *d.field <= 0 {
+			*d.field = d.value
+		}
 	}
 	if l.Rate <= 0 {
 		l.Rate = 16
 	}
-	if l.Burst <= 0 {
-		l.Burst = 64
-	}
-	if l.Large <= 0 {
-		l.Large = 32
+	if l.Total <= 0 {
+		l.Total = 128
 	}
 	return l
 }
 
-// places are the connections that there are, by source. Its methods are called with its
-// Listener's lock held. Its memory is bounded by Limits.Open.
-type places struct {
-	limits      Limits
-	setUp, open int
-	sources     map[netip.Prefix]held
+// What one connection takes at most, in bytes, beside what is charged to Bytes and AttestedBytes.
+const (
+	// setUpMemory is for one in handshake or exchange: a ClientHello as long as may be, twice while its
+	// buffer grows, a record, small frames, and the stacks of three goroutines.
+	setUpMemory = 128 << 10
+	// openMemory is for one whose peer did not attest: TLS, HTTP/2, header fields of all its streams.
+	openMemory = 96 << 10
+	// perByte is what a byte that such a peer sends can become: HTTP/2 queues an answer of about 130 bytes for a
+	// PING of 17, and of 64 for a SETTINGS of 9, while the peer does not read.
+	perByte = 8
+	// attestedMemory is for one of an attested machine that keeps to the protocol.
+	attestedMemory = 64 << 10
+)
+
+// Memory returns the most memory that peers can make a Listener with these limits hold, in
+// bytes: unattested ones, and attested machines that keep to the protocol. The kernel's
+// buffers of sockets come on top: 64 KiB for each direction of a connection.
+func (l Limits) Memory() (unattested, attested int64) {
+	l = l.withDefaults()
+	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*l.ConnBytes) + l.Bytes
+	return unattested, int64(l.Attested)*attestedMemory + l.AttestedBytes
 }
 
-// held is what one source has: open counts those in set-up too.
-type held struct{ setUp, open int }
+const (
+	// handshakeBytes is how much a peer may send until its handshake is over: a ClientHello
+	// with hybrid key exchange has less than 2 KiB.
+	handshakeBytes = 32 << 10
+	// exchangeBytes is how much it may send in the exchange, beside evidence for which it was
+	// given more: its other frames, and what TLS reads ahead.
+	exchangeBytes = 96 << 10
+	// socketBuffer is the kernel's buffer of each direction, in bytes: what a peer does not
+	// read, or we have not read, lies there, and counts as our memory.
+	socketBuffer = 64 << 10
+	// evidenceCopies is how often evidence is in memory while it is read or written: as bytes,
+	// as a message, and while a buffer grows.
+	evidenceCopies = 3
+	// busyRetry is what a peer is asked to wait that found no room.
+	busyRetry = time.Second
+)
 
-func newPlaces(l Limits) *places { return &places{limits: l, sources: make(map[netip.Prefix]held)} }
+// NewChallengeQueue returns what shares the TPM among peers that did not attest and want a
+// challenge answered: one at a time, for a quarter of the time at most; at most 64 wait, two
+// of each source. Servers of one process share one.
+func NewChallengeQueue() *admission.Queue {
+	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: 3})
+}
 
-// take takes a place for set-up and an open one, or says which limit forbids it.
-func (p *places) take(source netip.Prefix) (full string) {
-	h := p.sources[source]
-	switch {
-	case h.setUp >= p.limits.SetUpPerSource:
-		return "source_setup_full"
-	case h.open >= p.limits.OpenPerSource:
-		return "source_open_full"
-	case p.setUp >= p.limits.SetUp:
-		return "setup_full"
-	case p.open >= p.limits.Open:
-		return "open_full"
+// limiters are a Listener's.
+type limiters struct {
+	limits     Limits
+	rate       *admission.Rate
+	setUp      *admission.Limiter[admission.Source]
+	open       *admission.Limiter[admission.Source]
+	attested   *admission.Limiter[attest.MachineID]
+	bytes      *admission.Limiter[admission.Source]
+	calls      *admission.Limiter[attest.MachineID]
+	verify     *admission.Queue
+	challenges *admission.Queue // of peers that did not attest
+	accepted   *admission.Queue // challenges of peers that did
+	// Sizes of our own evidence as last made, without and with the event log, in bytes.
+	evidence, evidenceLog atomic.Int64
+}
+
+func newLimiters(l Limits, challenges *admission.Queue) *limiters {
+	if challenges == nil {
+		challenges = NewChallengeQueue()
 	}
-	p.setUp++
-	p.open++
-	p.sources[source] = held{h.setUp + 1, h.open + 1}
-	return ""
-}
-
-// ready gives the place for set-up back.
-func (p *places) ready(source netip.Prefix) {
-	p.setUp--
-	h := p.sources[source]
-	h.setUp--
-	p.keep(source, h)
-}
-
-// gone gives the open place back.
-func (p *places) gone(source netip.Prefix) {
-	p.open--
-	h := p.sources[source]
-	h.open--
-	p.keep(source, h)
-}
-
-func (p *places) keep(source netip.Prefix, h held) {
-	if h == (held{}) {
-		delete(p.sources, source)
-		return
+	out := &limiters{
+		limits:     l,
+		rate:       admission.NewRate(l.Rate, l.Burst, l.Total, time.Now()),
+		setUp:      admission.NewLimiter[admission.Source](int64(l.SetUp), int64(l.SetUpPerSource)),
+		open:       admission.NewLimiter[admission.Source](int64(l.Open), int64(l.OpenPerSource)),
+		attested:   admission.NewLimiter[attest.MachineID](int64(l.Attested), int64(l.AttestedPerMachine)),
+		bytes:      admission.NewLimiter[admission.Source](l.Bytes, l.BytesPerSource),
+		calls:      admission.NewLimiter[attest.MachineID](l.AttestedBytes, l.AttestedBytesPerMachine),
+		verify:     admission.NewQueue(admission.QueueConfig{Slots: runtime.GOMAXPROCS(0), Waiting: l.SetUp, PerSource: l.SetUp}),
+		challenges: challenges,
+		accepted:   admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: l.SetUp, PerSource: l.SetUpPerSource}),
 	}
-	p.sources[source] = h
+	out.evidence.Store(maxSmallEvidence)
+	out.evidenceLog.Store(640 << 10)
+	return out
 }
 
-// maxSources bounds the memory of the buckets; further sources share one.
-const maxSources = 16384
+// busy makes an error of a Limiter a refusal; nil stays nil.
+func busy(err error) error {
+	if err == nil {
+		return nil
+	}
+	return attest.RefuseFor(busyRetry, attestv1.Reason_REASON_BUSY, "%w", err)
+}
 
-// buckets is a token bucket for each source.
-type buckets struct {
-	rate  float64
-	burst float64
+// tracked is the TCP connection under a TLS connection: it counts what the peer sends until
+// that has attested, and says once that it was closed.
+type tracked struct {
+	net.Conn
+	source  admission.Source
+	onClose func(*tracked)
+	once    sync.Once
+	setUp   *admission.Place[admission.Source] // nil at a client
+	open    *admission.Place[admission.Source] // nil at a client, and if the peer has attested
+	// left is how much the peer may still send, in bytes; negative: as much as it likes.
+	left atomic.Int64
 
 	mu      sync.Mutex
-	sources map[netip.Prefix]*bucket
-	rest    bucket // shared by all sources that no longer fit
+	closed  bool
+	places  []interface{ Release() } // given back when it is closed
+	session *Conn                    // set once the exchange has ended well; guarded by its Listener's lock
 }
 
-type bucket struct {
-	tokens float64
-	at     time.Time
-}
-
-func newBuckets(l Limits, now time.Time) *buckets {
-	return &buckets{
-		rate:    l.Rate,
-		burst:   float64(l.Burst),
-		sources: make(map[netip.Prefix]*bucket),
-		rest:    bucket{tokens: float64(l.Burst), at: now},
+// Read implements [net.Conn].
+func (t *tracked) Read(p []byte) (int, error) {
+	left := t.left.Load()
+	if left == 0 {
+		return 0, attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, "the peer sent more than it may before it has attested")
 	}
+	if left < 0 {
+		return t.Conn.Read(p)
+	}
+	n, err := t.Conn.Read(p[:min(int64(len(p)), left)])
+	t.left.Add(-int64(n))
+	return n, err
 }
 
-// allow takes a token of the source's, if it has one left.
-func (b *buckets) allow(source netip.Prefix, now time.Time) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	s, ok := b.sources[source]
-	if !ok {
-		if len(b.sources) >= maxSources {
-			b.forgetFull(now)
+// Close implements [net.Conn].
+func (t *tracked) Close() error {
+	err := t.Conn.Close()
+	t.once.Do(func() {
+		t.mu.Lock()
+		t.closed = true
+		places := t.places
+		t.places = nil
+		t.mu.Unlock()
+		for _, p := range places {
+			p.Release()
 		}
-		if len(b.sources) >= maxSources {
-			s = &b.rest
-		} else {
-			s = &bucket{tokens: b.burst, at: now}
-			b.sources[source] = s
-		}
-	}
-	b.refill(s, now)
-	if s.tokens < 1 {
-		return false
-	}
-	s.tokens--
-	return true
+		t.onClose(t)
+	})
+	return err
 }
 
-func (b *buckets) refill(s *bucket, now time.Time) {
-	if d := now.Sub(s.at); d > 0 {
-		s.tokens = min(b.burst, s.tokens+d.Seconds()*b.rate)
-		s.at = now
+// keep gives p back when the connection is closed.
+func (t *tracked) keep(p interface{ Release() }) {
+	t.mu.Lock()
+	closed := t.closed
+	if !closed {
+		t.places = append(t.places, p)
+	}
+	t.mu.Unlock()
+	if closed {
+		p.Release()
 	}
 }
 
-// forgetFull drops sources that have all their tokens: to forget them changes nothing. It
-// stops early, so that a flood of sources does not make every connection pay for a sweep.
-func (b *buckets) forgetFull(now time.Time) {
-	looked := 0
-	for source, s := range b.sources { // in random order
-		if b.refill(s, now); s.tokens >= b.burst {
-			delete(b.sources, source)
-		}
-		if looked++; looked >= 256 {
-			return
-		}
-	}
-}
-
-// sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64
-// (RFC 6177). Addresses that are none, as of a unix socket, are one source.
-func sourceOf(a net.Addr) netip.Prefix {
-	ap, err := netip.ParseAddrPort(a.String())
-	if err != nil {
-		return netip.Prefix{}
-	}
-	ip := ap.Addr().Unmap().WithZone("")
-	bits := 32
-	if ip.Is6() {
-		bits = 64
-	}
-	p, err := ip.Prefix(bits)
-	if err != nil {
-		return netip.Prefix{}
-	}
-	return p
-}
+// drop closes the connection because its place goes to another source.
+func (t *tracked) drop() { _ = t.Close() }

@@ -14,12 +14,12 @@ import (
 	"math/big"
 	"net"
 	"net/http"
-	"net/netip"
 	"slices"
 	"sync"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -31,11 +31,11 @@ import (
 // UnencryptedHTTP2 alone and ConnContext [Listener.ConnContext]; the one for Plain has
 // HTTP1 and HTTP2. Set ReadHeaderTimeout at both.
 type Listener struct {
-	inner   net.Listener
-	cfg     ServerConfig
-	party   party
-	tls     *tls.Config
-	buckets *buckets
+	inner    net.Listener
+	cfg      ServerConfig
+	party    party
+	tls      *tls.Config
+	limiters *limiters
 
 	attested, plain *branch
 
@@ -46,7 +46,6 @@ type Listener struct {
 	mu       sync.Mutex
 	closed   bool
 	setUp    map[net.Conn]struct{}
-	places   *places
 	sessions map[*Conn]struct{}
 	bans     []ban
 }
@@ -67,7 +66,6 @@ func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 		cfg.MaxAge = DefaultMaxAge
 	}
 	cfg.Limits = cfg.Limits.withDefaults()
-	p.large = make(chan struct{}, cfg.Limits.Large)
 	cert := cfg.Certificate
 	if cert == nil {
 		if cert, err = processCertificate(); err != nil {
@@ -85,13 +83,12 @@ func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 		cfg:      cfg,
 		party:    p,
 		tls:      conf,
-		buckets:  newBuckets(cfg.Limits, time.Now()),
+		limiters: newLimiters(cfg.Limits, cfg.Challenges),
 		attested: newBranch(inner.Addr()),
 		plain:    newBranch(inner.Addr()),
 		ctx:      ctx,
 		cancel:   cancel,
 		setUp:    make(map[net.Conn]struct{}),
-		places:   newPlaces(cfg.Limits),
 		sessions: make(map[*Conn]struct{}),
 	}
 	l.wg.Go(l.accept)
@@ -130,25 +127,59 @@ func (l *Listener) Plain() net.Listener { return l.plain }
 // Addr gives the address that is listened on.
 func (l *Listener) Addr() net.Addr { return l.inner.Addr() }
 
-// ConnContext is for the [http.Server] behind Attested: it puts the session and the peer
-// into the context of every request (J1).
+// ConnContext is for both [http.Server]s: it puts the session and the peer, if there are any,
+// into the context of every request (J1), and the connection, for [Listener.Hold].
 func (l *Listener) ConnContext(ctx context.Context, c net.Conn) context.Context {
-	if ac, ok := c.(*Conn); ok {
-		return withSession(ctx, ac)
+	switch c := c.(type) {
+	case *Conn:
+		return context.WithValue(withSession(ctx, c), connKey{}, c.tcp)
+	case *tls.Conn:
+		if t, ok := c.NetConn().(*tracked); ok {
+			return context.WithValue(ctx, connKey{}, t)
+		}
 	}
 	return ctx
 }
 
-// Handler winds up connections whose verdict has aged: past MaxAge, or by another
-// generation of the policy than is in force, a response carries Connection: close, which
+type connKey struct{}
+
+// Handler winds up connections, for both [http.Server]s: those whose verdict has aged, past MaxAge
+// or by another generation of the policy than is in force, and those of peers that did not attest
+// and have sent half of what they may. A response then carries Connection: close, which
 // net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end as they would.
 func (l *Listener) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if s, ok := SessionFrom(r.Context()); ok && l.aged(s.conn) {
+		s, ok := SessionFrom(r.Context())
+		if ok && l.aged(s.conn) || l.halfSpent(r.Context()) {
 			windUp(w)
 		}
 		next.ServeHTTP(w, r)
 	})
+}
+
+func (l *Listener) halfSpent(ctx context.Context) bool {
+	t, ok := ctx.Value(connKey{}).(*tracked)
+	if !ok {
+		return false
+	}
+	left := t.left.Load()
+	return left >= 0 && left < l.limiters.limits.ConnBytes/2
+}
+
+// Hold charges a request with memory, in bytes, until release is called: its source, or, if its peer
+// has attested, that machine. The connection is closed if another one needs the memory
+// more. The error is a refusal with BUSY. A request without a connection of this Listener's is refused (A3).
+func (l *Listener) Hold(ctx context.Context, bytes int64) (release func(), err error) {
+	t, ok := ctx.Value(connKey{}).(*tracked)
+	if !ok {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the request came over no connection of this listener")
+	}
+	if peer, ok := attest.PeerFrom(ctx); ok {
+		p, err := l.limiters.calls.Take(peer.Machine(), bytes, t.drop)
+		return p.Release, busy(err)
+	}
+	p, err := l.limiters.bytes.Take(t.source, bytes, t.drop)
+	return p.Release, busy(err)
 }
 
 func (l *Listener) aged(c *Conn) bool {
@@ -174,7 +205,9 @@ func (l *Listener) CloseMachine(m attest.MachineID) int {
 	}
 	l.mu.Unlock()
 	for _, c := range gone {
-		_ = c.Close()
+		// Not the TLS connection, which would first write an alert, and wait for a peer that
+		// does not read.
+		_ = c.tcp.Close()
 	}
 	return len(gone)
 }
@@ -226,54 +259,96 @@ func (l *Listener) accept() {
 			continue
 		}
 		pause = 0
-		source := sourceOf(raw.RemoteAddr())
-		if dropped := l.admit(raw, source); dropped != "" {
+		conn, dropped := l.admit(raw)
+		if dropped != "" {
 			_ = raw.Close()
 			l.observe(SetUp{Remote: raw.RemoteAddr().String(), Dropped: dropped})
 			continue
 		}
-		l.wg.Go(func() { l.serve(raw, source) })
+		l.wg.Go(func() { l.serve(conn) })
 	}
 }
 
-// admit decides before TLS, which is where a stranger begins to cost something.
-func (l *Listener) admit(raw net.Conn, source netip.Prefix) (dropped string) {
-	if !l.buckets.allow(source, time.Now()) {
-		return "source_rate"
+// admit decides before TLS, which is where an unauthenticated peer begins to cost something.
+func (l *Listener) admit(raw net.Conn) (conn *tracked, dropped string) {
+	source := admission.SourceOf(raw.RemoteAddr())
+	if err := l.limiters.rate.Allow(source, time.Now()); err != nil {
+		return nil, causeOf(err, "source_rate", "rate")
+	}
+	conn = &tracked{Conn: raw, source: source, onClose: l.forget}
+	conn.left.Store(handshakeBytes)
+	place, err := l.limiters.setUp.Take(source, 1, conn.drop)
+	if err != nil {
+		return nil, causeOf(err, "source_setup_full", "setup_full")
+	}
+	if t, ok := raw.(interface {
+		SetReadBuffer(bytes int) error
+		SetWriteBuffer(bytes int) error
+	}); ok {
+		_, _ = t.SetReadBuffer(socketBuffer), t.SetWriteBuffer(socketBuffer)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
-		return "closed"
+		place.Release()
+		return nil, "closed"
 	}
-	if full := l.places.take(source); full != "" {
-		return full
-	}
+	conn.setUp = place
+	conn.keep(place)
 	l.setUp[raw] = struct{}{}
-	return ""
+	return conn, ""
 }
 
-func (l *Listener) serve(raw net.Conn, source netip.Prefix) {
-	conn := &tracked{Conn: raw, source: source, onClose: l.forget}
-	s := SetUp{Remote: raw.RemoteAddr().String()}
+func causeOf(err error, source, all string) string {
+	if errors.Is(err, admission.ErrSourceFull) {
+		return source
+	}
+	return all
+}
+
+func (l *Listener) serve(conn *tracked) {
+	s := SetUp{Remote: conn.RemoteAddr().String()}
 	ready, to := l.prepare(conn, &s)
 	l.mu.Lock()
-	delete(l.setUp, raw)
-	l.places.ready(source)
+	delete(l.setUp, conn.Conn)
 	l.mu.Unlock()
+	if s.Err == nil {
+		s.Dropped = l.seat(conn, s.Peer)
+	}
+	conn.setUp.Release()
 	l.observe(s)
-	if s.Err != nil {
+	if s.Err != nil || s.Dropped != "" {
 		_ = conn.Close()
 		return
 	}
 	to.hand(ready)
 }
 
+// seat finds a place for a connection whose set-up has ended, by what its peer has shown.
+func (l *Listener) seat(conn *tracked, peer *attest.Peer) (dropped string) {
+	if peer != nil {
+		place, err := l.limiters.attested.Take(peer.Machine(), 1, conn.drop)
+		if err != nil {
+			return causeOf(err, "machine_open_full", "attested_full")
+		}
+		conn.left.Store(-1)
+		conn.keep(place)
+		return ""
+	}
+	place, err := l.limiters.open.Take(conn.source, 1, conn.drop)
+	if err != nil {
+		return causeOf(err, "source_open_full", "open_full")
+	}
+	conn.left.Store(l.limiters.limits.ConnBytes)
+	conn.open = place
+	conn.keep(place)
+	return ""
+}
+
 // forget is told once of every connection that was admitted.
 func (l *Listener) forget(t *tracked) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.places.gone(t.source)
 	delete(l.sessions, t.session)
 }
 
@@ -296,7 +371,10 @@ func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *branch) {
 		s.Plain = true
 		return tc, l.plain
 	}
-	ac, times, err := establish(l.ctx, tc, l.party)
+	conn.left.Store(exchangeBytes)
+	p := l.party
+	p.peers = &unattested{conn: conn, limiters: l.limiters}
+	ac, times, err := establish(l.ctx, tc, conn, p)
 	times.Handshake = s.Times.Handshake
 	s.Times, s.Err = times, err
 	if err != nil {
@@ -327,7 +405,7 @@ func (l *Listener) register(ac *Conn, conn *tracked, began time.Time) error {
 }
 
 // establish checks the session and runs the exchange on it: the same at both ends.
-func establish(ctx context.Context, tc *tls.Conn, p party) (*Conn, Times, error) {
+func establish(ctx context.Context, tc *tls.Conn, tcp *tracked, p party) (*Conn, Times, error) {
 	cs := tc.ConnectionState()
 	if err := checkSession(cs); err != nil {
 		return nil, Times{}, err
@@ -340,7 +418,7 @@ func establish(ctx context.Context, tc *tls.Conn, p party) (*Conn, Times, error)
 	if err != nil {
 		return nil, times, err
 	}
-	return &Conn{Conn: tc, peer: peer, since: time.Now()}, times, nil
+	return &Conn{Conn: tc, tcp: tcp, peer: peer, since: time.Now()}, times, nil
 }
 
 func classifyHandshake(err error) error {

@@ -256,6 +256,7 @@ func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, add
 		return nil, err
 	}
 	conn := &tracked{Conn: raw, onClose: t.gone}
+	conn.left.Store(-1) // what a server sends is bounded by frames, then by HTTP
 	if err := t.track(conn); err != nil {
 		_ = raw.Close()
 		return nil, err
@@ -285,7 +286,7 @@ func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, add
 	return ac, nil
 }
 
-func (t *Transport) handshake(ctx context.Context, conn net.Conn, addr string, s *SetUp) (*Conn, error) {
+func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s *SetUp) (*Conn, error) {
 	conf := newTLSConfig()
 	conf.NextProtos = []string{ALPN}
 	// Certificates carry no trust here: the exchange that follows does (A1).
@@ -303,7 +304,7 @@ func (t *Transport) handshake(ctx context.Context, conn net.Conn, addr string, s
 	s.Times.Handshake = time.Since(began)
 	// What ends the dial ends the exchange.
 	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-	ac, times, err := establish(ctx, tc, t.party)
+	ac, times, err := establish(ctx, tc, conn, t.party)
 	times.Handshake = s.Times.Handshake
 	s.Times = times
 	if err != nil {

@@ -103,7 +103,7 @@ func serve(t *testing.T, cfg atls.ServerConfig, handler http.HandlerFunc) *servi
 	both.SetHTTP2(true)
 	quiet := slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
 	attested := &http.Server{Handler: l.Handler(handler), Protocols: h2, ConnContext: l.ConnContext, ReadHeaderTimeout: 5 * time.Second, ErrorLog: quiet}
-	plain := &http.Server{Handler: handler, Protocols: both, ReadHeaderTimeout: 5 * time.Second, ErrorLog: quiet}
+	plain := &http.Server{Handler: l.Handler(handler), ConnContext: l.ConnContext, Protocols: both, ReadHeaderTimeout: 5 * time.Second, ErrorLog: quiet}
 	var wg sync.WaitGroup
 	for srv, on := range map[*http.Server]net.Listener{attested: l.Attested(), plain: l.Plain()} {
 		wg.Go(func() {

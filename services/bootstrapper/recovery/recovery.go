@@ -18,7 +18,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"net/netip"
 	"sync"
 	"time"
 
@@ -29,6 +28,7 @@ import (
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -52,15 +52,16 @@ const (
 	// grace is how long calls may take once the disk is open: the machine is about to boot, and strangers
 	// are not what it waits for.
 	grace = 2 * time.Second
-	// answers is how many callers' challenges the TPM answers at one time at most, so that the machine's own tries to
-	// rejoin never wait for more than those.
-	answers = 2
+	// idleTimeout bounds how long a connection is open without a call.
+	idleTimeout = 5 * time.Second
+	// callTimeout bounds a call, and so how long a caller may leave its answer unread. A caller that waits in
+	// the queue for longer comes back, and keeps its place there.
+	callTimeout = 3 * time.Minute
 )
 
-// limits are narrower than those of a service in the cluster: an initramfs has little memory, and
-// the machine's owner is one caller. How many connections there are is decided by door, before all of these: a
-// connection that it closes may be counted here until its exchange notices, and must not cost the next one its place.
-var limits = atls.Limits{SetUp: 4 * maxPlaces, SetUpPerSource: 4, Open: 4 * maxPlaces, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
+// Limits are narrower than those of a service in the cluster: an initramfs has little memory, and
+// the machine's owner is one caller.
+var Limits = atls.Limits{SetUp: 128, SetUpPerSource: 4, Open: 128, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20}
 
 // Config lists what a Server needs. All fields are required.
 type Config struct {
@@ -74,8 +75,10 @@ type Config struct {
 	// the opened disk is used, so that a disk made by somebody else under his own root secret never runs in a
 	// machine that passes for unlocked.
 	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
-	// Attester makes evidence of the purpose machine. Callers use it by [ForStrangers].
+	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
+	// Challenges shares the TPM among callers, and with those of the process's other servers.
+	Challenges *admission.Queue
 	// Calls counts connections and calls; a process has one for all of its servers.
 	Calls *rpc.Metrics
 	// Metrics takes the server's own.
@@ -88,7 +91,6 @@ type Config struct {
 type Server struct {
 	cfg       Config
 	turns     *turns
-	door      *door
 	idle      time.Duration // see idleTimeout
 	call      time.Duration // see callTimeout
 	attempts  *prometheus.CounterVec
@@ -100,14 +102,11 @@ var _ recoverv1connect.RecoverServiceHandler = (*Server)(nil)
 
 // New returns a Server, or says which part of cfg is missing.
 func New(cfg Config) (*Server, error) {
-	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
-		return nil, errors.New("recovery: DiskID, Try, Attester, Calls, Metrics and Log are required")
+	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Challenges == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
+		return nil, errors.New("recovery: DiskID, Try, Attester, Challenges, Calls, Metrics and Log are required")
 	}
 	s := &Server{
 		cfg: cfg, turns: newTurns(time.Now, betweenTries), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
-		door: newDoor(maxPlaces, time.Now, func(remote net.Addr) {
-			cfg.Calls.SetUp(atls.SetUp{Role: "server", Remote: remote.String(), Dropped: "open_full"})
-		}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -130,11 +129,11 @@ func (s *Server) Service() rpc.Service {
 func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: &doorway{l, s.door}, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
+		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
 		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the secrets.
-		ATLS:     atls.ServerConfig{Attester: ForStrangers(s.cfg.Attester), Appraiser: atls.JudgeNobody, Limits: limits},
+		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.JudgeNobody, Limits: Limits, Challenges: s.cfg.Challenges},
 		Services: []rpc.Service{s.Service()},
 	})
 	if err != nil {
@@ -188,10 +187,12 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 
 // serve waits for the caller's turn and tries its key.
 func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterID, tell func(recoverv1.State)) error {
-	remote := remoteOf(ctx)
-	defer s.door.calling(remote)()
+	// A call that is tried, or waits for its turn, keeps its connection: there are as many as turns lets in.
+	if session, ok := atls.SessionFrom(ctx); ok {
+		defer session.Keep()()
+	}
 	tell(recoverv1.State_STATE_RECEIVED)
-	done, err := s.turns.take(ctx, sourceOf(remote), func() { tell(recoverv1.State_STATE_WAITING) })
+	done, err := s.turns.take(ctx, admission.SourceOfAddress(remoteOf(ctx)), func() { tell(recoverv1.State_STATE_WAITING) })
 	if err != nil {
 		return err
 	}
@@ -256,27 +257,4 @@ func remoteOf(ctx context.Context) string {
 		return ""
 	}
 	return call.Peer().Addr
-}
-
-// sourceOf gives what one party can be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177).
-// Callers without one are one source.
-func sourceOf(remote string) netip.Prefix {
-	at, err := netip.ParseAddrPort(remote)
-	if err != nil {
-		return netip.Prefix{}
-	}
-	return network(at.Addr())
-}
-
-func network(a netip.Addr) netip.Prefix {
-	a = a.Unmap().WithZone("")
-	bits := 32
-	if a.Is6() {
-		bits = 64
-	}
-	p, err := a.Prefix(bits)
-	if err != nil {
-		return netip.Prefix{}
-	}
-	return p
 }

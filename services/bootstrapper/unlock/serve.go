@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -32,8 +32,9 @@ func Serve(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	strangers := recovery.ForStrangers(cfg.Attester)
-	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, strangers, calls, registry)
+	// Both servers' callers share the TPM: the machine's own attempts to rejoin need it too.
+	challenges := atls.NewChallengeQueue()
+	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, challenges, calls, registry)
 	u, err := New(cfg)
 	if err != nil {
 		return err
@@ -50,7 +51,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: port, Health: health, Metrics: calls, Log: cfg.Log, Grace: grace,
 		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
-		ATLS:     atls.ServerConfig{Attester: strangers, Appraiser: atls.JudgeNobody, Limits: limits},
+		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.JudgeNobody, Limits: Limits, Challenges: challenges},
 		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
 	})
 	if err != nil {
@@ -69,18 +70,17 @@ func Serve(ctx context.Context, cfg Config) error {
 	)
 }
 
-// limits keep strangers who ask for the status, and for evidence with it, from having the TPM to themselves: the machine's
-// own tries to rejoin need it too.
-var limits = atls.Limits{SetUp: 64, SetUpPerSource: 4, Open: 128, OpenPerSource: 8, Rate: 2, Burst: 16, Large: 4}
+// Limits are narrower than those of a service in the cluster: an initramfs has little memory.
+var Limits = atls.Limits{SetUp: 64, SetUpPerSource: 4, Open: 64, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20}
 
 // grace is how long a call may keep a machine from booting on whose disk is open.
 const grace = 2 * time.Second
 
 // recoverBy gives the recovery of a control plane, on a port of its own.
-func recoverBy(cfg Config, strangers attest.Attester, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
+func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
-			DiskID: id, Attester: strangers, Calls: calls, Metrics: registry, Log: cfg.Log,
+			DiskID: id, Attester: cfg.Attester, Challenges: challenges, Calls: calls, Metrics: registry, Log: cfg.Log,
 			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 				err := try(ctx, key, cluster)
 				switch {

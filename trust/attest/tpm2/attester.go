@@ -100,7 +100,11 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	if batch.err != nil {
 		return nil, batch.err
 	}
-	return a.evidence(ek, batch, i, eventLog)
+	log, err := a.readLog(eventLog)
+	if err != nil {
+		return nil, err
+	}
+	return a.evidence(ek, batch, i, log), nil
 }
 
 // AttestAll makes evidence over several bindings with one quote, 1 to 1,024 of them. It is
@@ -124,17 +128,19 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	if a.run(ctx, b); b.err != nil {
 		return nil, b.err
 	}
+	log, err := a.readLog(eventLog)
+	if err != nil {
+		return nil, err
+	}
 	out := make([]*attestv1.Evidence, len(bindings))
 	for i := range out {
-		if out[i], err = a.evidence(ek, b, i, eventLog); err != nil {
-			return nil, err
-		}
+		out[i] = a.evidence(ek, b, i, log) // all share the log's bytes
 	}
 	return out, nil
 }
 
 // evidence is for statement i of a batch that has its quote.
-func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, eventLog bool) (*attestv1.Evidence, error) {
+func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, log []byte) *attestv1.Evidence {
 	e := &attestv1.Tpm2Evidence{
 		EkCertificates: ek.Certificates,
 		AkPublic:       batch.quote.AKPublic,
@@ -143,21 +149,15 @@ func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, eventLog bool) (*att
 		Bank:           uint32(batch.quote.Bank),
 		Pcrs:           batch.quote.PCRs,
 		LeafIndex:      uint32(i),
+		EventLog:       log,
 	}
 	for _, h := range path(batch.leaves, i) {
 		e.Path = append(e.Path, h[:])
 	}
-	if eventLog && a.cfg.EventLog != "" {
-		log, err := readLog(a.cfg.EventLog)
-		if err != nil {
-			return nil, err
-		}
-		e.EventLog = log
-	}
 	return &attestv1.Evidence{
 		Format: attestv1.Format_FORMAT_TPM2,
 		Body:   &attestv1.Evidence_Tpm2{Tpm2: e},
-	}, nil
+	}
 }
 
 // join adds a statement to the batch that waits, or begins one.
@@ -222,8 +222,12 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	b.quote, b.err = a.cfg.TPM.Quote(ctx, root(b.leaves), a.cfg.Bank)
 }
 
-// readLog reads the event log. Files in securityfs tell no size.
-func readLog(path string) ([]byte, error) {
+// readLog returns the event log if it is wanted and there is one. Files in securityfs tell no size.
+func (a *Attester) readLog(wanted bool) ([]byte, error) {
+	path := a.cfg.EventLog
+	if !wanted || path == "" {
+		return nil, nil
+	}
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("event log: %w", err)

@@ -1,0 +1,82 @@
+package docs_test
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/services/joinservice"
+	"github.com/muster-k8s/muster/services/kms"
+	"github.com/muster-k8s/muster/trust/atls"
+	sigsyaml "sigs.k8s.io/yaml"
+
+	"k8s.io/apimachinery/pkg/api/resource"
+)
+
+// The table of docs/limits.md has the sums that follow from the limits, and they fit the memory that
+// the chart gives.
+func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
+	page, err := os.ReadFile("limits.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	row := func(name string) []string {
+		t.Helper()
+		for line := range strings.Lines(string(page)) {
+			if cells := strings.Split(line, "|"); len(cells) > 8 && strings.TrimSpace(cells[1]) == name {
+				return cells
+			}
+		}
+		t.Fatalf("docs/limits.md has no row for %s", name)
+		return nil
+	}
+	mib := func(n int64) string { return fmt.Sprintf("%d MiB", (n+1<<20-1)>>20) }
+	for name, l := range map[string]atls.Limits{
+		"joinservice": joinservice.Limits, "kms": kms.Limits, "init server": bootstrapper.InitLimits,
+		"status in the initramfs": unlock.Limits, "recovery in the initramfs": recovery.Limits,
+	} {
+		unattested, attested := l.Memory()
+		cells := row(name)
+		want := []string{mib(unattested), mib(attested)}
+		if !strings.Contains(name, "service") && name != "kms" {
+			want[1] = "none" // it asks no peer for evidence
+		}
+		for i, w := range want {
+			if got := strings.TrimSpace(cells[7+i]); got != w {
+				t.Errorf("%s: docs/limits.md has %s in column %d, the limits add up to %s", name, got, 7+i, w)
+			}
+		}
+	}
+
+	values, err := os.ReadFile(root + "/deploy/charts/muster/values.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	type service struct {
+		Resources struct{ Limits struct{ Memory string } }
+	}
+	var chart map[string]any
+	if err := sigsyaml.Unmarshal(values, &chart); err != nil {
+		t.Fatal(err)
+	}
+	for name, l := range map[string]atls.Limits{"joinservice": joinservice.Limits, "kms": kms.Limits} {
+		raw, err := sigsyaml.Marshal(chart[name])
+		if err != nil {
+			t.Fatal(err)
+		}
+		var s service
+		if err := sigsyaml.Unmarshal(raw, &s); err != nil {
+			t.Fatal(err)
+		}
+		limit := resource.MustParse(s.Resources.Limits.Memory)
+		unattested, attested := l.Memory()
+		const own, probes = 48 << 20, 4 << 20
+		if sum, goes := own+probes+unattested+attested, limit.Value()/10*8; sum > goes {
+			t.Errorf("%s: %s in the worst case, and the chart gives Go %s", name, mib(sum), mib(goes))
+		}
+	}
+}

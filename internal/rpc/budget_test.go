@@ -1,0 +1,128 @@
+package rpc_test
+
+import (
+	"crypto/tls"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// call is what a plain call takes, in bytes.
+const call = 16<<10 + 3*4<<10
+
+// halfCheck sends the head of a health check over HTTP/1.1, which promises size bytes, and a part of them.
+func halfCheck(t *testing.T, addr, ip string, size, sent int) *tls.Conn {
+	t.Helper()
+	d := &tls.Dialer{NetDialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}, Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}}}
+	c, err := d.DialContext(t.Context(), "tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	_, _ = fmt.Fprintf(c, "POST %s HTTP/1.1\r\nHost: muster\r\nContent-Type: application/proto\r\nContent-Length: %d\r\n\r\n", healthv1connect.HealthCheckProcedure, size)
+	_, _ = c.Write(make([]byte, sent))
+	return c.(*tls.Conn)
+}
+
+// answerOf returns what the server answers before it closes the connection.
+func answerOf(c net.Conn) string {
+	_ = c.SetReadDeadline(time.Now().Add(20 * time.Second)) // a call may take 30 s
+	answer, _ := io.ReadAll(c)
+	return string(answer)
+}
+
+func TestAPlainRequestIsSmallAndComesSoon(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	large := halfCheck(t, r.addr, "127.0.0.2", 256<<10, 8<<10)
+	slow := halfCheck(t, r.addr, "127.0.0.3", 1024, 8)
+	if got := answerOf(large); !strings.Contains(got, "REQUEST_INVALID") {
+		t.Errorf("a request of 256 KiB: %q", got)
+	}
+	if got := answerOf(slow); !strings.Contains(got, "DEADLINE") {
+		t.Errorf("half a request: %q", got)
+	}
+}
+
+// Half-sent requests fill what memory there is for callers that have shown nothing; a source that holds nothing
+// is served all the same, and its own limit keeps one source from filling it.
+func TestHalfSentRequestsLeaveRoomForOtherSources(t *testing.T) {
+	r := run(t, keyService{}, func(c *rpc.Config) {
+		c.ATLS.Limits.Bytes, c.ATLS.Limits.BytesPerSource = 10*call, 4*call
+	})
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	var gone atomic.Int32
+	for source := range 4 {
+		for range 4 {
+			c := halfCheck(t, r.addr, fmt.Sprintf("127.0.4.%d", 1+source), 1024, 8)
+			wg.Go(func() {
+				_, _ = io.Copy(io.Discard, c)
+				gone.Add(1)
+			})
+			defer func() { _ = c.Close() }()
+		}
+	}
+	check := func(ip string) error {
+		_, err := healthv1connect.NewHealthClient(r.plainFrom(ip), r.url).Check(t.Context(), &healthv1.HealthCheckRequest{})
+		return err
+	}
+	wait(t, "those for which there is no room are gone", func() bool { return gone.Load() >= 6 })
+	for i := range 5 {
+		if err := check(fmt.Sprintf("127.0.5.%d", 1+i)); err != nil {
+			t.Errorf("a source that holds nothing: %v", err)
+		}
+	}
+}
+
+// Evidence that its caller does not read is charged to the caller's source until the answer is written.
+func TestUnreadEvidenceIsCharged(t *testing.T) {
+	r := run(t, keyService{}, func(c *rpc.Config) {
+		with, err := c.ATLS.Attester.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{}, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.ATLS.Limits.BytesPerSource = call + 3*int64(proto.Size(with)) - 64 // PCRs and signature may be a little shorter
+	})
+	c := attestv1connect.NewEvidenceServiceClient(r.plainFrom("127.0.0.2"), r.url)
+	_, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: make([]byte, 32), EventLog: true})
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY {
+		t.Errorf("evidence of more than the source's share: %v, want BUSY", err)
+	}
+	if _, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: make([]byte, 32)}); err != nil {
+		t.Errorf("without the event log: %v", err)
+	}
+}
+
+// An HTTP/1.1 client that asks again and again on one connection is asked to dial anew before it is cut off.
+func TestAPlainConnectionIsWoundUpBeforeItIsCutOff(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	client := r.plainFrom("127.0.0.2")
+	for i := range 100 {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, r.url+"/"+fmt.Sprint(i), http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("X-Padding", fmt.Sprintf("%01000d", i))
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatalf("request %d: %v", i, err)
+		}
+		_, _ = io.Copy(io.Discard, resp.Body)
+		_ = resp.Body.Close()
+	}
+}

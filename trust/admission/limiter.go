@@ -1,0 +1,185 @@
+package admission
+
+import (
+	"errors"
+	"sync"
+	"time"
+)
+
+// ErrFull and ErrSourceFull say why a Limiter has no room: all of it is taken by sources that
+// hold no more than this one, or this source holds its share.
+var (
+	ErrFull       = errors.New("all places are taken")
+	ErrSourceFull = errors.New("the source holds its share")
+)
+
+// settle is how long a place is safe from sources that would hold as much as its own: long
+// enough for an honest peer to be appraised.
+const settle = 3 * time.Second
+
+// Limiter shares a capacity among sources. Its memory is bounded by its capacity.
+type Limiter[K comparable] struct {
+	capacity, perSource int64
+	now                 func() time.Time
+
+	mu     sync.Mutex
+	used   int64
+	places map[*Place[K]]struct{}
+	held   map[K]int64
+}
+
+// Place is a part of a Limiter's capacity that a source holds.
+type Place[K comparable] struct {
+	limiter *Limiter[K]
+	source  K
+	since   time.Time
+	evict   func()
+
+	// Guarded by the Limiter's lock.
+	weight int64
+	pins   int
+	gone   bool
+}
+
+// NewLimiter returns a Limiter of capacity units, of which a source may hold perSource.
+func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
+	return &Limiter[K]{
+		capacity: capacity, perSource: min(perSource, capacity), now: time.Now,
+		places: make(map[*Place[K]]struct{}), held: make(map[K]int64),
+	}
+}
+
+// Take takes weight units for a source. If they are not free, places of sources that hold more
+// than this one would are taken back, the oldest first, and of sources that hold as much if
+// they are older than 3 s. evict is called once, without a lock, if this place is taken back later; it must
+// not block. The error is [ErrFull] or [ErrSourceFull].
+func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
+	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
+	l.mu.Lock()
+	victims, err := l.makeRoom(source, weight)
+	if err == nil {
+		p.since = l.now()
+		l.places[p] = struct{}{}
+		l.used += weight
+		l.held[source] += weight
+	}
+	l.mu.Unlock()
+	for _, v := range victims {
+		v.evict()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// makeRoom is called with the lock held. It takes places back only if that makes room enough.
+func (l *Limiter[K]) makeRoom(source K, weight int64) ([]*Place[K], error) {
+	after := l.held[source] + weight
+	if after > l.perSource {
+		return nil, ErrSourceFull
+	}
+	var victims []*Place[K]
+	for l.used+weight > l.capacity {
+		v := l.victim(source, after)
+		if v == nil {
+			for _, v := range victims { // nothing is gained, so nothing is taken
+				l.restore(v)
+			}
+			return nil, ErrFull
+		}
+		l.remove(v)
+		victims = append(victims, v)
+	}
+	return victims, nil
+}
+
+// victim returns the place that gives way to a source that will hold after units; nil if there
+// is none. It is called with the lock held.
+func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
+	var out *Place[K]
+	for p := range l.places {
+		if p.pins > 0 || p.source == source {
+			continue
+		}
+		if out == nil || l.held[p.source] > l.held[out.source] || l.held[p.source] == l.held[out.source] && p.since.Before(out.since) {
+			out = p
+		}
+	}
+	if out == nil {
+		return nil
+	}
+	switch held := l.held[out.source]; {
+	case held > after:
+		return out
+	case held == after && l.now().Sub(out.since) >= settle:
+		return out
+	}
+	return nil
+}
+
+func (l *Limiter[K]) remove(p *Place[K]) {
+	p.gone = true
+	delete(l.places, p)
+	l.used -= p.weight
+	if l.held[p.source] -= p.weight; l.held[p.source] <= 0 {
+		delete(l.held, p.source)
+	}
+}
+
+func (l *Limiter[K]) restore(p *Place[K]) {
+	p.gone = false
+	l.places[p] = struct{}{}
+	l.used += p.weight
+	l.held[p.source] += p.weight
+}
+
+// Used returns how many units are taken.
+func (l *Limiter[K]) Used() int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.used
+}
+
+// Release gives the place back. It may be called again, and after the place was taken back.
+func (p *Place[K]) Release() {
+	if p == nil {
+		return
+	}
+	p.limiter.mu.Lock()
+	defer p.limiter.mu.Unlock()
+	if !p.gone {
+		p.limiter.remove(p)
+	}
+}
+
+// Shrink makes the place hold weight units, if it holds more.
+func (p *Place[K]) Shrink(weight int64) {
+	l := p.limiter
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if p.gone || weight >= p.weight {
+		return
+	}
+	l.used -= p.weight - weight
+	l.held[p.source] -= p.weight - weight
+	p.weight = weight
+}
+
+// Pin keeps the place from being taken back until unpin is called, which makes it as young as
+// a new one.
+func (p *Place[K]) Pin() (unpin func()) {
+	l := p.limiter
+	l.mu.Lock()
+	p.pins++
+	l.mu.Unlock()
+	var once sync.Once
+	return func() {
+		once.Do(func() {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			p.pins--
+			p.since = l.now()
+		})
+	}
+}

@@ -1,0 +1,183 @@
+package admission
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+)
+
+// ErrBusy says that as many wait already as may.
+var ErrBusy = errors.New("too many wait already")
+
+// Queue lets sources do work that costs processor or TPM time, a few at a time. Next is who waits
+// and was served the longest ago, by source; among those of one source, who came first. So
+// a source that comes often waits for those that come seldom.
+type Queue struct {
+	slots, waitingMax, perSource int
+	rest                         float64
+	now                          func() time.Time
+
+	mu      sync.Mutex
+	busy    int
+	waiting []*waiter
+	count   map[Source]int // that wait or work
+	served  map[Source]time.Time
+}
+
+// waiter is sent nil once it may work, or ErrBusy if it gives its place to another source.
+type waiter struct {
+	source Source
+	ready  chan error
+}
+
+// QueueConfig says how a Queue shares its work. All fields but Rest are required.
+type QueueConfig struct {
+	// Slots is how many work at one time.
+	Slots int
+	// Waiting is how many may wait in all, PerSource how many of one source may wait or work.
+	Waiting, PerSource int
+	// Rest is how long a slot stays free after work, as a multiple of how long the work took:
+	// with 3 the work takes a quarter of the time at most.
+	Rest float64
+}
+
+// NewQueue returns a Queue.
+func NewQueue(c QueueConfig) *Queue {
+	return &Queue{
+		slots: c.Slots, waitingMax: c.Waiting, perSource: c.PerSource, rest: c.Rest, now: time.Now,
+		count: make(map[Source]int), served: make(map[Source]time.Time),
+	}
+}
+
+// Do works once it is the source's turn. It returns work's error, ctx's if that ended before,
+// [ErrSourceFull] if as many of the source's wait or work already as may, or [ErrBusy] if all
+// places to wait are taken by sources that were served no later than this one.
+func (q *Queue) Do(ctx context.Context, source Source, work func() error) error {
+	w, err := q.enter(source)
+	if err != nil {
+		return err
+	}
+	select {
+	case err := <-w.ready:
+		if err != nil {
+			return err
+		}
+	case <-ctx.Done():
+		if q.leave(w) {
+			return ctx.Err()
+		}
+		if <-w.ready == nil { // its turn came at the same moment: the next one has it
+			q.done(source, 0)
+		}
+		return ctx.Err()
+	}
+	began := q.now()
+	defer func() { q.done(source, q.now().Sub(began)) }()
+	return work()
+}
+
+func (q *Queue) enter(source Source) (*waiter, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	w := &waiter{source: source, ready: make(chan error, 1)}
+	if q.count[source] >= q.perSource {
+		return nil, ErrSourceFull
+	}
+	if q.busy >= q.slots && len(q.waiting) >= q.waitingMax && !q.makeRoom(source) {
+		return nil, ErrBusy
+	}
+	q.count[source]++
+	q.waiting = append(q.waiting, w)
+	q.grant()
+	return w, nil
+}
+
+// makeRoom sends away who waits and was served last, if that was later than this source.
+func (q *Queue) makeRoom(source Source) bool {
+	last := 0
+	for i, w := range q.waiting {
+		if !q.served[w.source].Before(q.served[q.waiting[last].source]) {
+			last = i
+		}
+	}
+	w := q.waiting[last]
+	if !q.served[source].Before(q.served[w.source]) {
+		return false
+	}
+	q.waiting = append(q.waiting[:last], q.waiting[last+1:]...)
+	q.discount(w.source)
+	w.ready <- ErrBusy
+	return true
+}
+
+// leave reports whether w still waited.
+func (q *Queue) leave(w *waiter) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i, other := range q.waiting {
+		if other == w {
+			q.waiting = append(q.waiting[:i], q.waiting[i+1:]...)
+			q.discount(w.source)
+			return true
+		}
+	}
+	return false
+}
+
+func (q *Queue) discount(source Source) {
+	if q.count[source]--; q.count[source] == 0 {
+		delete(q.count, source)
+	}
+}
+
+// done frees a slot, after its rest.
+func (q *Queue) done(source Source, took time.Duration) {
+	q.mu.Lock()
+	q.discount(source)
+	q.mu.Unlock()
+	free := func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		q.busy--
+		q.grant()
+	}
+	if rest := time.Duration(float64(took) * q.rest); rest > 0 {
+		time.AfterFunc(rest, free)
+		return
+	}
+	free()
+}
+
+// grant gives free slots to those that wait. It is called with the lock held.
+func (q *Queue) grant() {
+	for q.busy < q.slots && len(q.waiting) > 0 {
+		next := 0
+		for i, w := range q.waiting {
+			if q.served[w.source].Before(q.served[q.waiting[next].source]) {
+				next = i
+			}
+		}
+		w := q.waiting[next]
+		q.waiting = append(q.waiting[:next], q.waiting[next+1:]...)
+		q.remember(w.source)
+		q.busy++
+		w.ready <- nil
+	}
+}
+
+// remember notes that a source is served now. It is called with the lock held.
+func (q *Queue) remember(source Source) {
+	now := q.now()
+	if len(q.served) >= maxSources {
+		for s, at := range q.served {
+			if now.Sub(at) > time.Minute {
+				delete(q.served, s)
+			}
+		}
+		if len(q.served) >= maxSources {
+			clear(q.served)
+		}
+	}
+	q.served[source] = now
+}

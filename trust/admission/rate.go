@@ -1,0 +1,96 @@
+package admission
+
+import (
+	"sync"
+	"time"
+)
+
+// maxSources bounds the memory of a Rate: 16,384 sources, about 2 MiB. Further ones share one
+// bucket.
+const maxSources = 16384
+
+// Rate says how often sources may come: a token bucket for each, and one for all together. A
+// source that did not come for 5 s passes the bucket of all, so that sources that come often
+// can't use up what is left for others.
+type Rate struct {
+	perSource, total pace
+
+	mu      sync.Mutex
+	sources map[Source]*bucket
+	rest    bucket // shared by all sources that no longer fit
+	all     bucket
+}
+
+// pace is how fast a bucket fills, in tokens a second, and how many it holds.
+type pace struct{ rate, burst float64 }
+
+type bucket struct {
+	tokens float64
+	at     time.Time
+	last   time.Time // when it gave a token last
+}
+
+// recently is how long a source that came is one that came recently.
+const recently = 5 * time.Second
+
+func (b *bucket) refill(p pace, now time.Time) {
+	if d := now.Sub(b.at); d > 0 {
+		b.tokens = min(p.burst, b.tokens+d.Seconds()*p.rate)
+		b.at = now
+	}
+}
+
+// NewRate returns a Rate of perSource a second and burst at once for each source, and of total
+// a second, and as many at once, for all sources that came recently.
+func NewRate(perSource float64, burst int, total float64, now time.Time) *Rate {
+	one, all := pace{perSource, float64(burst)}, pace{total, total}
+	return &Rate{
+		perSource: one, total: all, sources: make(map[Source]*bucket),
+		rest: bucket{tokens: one.burst, at: now}, all: bucket{tokens: all.burst, at: now},
+	}
+}
+
+// Allow takes a token of the source's and one of all; it returns which of the two was missing.
+func (r *Rate) Allow(source Source, now time.Time) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s, ok := r.sources[source]
+	if !ok {
+		if len(r.sources) >= maxSources {
+			r.forgetFull(now)
+		}
+		if len(r.sources) >= maxSources {
+			s = &r.rest
+		} else {
+			s = &bucket{tokens: r.perSource.burst, at: now}
+			r.sources[source] = s
+		}
+	}
+	s.refill(r.perSource, now)
+	r.all.refill(r.total, now)
+	fresh := s != &r.rest && now.Sub(s.last) >= recently
+	switch {
+	case s.tokens < 1:
+		return ErrSourceFull
+	case r.all.tokens < 1 && !fresh:
+		return ErrFull
+	}
+	s.tokens--
+	s.last = now
+	r.all.tokens = max(r.all.tokens-1, 0)
+	return nil
+}
+
+// forgetFull drops sources that have all their tokens: to forget them changes nothing. It
+// stops early, so that a flood of sources does not make every connection pay for a sweep.
+func (r *Rate) forgetFull(now time.Time) {
+	looked := 0
+	for source, s := range r.sources { // in random order
+		if s.refill(r.perSource, now); s.tokens >= r.perSource.burst && now.Sub(s.last) >= recently {
+			delete(r.sources, source)
+		}
+		if looked++; looked >= 256 {
+			return
+		}
+	}
+}

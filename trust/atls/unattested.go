@@ -1,0 +1,104 @@
+package atls
+
+import (
+	"context"
+	"errors"
+
+	"github.com/muster-k8s/muster/trust/admission"
+)
+
+// unattested is the peer of one exchange at a server, until it has attested: everything that it
+// makes the server spend passes here. A nil one, a client's, bounds nothing.
+type unattested struct {
+	conn     *tracked
+	limiters *limiters
+	held     []*admission.Place[admission.Source]
+}
+
+func (u *unattested) hold(bytes int64) error {
+	p, err := u.limiters.bytes.Take(u.conn.source, bytes, u.conn.drop)
+	if err != nil {
+		return busy(err)
+	}
+	u.held = append(u.held, p)
+	return nil
+}
+
+// release gives back what the exchange held.
+func (u *unattested) release() {
+	if u == nil {
+		return
+	}
+	for _, p := range u.held {
+		p.Release()
+	}
+}
+
+// sends asks for room for evidence of size bytes that the peer is about to send.
+func (u *unattested) sends(size int64) error {
+	if u == nil {
+		return nil
+	}
+	if err := u.hold(evidenceCopies * size); err != nil {
+		return err
+	}
+	u.conn.left.Add(size + size/16 + 4<<10) // with the heads of TLS records
+	return nil
+}
+
+// gets asks for room for our evidence, which the peer may leave unread.
+func (u *unattested) gets(eventLog bool) error {
+	if u == nil {
+		return nil
+	}
+	return u.hold(evidenceCopies * u.size(eventLog).Load())
+}
+
+// got says how long the evidence has become.
+func (u *unattested) got(size int, eventLog bool) {
+	if u == nil || size == 0 {
+		return
+	}
+	u.size(eventLog).Store(int64(size))
+	u.held[len(u.held)-1].Shrink(2 * int64(size))
+}
+
+func (u *unattested) size(eventLog bool) interface {
+	Load() int64
+	Store(int64)
+} {
+	if eventLog {
+		return &u.limiters.evidenceLog
+	}
+	return &u.limiters.evidence
+}
+
+// verify checks the peer's evidence when it is its source's turn.
+func (u *unattested) verify(ctx context.Context, check func() error) error {
+	if u == nil {
+		return check()
+	}
+	return queued(u.limiters.verify.Do(ctx, u.conn.source, check))
+}
+
+// challenge answers the peer's challenge when it is its source's turn, among those of peers
+// that have attested or among the others.
+func (u *unattested) challenge(ctx context.Context, attested bool, answer func() error) error {
+	switch {
+	case u == nil:
+		return answer()
+	case attested:
+		return queued(u.limiters.accepted.Do(ctx, u.conn.source, answer))
+	default:
+		return queued(u.limiters.challenges.Do(ctx, u.conn.source, answer))
+	}
+}
+
+func queued(err error) error {
+	switch {
+	case errors.Is(err, admission.ErrSourceFull), errors.Is(err, admission.ErrBusy):
+		return busy(err)
+	default:
+		return err
+	}
+}
