@@ -206,7 +206,10 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 		c.denied = c.hold(cost(r.URL.Path, limit))
 		ctx := context.WithValue(r.Context(), callKey{}, c)
 		bounded := r.WithContext(ctx)
-		bounded.Body = &body{ReadCloser: r.Body, limit: limit + envelopeHead, call: c}
+		bounded.Body = &body{ReadCloser: r.Body, limit: limit + envelopeHead, call: c, whole: func() {
+			// The request is here. What comes after it over HTTP/1.1 is none of it, and must not end the call.
+			_ = http.NewResponseController(w).SetReadDeadline(c.began.Add(g.timeout))
+		}}
 		next.ServeHTTP(w, bounded)
 		switch {
 		case c.recorded:
@@ -265,6 +268,7 @@ type body struct {
 	limit int // bytes of the whole body
 	read  int
 	call  *call
+	whole func() // called at its end
 }
 
 // Read implements [io.Reader].
@@ -276,6 +280,9 @@ func (b *body) Read(p []byte) (int, error) {
 	b.read += n
 	var refusal error
 	switch {
+	case errors.Is(err, io.EOF) && b.read <= b.limit:
+		b.whole()
+		return n, err
 	case b.read > b.limit:
 		b.read = b.limit
 		refusal = attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the request has more than %d bytes", b.limit-envelopeHead)
