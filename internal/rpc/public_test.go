@@ -212,7 +212,12 @@ func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 	c := attestv1connect.NewEvidenceServiceClient(r.plain(true), r.url)
 	var sources []attestv1connect.EvidenceServiceClient
 	for i := range 10 {
-		sources = append(sources, attestv1connect.NewEvidenceServiceClient(r.plainFrom(fmt.Sprintf("127.0.1.%d", 1+i)), r.url))
+		client := r.plainFrom(fmt.Sprintf("127.0.1.%d", 1+i))
+		// One connection for its calls, or each would shake hands for itself.
+		if _, err := healthv1connect.NewHealthClient(client, r.url).Check(t.Context(), &healthv1.HealthCheckRequest{}); err != nil {
+			t.Fatal(err)
+		}
+		sources = append(sources, attestv1connect.NewEvidenceServiceClient(client, r.url))
 	}
 	nonce := func(i int) []byte { return bytes.Repeat([]byte{byte(i + 1)}, 32) }
 	for n, want := range map[int]attestv1.Reason{0: attestv1.Reason_REASON_REQUEST_INVALID, 31: attestv1.Reason_REASON_REQUEST_INVALID, 33: attestv1.Reason_REASON_REQUEST_INVALID} {
@@ -225,7 +230,7 @@ func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 	var mu sync.Mutex
 	reasons := map[attestv1.Reason]int{}
 	verifier := attesttest.Verifier(t, r.ca)
-	for i := range 100 {
+	for i := range 80 {
 		wg.Go(func() {
 			resp, err := sources[i%10].GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{Nonce: nonce(i), EventLog: i%2 == 0})
 			mu.Lock()
@@ -255,7 +260,7 @@ func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 		t.Errorf("%d quotes in %s", made, time.Since(began))
 	}
 	accepted, busy := reasons[attestv1.Reason_REASON_ACCEPTED], reasons[attestv1.Reason_REASON_BUSY]
-	if accepted == 0 || accepted+busy != 100 || accepted > made*64 {
-		t.Errorf("%d quotes for 100 callers: %v", made, reasons)
+	if accepted == 0 || accepted+busy != 80 || accepted > made*64 {
+		t.Errorf("%d quotes for 80 callers: %v", made, reasons)
 	}
 }
