@@ -358,7 +358,7 @@ func TestNewSaysWhatIsMissing(t *testing.T) {
 	good := w.server.cfg
 	for name, change := range map[string]func(*Config){
 		"DiskID": func(c *Config) { c.DiskID = keys.DiskID{} }, "Try": func(c *Config) { c.Try = nil }, "Attester": func(c *Config) { c.Attester = nil },
-		"Calls": func(c *Config) { c.Calls = nil }, "Metrics": func(c *Config) { c.Metrics = nil }, "Log": func(c *Config) { c.Log = nil },
+		"Challenges": func(c *Config) { c.Challenges = nil }, "Calls": func(c *Config) { c.Calls = nil }, "Metrics": func(c *Config) { c.Metrics = nil }, "Log": func(c *Config) { c.Log = nil },
 		"metrics twice": func(*Config) {},
 	} {
 		cfg := good

@@ -158,7 +158,7 @@ func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, 
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewJSONHandler(w.logged, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: a, Calls: calls, Metrics: w.metrics, Log: log})
+	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: a, Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: w.metrics, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
