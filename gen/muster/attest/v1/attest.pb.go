@@ -80,7 +80,7 @@ func (Format) EnumDescriptor() ([]byte, []int) {
 
 // Frame is one message of the exchange that follows the TLS handshake. On the
 // wire it is preceded by its length: 4 bytes, unsigned, big-endian. A frame is
-// at most 64 KiB long, one that carries Evidence at most 1 MiB. A longer one, one
+// at most 4 KiB long, one that carries Evidence at most 1 MiB. A longer one, one
 // of a kind that is not expected, or a second one of its kind closes the
 // connection with FRAME_INVALID.
 type Frame struct {
@@ -515,7 +515,9 @@ func (x *Tpm2Evidence) GetEventLog() []byte {
 
 // Challenge makes the attester show that its AK lives in the TPM of its EK
 // (TPM2_MakeCredential, TPM 2.0 Library Part 3). At most one in a session, and
-// only after the quote was checked.
+// only after the quote was checked. It comes after the sender's own Evidence if the peer
+// asked for that, otherwise FRAME_INVALID; a server that asked answers it once it has
+// accepted the client.
 type Challenge struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// TPMS_ID_OBJECT: integrity HMAC and encrypted credential, at most 256 bytes.
@@ -627,7 +629,9 @@ type Verdict struct {
 	// REASON_ACCEPTED, or why not. No details: those stand in the verifier's log,
 	// audit record and metrics.
 	Reason Reason `protobuf:"varint,1,opt,name=reason,proto3,enum=muster.attest.v1.Reason" json:"reason,omitempty"`
-	// Set by the verifier when trying again can help: wait at least that long.
+	// Set by the verifier when trying again can help: wait at least that long. A receiver
+	// treats more than 10 minutes as 10 minutes, and more than 5 seconds as 5 seconds while it
+	// has not accepted the sender's own evidence.
 	RetryAfter    *durationpb.Duration `protobuf:"bytes,2,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
