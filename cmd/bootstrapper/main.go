@@ -36,6 +36,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
   unlock    open this machine's state disk, in the initramfs
   run       make this machine a node: the first one of a cluster, or one more
   attester  give the services on this machine evidence of it, and its cluster too
+  accepted  check that this machine's state disk was opened under no older policy than its journal knows
   doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 
@@ -84,6 +85,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return err
 		}
 		return runBootstrapper(ctx, *image, *meta, *record, *lock, *screen, logger(stderr))
+	case "accepted":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		return runAccepted(*record)
 	case "attester":
 		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
 		if err := parse(flags, args[1:]); err != nil {
@@ -211,7 +217,7 @@ func runAttester(ctx context.Context, image, meta, record, dir, lock string, log
 		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
 		Reattest: bootstrapper.ReattestConfig{
-			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load,
+			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load, Policy: journal.Open(filepath.Join(filepath.Dir(record), "attester", "policy")),
 			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: bootstrapper.DefaultReattestTiming,
 		},
 	})

@@ -5,10 +5,22 @@ import (
 	"log/slog"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/attest"
 )
+
+// runAccepted compares the policy that the state disk was opened under with what the journal on it says. It is for the initramfs, once the
+// disk is mounted and before anything of it runs; `bootstrapper run` looks again.
+func runAccepted(record string) error {
+	rec, err := journal.Open(record).Load()
+	if err != nil {
+		return err
+	}
+	return seek.Accepted("/", rec.Policy)
+}
 
 // runUnlock opens the state disk. It ends without an error once that is open, and never gives up by itself.
 func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.Logger) error {
@@ -36,6 +48,6 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
 		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Disk: volume,
-		TPM: device, Attester: own, NewVerifier: newVerifier, Console: told, Timing: unlock.DefaultTiming, Log: log,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Console: told, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

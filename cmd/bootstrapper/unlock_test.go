@@ -2,6 +2,7 @@ package main
 
 import (
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -14,6 +15,7 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
@@ -24,6 +26,21 @@ func TestUnlockHasNothingToDoForAFolder(t *testing.T) {
 	image := write(t, filepath.Join(dir, "image.yaml"), fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: %s/state}\n", dir))
 	if err := run(t.Context(), []string{"unlock", "--image", image, "--metadata", filepath.Join(dir, "none")}, io.Discard, io.Discard); err != nil {
 		t.Error(err)
+	}
+}
+
+// In the initramfs, once the state disk is mounted: a machine that has booted for the first time has no journal, and one that is damaged stops it.
+func TestAcceptedReadsTheJournal(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "journal")
+	accepted := func() error {
+		return run(t.Context(), []string{"accepted", "--journal", path}, io.Discard, io.Discard)
+	}
+	if err := accepted(); err != nil {
+		t.Errorf("a first boot: %v", err)
+	}
+	write(t, path, "no journal")
+	if err := accepted(); !errors.Is(err, journal.ErrCorrupt) {
+		t.Errorf("a damaged journal: %v", err)
 	}
 }
 

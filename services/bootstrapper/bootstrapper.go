@@ -21,7 +21,9 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -208,6 +210,9 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		b.initMu.Unlock() //nolint:staticcheck // a barrier
 		b.work.Wait()
 	}()
+	if err := b.recall(); err != nil {
+		return err
+	}
 	// After a reboot PCR 15 is zero; services prove with it which cluster they belong to.
 	if err := b.lock.relock(ctx); err != nil {
 		return err
@@ -250,6 +255,27 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 			b.log.InfoContext(ctx, "the owner has taken the node lock; not joining any more")
 		}
 	}
+}
+
+// recall adds to the journal what other processes of this machine have accepted of policies since it was written, or refuses with
+// POLICY_INVALID if one was older: the disk was opened by a joinservice that the owner may have shut out.
+func (b *Bootstrapper) recall() error {
+	known := b.lock.record().Policy
+	newest, err := seek.Recall(b.cfg.Root, known)
+	if err != nil {
+		b.cfg.Console.Say("this machine does not start as a node: " + attest.ReasonName(attest.ReasonOf(err)) + ". Restart it; its disk was opened under a policy that is older than one it has accepted before")
+		return err
+	}
+	if newest != known {
+		if err := b.lock.update(func(r *journal.Record) { r.Policy = newest }); err != nil {
+			return err
+		}
+	}
+	// It was compared: what is accepted later in this life is no older for it.
+	if err := os.Remove(b.on(journal.UnlockPolicy)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // linger keeps an init's result for a client that lost its connection at the end.

@@ -77,7 +77,11 @@ func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25
 	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().AddDate(1, 0, 0), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
 	j.ca = j.sign(template, template, &j.key.PublicKey)
 	host.LockTo(clusterID)
-	attester, err := evidence.WithPolicy(host.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy { return j.signed })
+	attester, err := evidence.WithPolicy(host.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		return j.signed
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -57,6 +57,8 @@ type ReattestConfig struct {
 	Journal  func() (journal.Record, error)
 	// Root stands for the root of the file system: "/" on a machine. When the kubelet's certificates below it end is reported.
 	Root string
+	// Policy keeps the newest policy that a joinservice was accepted by: [journal.AttesterPolicy].
+	Policy Journal
 	// TPM is the machine's.
 	TPM PCRReader
 	// Attester makes evidence of the purpose machine.
@@ -83,7 +85,7 @@ type Reattester struct {
 
 // NewReattester returns a Reattester, or says which part of cfg is missing or wrong.
 func NewReattester(cfg ReattestConfig) (*Reattester, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Root == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (ReattestTiming{}) || cfg.Metrics == nil || cfg.Log == nil {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Policy == nil || cfg.Root == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (ReattestTiming{}) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("bootstrapper: NewReattester: every field of ReattestConfig is required")
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
@@ -201,7 +203,7 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
 		Judges: seek.Judges{
 			OwnerKey: owner, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier,
-			Newest: func(p journal.Policy, _ bool) error { return seek.NotOlder(rec.Policy, p) },
+			Newest: seek.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)
 	if err != nil {

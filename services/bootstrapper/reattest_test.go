@@ -7,7 +7,9 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -47,7 +49,8 @@ func (w *world) reattest(change ...func(*bootstrapper.ReattestConfig)) *promethe
 		Journal: func() (journal.Record, error) {
 			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:]}, nil
 		},
-		Root: w.root, TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
+		Policy: journal.Open(filepath.Join(w.root, journal.AttesterPolicy)),
+		Root:   w.root, TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
 		Timing: bootstrapper.ReattestTiming{
 			Interval: 5 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 20 * time.Millisecond,
 			Stagger: 20 * time.Millisecond, Dial: 5 * time.Second, Call: 20 * time.Second,
@@ -63,12 +66,14 @@ func (w *world) reattest(change ...func(*bootstrapper.ReattestConfig)) *promethe
 	ctx, stop := context.WithCancel(context.WithoutCancel(w.t.Context()))
 	done := make(chan error, 1)
 	go func() { done <- r.Run(ctx) }()
-	w.t.Cleanup(func() {
+	end := sync.OnceFunc(func() {
 		stop()
 		if err := <-done; err != nil {
 			w.t.Error(err)
 		}
 	})
+	w.t.Cleanup(end)
+	w.stopReattesting = end
 	return registry
 }
 

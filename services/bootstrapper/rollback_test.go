@@ -2,10 +2,15 @@ package bootstrapper_test
 
 import (
 	"bytes"
+	"context"
+	"errors"
+	"path/filepath"
 	"testing"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -65,5 +70,134 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 				t.Errorf("remembered %+v", got)
 			}
 		})
+	}
+}
+
+// A node that attests again keeps what it accepted, over restarts of its attester, and shows itself to no joinservice that presents
+// what is older.
+func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
+	w := newWorld(t, "node2")
+	pub, priv := ownerKey(t)
+	w.image.OwnerKey, w.meta.Role = pub, "worker"
+	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
+	present := func(serial uint64) {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, func(m *attestv1.Policy) { m.Serial = serial }))
+	}
+	w.meta.JoinEndpoints = []string{j.addr}
+	w.tpm.LockTo(clusterID)
+	file := journal.Open(filepath.Join(w.root, journal.AttesterPolicy))
+	kept := func() uint64 {
+		t.Helper()
+		rec, err := file.Load()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if rec.Policy == nil {
+			return 0
+		}
+		return rec.Policy.Serial
+	}
+	for _, step := range []struct {
+		presented uint64
+		want      string
+		kept      uint64
+	}{{5, "ACCEPTED", 5}, {4, "POLICY_INVALID", 5}, {6, "ACCEPTED", 6}, {5, "POLICY_INVALID", 6}} {
+		present(step.presented)
+		before := len(j.reattested())
+		metrics := w.reattest() // a new process each time
+		eventually(t, step.want, func() bool { return counter(t, metrics, reattestations, step.want) > 0 })
+		if got := kept(); got != step.kept {
+			t.Errorf("after serial %d the attester's file has %d, want %d", step.presented, got, step.kept)
+		}
+		if step.want != "ACCEPTED" && len(j.reattested()) != before {
+			t.Errorf("serial %d: it attested all the same", step.presented)
+		}
+		w.stopReattesting()
+	}
+	// The bootstrapper, at its next start, knows it too.
+	rec := journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:], NodeName: "node2", MachineID: w.tpm.ID().String()}
+	if err := w.journal.Save(rec); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.boot().end(t); err != nil || w.record().Policy == nil || w.record().Policy.Serial != 6 {
+		t.Errorf("%v; the journal has the policy %+v", err, w.record().Policy)
+	}
+}
+
+// In the initramfs the journal can't be read, so the machine may have accepted an older policy there: nothing of its disk is started then.
+func TestANodeWhoseDiskWasOpenedUnderAnOlderPolicyDoesNotStart(t *testing.T) {
+	pub, _ := ownerKey(t)
+	policy := func(serial uint64) *journal.Policy {
+		return &journal.Policy{OwnerKey: journal.Hex(pub), Serial: serial, Digest: bytes.Repeat([]byte{1}, 32)}
+	}
+	w := newWorld(t, "node2")
+	w.tpm.LockTo(clusterID)
+	rec := journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:], NodeName: "node2", MachineID: w.tpm.ID().String(), Policy: policy(5)}
+	if err := w.journal.Save(rec); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		unlocked uint64
+		want     attestv1.Reason
+		kept     uint64
+	}{
+		{4, attestv1.Reason_REASON_POLICY_INVALID, 5},
+		{5, attestv1.Reason_REASON_ACCEPTED, 5},
+		{7, attestv1.Reason_REASON_ACCEPTED, 7},
+		{6, attestv1.Reason_REASON_POLICY_INVALID, 7},
+	} {
+		if err := journal.Open(filepath.Join(w.root, journal.UnlockPolicy)).Save(journal.Record{Policy: policy(tt.unlocked)}); err != nil {
+			t.Fatal(err)
+		}
+		w.dieAfter(-1)
+		err := w.boot().end(t)
+		if got := attest.ReasonOf(err); got != tt.want {
+			t.Errorf("serial %d: %v, want %s", tt.unlocked, err, attest.ReasonName(tt.want))
+		}
+		if started := w.did("start " + machine.UnitKubelet); started != (tt.want == attestv1.Reason_REASON_ACCEPTED) {
+			t.Errorf("serial %d: the kubelet was started: %t", tt.unlocked, started)
+		}
+		if got := w.record().Policy.Serial; got != tt.kept {
+			t.Errorf("serial %d: the journal has %d, want %d", tt.unlocked, got, tt.kept)
+		}
+	}
+	// A newer one that the attester accepts meanwhile makes the disk no older, however often the bootstrapper starts.
+	err := errors.Join(
+		journal.Open(filepath.Join(w.root, journal.UnlockPolicy)).Save(journal.Record{Policy: policy(8)}),
+		journal.Open(filepath.Join(w.root, journal.AttesterPolicy)).Save(journal.Record{Policy: policy(9)}),
+	)
+	for range 2 {
+		if err = errors.Join(err, w.boot().end(t)); err != nil || w.record().Policy.Serial != 9 {
+			t.Errorf("%v; the journal has %d, want 9", err, w.record().Policy.Serial)
+		}
+	}
+}
+
+// A joinservice gives tickets for evidence of now: who is told that his is old comes again over another connection, with new evidence.
+func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
+	w := newWorld(t, "node2")
+	w.meta.Role = "worker"
+	pub, priv := ownerKey(t)
+	w.image.OwnerKey = pub
+	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
+	w.meta.JoinEndpoints = []string{j.addr}
+	var seen [][32]byte // by one try after the other
+	j.script(func(ctx context.Context, _ *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
+		p, ok := attest.PeerFrom(ctx)
+		if !ok {
+			return nil, attest.ErrNoPeer
+		}
+		if seen = append(seen, p.Claims().EvidenceDigest()); len(seen) < 3 {
+			return nil, attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, "old")
+		}
+		return nil, nil
+	}, nil)
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if len(seen) != 3 || seen[0] == seen[1] || seen[1] == seen[2] {
+		t.Errorf("it came with the evidence %x", seen)
 	}
 }

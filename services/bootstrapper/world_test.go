@@ -64,6 +64,8 @@ type world struct {
 	adopted bool
 	// linger is for tests that call again once a result was sent; 0: that of timing.
 	linger time.Duration
+	// stopReattesting ends what reattest began last.
+	stopReattesting func()
 
 	mu    sync.Mutex
 	left  int // effects until the machine dies; negative: it lives
@@ -123,6 +125,13 @@ func (w *world) step(name string) error {
 		w.left--
 	}
 	return nil
+}
+
+// did says whether the machine has had the effect since dieAfter.
+func (w *world) did(name string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Contains(w.steps, name)
 }
 
 // dieAfter makes the machine die after n more effects.

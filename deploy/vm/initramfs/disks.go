@@ -154,7 +154,7 @@ func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {
 	}
 	const mapped = "/dev/mapper/muster-state"
 	for {
-		err := b.inRoot(ctx, "/usr/bin/bootstrapper", "unlock", "--image", metadata.ImagePath, "--metadata", metadata.MachinePath)
+		err := b.inRoot(ctx, bootstrapper, "unlock", "--image", metadata.ImagePath, "--metadata", metadata.MachinePath)
 		if err == nil {
 			return mapped, nil
 		}

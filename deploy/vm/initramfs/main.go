@@ -23,6 +23,8 @@ import (
 )
 
 const (
+	// bootstrapper is Muster's program in the root.
+	bootstrapper = "/usr/bin/bootstrapper"
 	// sysroot is where the root is mounted until it becomes /.
 	sysroot = "/sysroot"
 	// devices is how long disks of the image may take to turn up.
@@ -92,6 +94,10 @@ func (b *boot) run(ctx context.Context) error {
 	}
 	if err := mountState(device, sysroot); err != nil {
 		return fmt.Errorf("the state disk: %w", err)
+	}
+	// Before systemd starts anything of the disk; to open it anew takes a new boot.
+	if err := b.inRoot(ctx, bootstrapper, "accepted"); err != nil {
+		return fmt.Errorf("the state disk was opened, and is not used: %w", err)
 	}
 	b.say("state is mounted; starting systemd")
 	return switchRoot(sysroot)

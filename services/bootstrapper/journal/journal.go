@@ -25,8 +25,14 @@ import (
 	"time"
 )
 
-// DefaultPath is where a machine keeps its journal.
-const DefaultPath = "/var/lib/muster/journal"
+// Where a machine keeps its journal, and two files of the same form that have a policy and nothing else. Each has one
+// writer: the bootstrapper the journal, the attester the policies that it accepts while the machine is a node, and who opens the state
+// disk in the initramfs, where there is no journal yet, the one that was in force then.
+const (
+	DefaultPath    = "/var/lib/muster/journal"
+	AttesterPolicy = "/var/lib/muster/attester/policy"
+	UnlockPolicy   = "/run/muster/unlock-policy"
+)
 
 // magic opens every journal; the number is the version of [Record]'s meaning.
 const magic = "muster-journal/1"

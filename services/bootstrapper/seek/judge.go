@@ -151,6 +151,13 @@ type Memory struct {
 	policy *journal.Policy
 }
 
+// Policy returns the newest policy; nil: there was none.
+func (m *Memory) Policy() *journal.Policy {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.policy
+}
+
 // Newest is for [Judges].
 func (m *Memory) Newest(p journal.Policy, keep bool) error {
 	m.mu.Lock()

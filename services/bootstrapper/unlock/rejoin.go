@@ -169,7 +169,7 @@ func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, e
 
 // use tries the key of a ticket.
 func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-	err := s.try(ctx, key, cluster)
+	err := s.try(ctx, key, cluster, s.memory.Policy())
 	switch {
 	case err == nil:
 		s.end()
@@ -190,7 +190,7 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 	s.serving = true
 	s.recovery.Go(func() {
 		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-			err := s.try(ctx, key, cluster)
+			err := s.try(ctx, key, cluster, nil)
 			if err == nil {
 				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
 				s.end()

@@ -28,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
@@ -76,6 +77,11 @@ var DefaultTiming = Timing{
 // by try alone, whose errors wrap [disk.ErrWrongKey] or [ErrOpen]; calls that are under way when ctx ends are answered.
 type Recovery func(ctx context.Context, id keys.DiskID, try Try) error
 
+// Policy is a file that has a policy: [journal.File].
+type Policy interface {
+	Save(r journal.Record) error
+}
+
 // Try opens the disk with a key of a cluster, and locks the machine to that cluster.
 type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 
@@ -96,6 +102,9 @@ type Config struct {
 	Attester attest.Attester
 	// NewVerifier gives a verifier that trusts the roots.
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
+	// Policy keeps the policy that the joinservice was judged by whose key opens the disk, for the running system to compare
+	// with its journal: [journal.UnlockPolicy]. It has none if a recovery opens it.
+	Policy Policy
 	// Recovery lets the owner of a control plane open the disk; nil: nobody can.
 	Recovery Recovery
 	// Console is told what a person should know; nil: nobody is.
@@ -129,7 +138,7 @@ type Unlocker struct {
 
 // New returns an Unlocker, or says which part of cfg is missing or wrong.
 func New(cfg Config) (*Unlocker, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Disk == nil || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Disk == nil || cfg.Policy == nil || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("unlock: New: every field of Config but Recovery and Console is required")
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
@@ -255,13 +264,19 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 // try opens the disk, one key after the other, and locks the machine to the cluster whose key that is before anything of
 // the disk is used (B1). So a disk that somebody else has made, under a key of his own, never runs in a machine that
 // passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
-func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+//
+// judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
+// an open disk and not what the running system has to compare its journal with.
+func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
 	if u.open {
 		return ErrOpen
 	}
 	if u.cluster == nil {
+		if err := u.cfg.Policy.Save(journal.Record{Policy: judged}); err != nil { // J2
+			return fmt.Errorf("note the policy: %w", err)
+		}
 		if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
 			return err
 		}

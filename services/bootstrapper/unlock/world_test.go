@@ -29,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -144,6 +145,7 @@ type world struct {
 	screen   string
 	recovery unlock.Recovery
 	timing   unlock.Timing
+	judged   *journal.File // the policy that the key came under
 
 	mu         sync.Mutex
 	meta       metadata.Machine
@@ -161,7 +163,7 @@ func newWorld(t testing.TB) *world {
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
-		screen: filepath.Join(t.TempDir(), "console"),
+		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")),
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
 	w.image.Listen.Init, w.image.Listen.Metrics, w.image.Listen.Recover = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
@@ -197,7 +199,7 @@ func (w *world) config() unlock.Config {
 	w.t.Cleanup(func() { _ = c.Close() })
 	return unlock.Config{
 		Image: w.image, Metadata: w.metadata, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
-		Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
+		Policy: w.judged, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
 	}
 }
 
@@ -221,8 +223,12 @@ type running struct {
 
 func (w *world) boot() *running {
 	w.t.Helper()
+	return w.bootWith(w.config())
+}
+
+func (w *world) bootWith(cfg unlock.Config) *running {
+	w.t.Helper()
 	r := &running{metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
-	cfg := w.config()
 	cfg.Metrics = r.metrics
 	var err error
 	if r.Unlocker, err = unlock.New(cfg); err != nil {

@@ -1,0 +1,72 @@
+package unlock_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// judgedFirst fails if the disk is opened before the policy is kept.
+type judgedFirst struct {
+	*journal.File
+	w    *world
+	fail error
+}
+
+func (j judgedFirst) Save(r journal.Record) error {
+	j.w.disk.mu.Lock()
+	defer j.w.disk.mu.Unlock()
+	if j.w.disk.opens > 0 {
+		j.w.t.Error("the disk was open before")
+	}
+	if j.fail != nil {
+		return j.fail
+	}
+	return j.File.Save(r)
+}
+
+// The running system compares its journal with the policy that opened the disk: which it was is kept before that
+// happens, and a recovery, which is judged by none, leaves none of a joinservice that gave no key.
+func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {
+	serial := func(p *attestv1.Policy) { p.Serial = 7 }
+	w := newWorld(t)
+	w.cluster(w.like(), w.owner, serial)
+	cfg := w.config()
+	cfg.Policy = judgedFirst{w.judged, w, nil}
+	if err := w.bootWith(cfg).end(t); err != nil || w.disk.opens != 1 {
+		t.Fatal(err, w.disk.opens)
+	}
+	if rec, err := w.judged.Load(); err != nil || rec.Policy == nil || rec.Policy.Serial != 7 {
+		t.Errorf("kept %+v, %v", rec.Policy, err)
+	}
+
+	w = newWorld(t)
+	w.meta.Role = "control-plane"
+	j := w.cluster(w.like(), w.owner, serial)
+	j.script(gives(wrong))
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
+		eventually(t, "a wrong key was tried", func() bool { rec, err := w.judged.Load(); return err == nil && rec.Policy != nil })
+		return try(ctx, parsed(t, right), clusterID)
+	}
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if rec, err := w.judged.Load(); err != nil || rec.Policy != nil {
+		t.Errorf("the owner opened it, and kept is %+v, %v", rec.Policy, err)
+	}
+
+	w = newWorld(t)
+	w.cluster(w.like(), w.owner)
+	cfg = w.config()
+	cfg.Policy = judgedFirst{w.judged, w, errors.New("no room")}
+	r := w.bootWith(cfg)
+	eventually(t, "refused", func() bool { return metric(t, r, attestv1.Reason_REASON_STATE_DISK) > 0 })
+	if w.disk.tried > 0 {
+		t.Error("a key was tried whose policy could not be kept")
+	}
+}
