@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -103,20 +104,62 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 
 func diskNumber(n int) string { return fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-0000000001%02d", n) }
 
+// auditText reads the audit log, of what was done and of what was refused.
 func (s *stage) auditText(t *testing.T) []byte {
 	t.Helper()
-	b, err := os.ReadFile(s.audit)
+	done, err := os.ReadFile(s.audit)
+	if err != nil {
+		t.Error(err)
+	}
+	refused, err := os.ReadFile(audit.RefusedPath(s.audit))
+	if err != nil {
+		t.Error(err)
+	}
+	return append(done, refused...)
+}
+
+// auditSoFar returns the records of both files in the order in which they were seen, each time those of before first.
+func (s *stage) auditSoFar(t *testing.T) []byte {
+	t.Helper()
+	if s.audit == full {
+		return nil
+	}
+	s.readSoFar.Lock()
+	defer s.readSoFar.Unlock()
+	for i, path := range []string{s.audit, audit.RefusedPath(s.audit)} {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		b = b[:bytes.LastIndexByte(b, '\n')+1] // whole lines
+		s.readSoFar.text, s.readSoFar.at[i] = append(s.readSoFar.text, b[min(s.readSoFar.at[i], len(b)):]...), len(b)
+	}
+	return bytes.Clone(s.readSoFar.text)
+}
+
+// seenAudit is how far both files of the audit log were read.
+type seenAudit struct {
+	sync.Mutex
+	text []byte
+	at   [2]int
+}
+
+// sizeOfRecords returns the size of the file of what was done, in bytes.
+func (s *stage) sizeOfRecords(t *testing.T) int {
+	t.Helper()
+	info, err := os.Stat(s.audit)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return b
+	return int(info.Size())
 }
 
 // padAudit appends a record of somebody else's, so that after it room bytes are left of the page
 // that the file ends in.
 func (s *stage) padAudit(t *testing.T, room int) {
 	t.Helper()
-	size := len(s.auditText(t))
+	size := s.sizeOfRecords(t)
 	const empty = len(`{"detail":""}` + "\n")
 	n := (page-room%page-(size+empty)%page+2*page)%page + empty
 	line := append(append([]byte(`{"detail":"`), bytes.Repeat([]byte("x"), n-empty)...), "\"}\n"...)
@@ -130,7 +173,7 @@ func (s *stage) padAudit(t *testing.T, room int) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if got := page - len(s.auditText(t))%page; got%page != room%page {
+	if got := page - s.sizeOfRecords(t)%page; got%page != room%page {
 		t.Fatalf("room for %d bytes, want %d", got, room)
 	}
 }

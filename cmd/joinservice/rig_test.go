@@ -72,18 +72,19 @@ func rights(ctx context.Context) error {
 // joinservice, each as on a real machine: over sockets, with tokens, and with the chart's rights.
 type stage struct {
 	*membertest.Cluster
-	ca       *attesttest.CA
-	cp1      *attesttest.Machine
-	join     *membertest.Service
-	kms      *membertest.Service
-	audit    string
-	rootDir  string
-	pki      string
-	token    string
-	sockets  string
-	kubeconf string
-	flags    []string // beside the usual ones
-	image    string   // that cp1 boots; empty: the usual one
+	ca        *attesttest.CA
+	cp1       *attesttest.Machine
+	join      *membertest.Service
+	kms       *membertest.Service
+	audit     string
+	readSoFar seenAudit
+	rootDir   string
+	pki       string
+	token     string
+	sockets   string
+	kubeconf  string
+	flags     []string // beside the usual ones
+	image     string   // that cp1 boots; empty: the usual one
 }
 
 type option func(*stage)
@@ -367,25 +368,13 @@ func (s *stage) diskKey(t *testing.T, disk string) []byte {
 // witnesses are joinservice's own.
 func (s *stage) witnesses(t *testing.T) refusaltest.Service {
 	t.Helper()
-	return s.join.Witnesses(func() []byte {
-		if s.audit == full {
-			return nil
-		}
-		b, err := os.ReadFile(s.audit)
-		if err != nil {
-			t.Error(err)
-		}
-		return b
-	})
+	return s.join.Witnesses(func() []byte { return s.auditSoFar(t) })
 }
 
 // records reads the audit log.
 func (s *stage) records(t *testing.T) []audit.Record {
 	t.Helper()
-	b, err := os.ReadFile(s.audit)
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := s.auditText(t)
 	var out []audit.Record
 	for lines := bufio.NewScanner(bytes.NewReader(b)); lines.Scan(); {
 		var r audit.Record

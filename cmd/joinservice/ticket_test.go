@@ -92,10 +92,7 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 	if s.join.Metric(t, "muster_join_stage_seconds", "stage", "total") != 1 || s.join.Metric(t, "muster_insecure_config", "reason", "allowPlainState") != 1 {
 		t.Error("stages or insecure switches are not in the metrics")
 	}
-	records, err := os.ReadFile(s.audit)
-	if err != nil {
-		t.Fatal(err)
-	}
+	records := s.auditText(t)
 	token, err := os.ReadFile(s.token)
 	if err != nil {
 		t.Fatal(err)

@@ -298,7 +298,7 @@ func (w *world) ready(t *testing.T, name, notBoot string) (boot string) {
 func (w *world) refusal(t *testing.T, reason, contains string) (line string) {
 	t.Helper()
 	until(t, bootTime, func(ctx context.Context) error {
-		out, err := w.At(ctx, "node1", "", "cat", "/var/log/muster/audit.jsonl")
+		out, err := w.At(ctx, "node1", "", "cat", "/var/log/muster/audit-refused.jsonl")
 		if err != nil {
 			return err
 		}

@@ -10,10 +10,11 @@
 package audit
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 )
@@ -56,35 +57,46 @@ type Record struct {
 	Warnings []string `json:"warnings,omitempty"`
 }
 
-// maxDetail bounds what a stranger can make us write for one refusal, in bytes.
-const maxDetail = 2048
-
 // ErrClosed says that the log was closed.
 var ErrClosed = errors.New("the audit log is closed")
 
-// Log is an append-only file of records. It is safe for concurrent use; several processes
-// may append to one file.
+// Log is an append-only file of records of what was done, and another one beside it of refusals. Whoever is refused can
+// have as many records made as their rates allow ([Rations], [Strangers]); since these rotate by themselves, none of them ever
+// takes the place of a ticket's, a certificate's, a ban's or a policy's, and none waits for the other's disk.
+//
+// It is safe for concurrent use; several processes may append to one file.
 type Log struct {
-	mu   sync.Mutex
-	sink sink
-	now  func() time.Time
+	done, refused *book
+	now           func() time.Time
 }
 
-// sink is what a Log writes to: a file, or a stream that cannot be synced.
+// book is one of the files.
+type book struct {
+	mu   sync.Mutex
+	sink sink // nil: closed
+}
+
+// sink is what a book is written to: a file, or a stream that cannot be synced.
 type sink interface {
 	// append writes a line and makes it stable, or leaves nothing of it.
 	append(line []byte) error
 	io.Closer
 }
 
-// Open opens the log at path for appending, and creates it with mode 0600 if need be. Its
+// Open opens the log at path for appending, and that of refusals at [RefusedPath]. It creates them with mode 0600 if need be. Their
 // folder must exist. A line that a crash cut off is ended, so that the next record starts on a
-// line of its own.
+// line of its own. What is no file, like a device, takes both.
 //
 // A file that would grow beyond 64 MiB is renamed to path.1, the one that had this name to
-// path.2, and so on to path.5, which is replaced.
+// path.2, and so on to path.5, which is replaced. So both take at most 768 MiB.
 func Open(path string) (*Log, error) {
 	return openLog(path, maxSize)
+}
+
+// RefusedPath returns where the refusals of the log at path are: beside it, as audit-refused.jsonl is beside audit.jsonl.
+func RefusedPath(path string) string {
+	ext := filepath.Ext(path)
+	return strings.TrimSuffix(path, ext) + "-refused" + ext
 }
 
 func openLog(path string, limit int64) (*Log, error) {
@@ -92,44 +104,59 @@ func openLog(path string, limit int64) (*Log, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the audit log: %w", err)
 	}
-	return &Log{sink: &file{File: f, limit: limit}, now: time.Now}, nil
+	done := &book{sink: &file{File: f, limit: limit}}
+	if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
+		return &Log{done: done, refused: done, now: time.Now}, nil
+	}
+	r, err := openFile(RefusedPath(path))
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open the audit log of refusals: %w", err), f.Close())
+	}
+	return &Log{done: done, refused: &book{sink: &file{File: r, limit: limit}}, now: time.Now}, nil
 }
 
-// NewStream gives a log that writes to w, such as a container's standard output. Its records
+// NewStream returns a log that writes all records to w, such as a container's standard output. They
 // are as stable as what collects w makes them.
-func NewStream(w io.Writer) *Log { return &Log{sink: stream{w}, now: time.Now} }
+func NewStream(w io.Writer) *Log {
+	b := &book{sink: stream{w}}
+	return &Log{done: b, refused: b, now: time.Now}
+}
 
-// Write appends r. It returns nil only once r is on stable storage (J3).
-func (l *Log) Write(r Record) error {
-	if len(r.Detail) > maxDetail {
-		r.Detail = r.Detail[:maxDetail]
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.sink == nil {
+// Write appends r, the record of something that was done. It returns nil only once r is on stable storage (J3).
+// The line has at most [MaxRecord] bytes; longer texts are cut off.
+func (l *Log) Write(r Record) error { return l.write(l.done, r, false) }
+
+// refuse appends r, the record of a refusal, in at most [MaxRefusal] bytes.
+func (l *Log) refuse(r Record) error { return l.write(l.refused, r, true) }
+
+func (l *Log) write(to *book, r Record, refusal bool) error {
+	to.mu.Lock()
+	defer to.mu.Unlock()
+	if to.sink == nil {
 		return ErrClosed
 	}
 	if r.Time.IsZero() {
 		r.Time = l.now()
 	}
 	r.Time = r.Time.UTC()
-	line, err := json.Marshal(r)
+	line, err := r.line(refusal)
 	if err != nil {
-		return fmt.Errorf("audit record: %w", err)
+		return err
 	}
-	line = append(line, '\n')
-	return l.sink.append(line)
+	return to.sink.append(line)
 }
 
-// Close closes the log. Later writes give [ErrClosed].
-func (l *Log) Close() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.sink == nil {
+// Close closes the log. Later writes return [ErrClosed].
+func (l *Log) Close() error { return errors.Join(l.done.close(), l.refused.close()) }
+
+func (b *book) close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.sink == nil {
 		return nil
 	}
-	s := l.sink
-	l.sink = nil
+	s := b.sink
+	b.sink = nil
 	return s.Close()
 }
 

@@ -13,6 +13,9 @@ const (
 	keep    = 5        // files beside the one that is written to
 )
 
+// Kept is how many bytes of records are kept at least, in the files beside the one that is written to.
+const Kept = keep * maxSize
+
 // file is written to by one process at a time, so that what one takes back after a failed write is its own,
 // and rotation happens once.
 type file struct {

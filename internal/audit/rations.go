@@ -18,7 +18,7 @@ import (
 const (
 	eachRate  = 0.1 // records a second of one machine
 	eachBurst = 50
-	allRate   = 10 // of all machines together: a policy may accept any number of software TPMs
+	allRate   = 2 // of all machines together: a policy may accept any number of software TPMs
 	allBurst  = 1000
 	maxShares = 4096
 	tellSums  = time.Minute // how often the numbers of the others are recorded
@@ -62,7 +62,7 @@ func (r *Rations) Write(whose string, rec Record) error {
 		r.beside.dropped.Inc()
 		return nil
 	}
-	err := r.beside.audit.Write(rec)
+	err := r.beside.audit.refuse(rec)
 	if err != nil { // it will be tried again, or is lost by no fault of the machine's
 		r.mu.Lock()
 		s.tokens++

@@ -18,10 +18,10 @@ import (
 // queueSize bounds what strangers can make us remember.
 const queueSize = 256
 
-// Each record costs an fsync under the mutex that what is handed out needs too, and a stranger
-// costs us one whenever it likes. So they have a ration; what is above it is only counted.
+// Each record costs an fsync, and room that records of other refusals need; a stranger costs us one whenever it
+// likes. So they have a ration; what is above it is only counted.
 const (
-	recordRate  = 10 // records a second
+	recordRate  = 5 // records a second
 	recordBurst = 50
 	tellEvery   = 10 * time.Second // how often the number of the others is recorded
 )
@@ -57,14 +57,23 @@ func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registe
 // empty if no verified evidence named one.
 func (s *Strangers) Connection(u atls.SetUp, machine string) {
 	if refusal, ok := errors.AsType[*attest.Refusal](u.Err); ok && !refusal.Remote {
-		s.add(Record{Event: "connection refused", Machine: machine, Detail: u.Remote + ": " + u.Err.Error()}, u.Err)
+		s.add(Record{Event: "connection refused", Machine: machine, Detail: about(u.Remote, machine, u.Err.Error())}, u.Err)
 	}
 }
 
 // Call takes a call that was refused before it reached its handler; machine is empty if the caller
 // did not attest.
 func (s *Strangers) Call(procedure, remote, machine string, err error) {
-	s.add(Record{Event: "call refused", Machine: machine, Detail: remote + ": " + procedure + ": " + err.Error()}, err)
+	s.add(Record{Event: "call refused", Machine: machine, Detail: about(remote, machine, procedure+": "+err.Error())}, err)
+}
+
+// about returns the text of a record: who, and why. Of somebody who did not attest no more than [MaxChosen]
+// bytes follow the address, whatever of them is his: the whole text is in the service's log.
+func about(remote, machine, why string) string {
+	if machine == "" {
+		why = plainText(why, MaxChosen)
+	}
+	return plainText(remote, 64) + ": " + why // an IPv6 address with a zone and a port
 }
 
 func (s *Strangers) add(r Record, err error) {
@@ -127,7 +136,7 @@ func (s *Strangers) tell() {
 }
 
 func (s *Strangers) write(r Record) {
-	if err := s.audit.Write(r); err != nil {
+	if err := s.audit.refuse(r); err != nil {
 		s.dropped.Inc()
 		s.log.Error("the audit record of a refusal cannot be written", "reason", r.Reason, "err", err)
 	}

@@ -88,6 +88,10 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
 	}
 	a.peer(peer)
+	// A key that is given for what the machine was a while ago is given to what it is now.
+	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
+		return nil, err
+	}
 	done := s.stage("decide")
 	w, claim, err := s.decide(ctx, a, peer, req)
 	if err != nil {
@@ -103,6 +107,9 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	}
 	turn, err := s.turn(ctx, a, claim)
 	if err != nil {
+		return nil, err
+	}
+	if err := s.limits.tickets.Take(peer.Machine(), a.began); err != nil {
 		return nil, err
 	}
 	done()

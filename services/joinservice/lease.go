@@ -3,7 +3,6 @@ package joinservice
 import (
 	"context"
 	"encoding/hex"
-	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -24,7 +23,7 @@ func (s *Service) turn(ctx context.Context, a *attempt, c kube.Claim) (*kube.Tur
 
 // RenewJoinLease implements the RPC.
 func (s *Service) RenewJoinLease(ctx context.Context, req *joinv1.RenewJoinLeaseRequest) (*joinv1.RenewJoinLeaseResponse, error) {
-	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: time.Now()}
+	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: s.now()}
 	err := s.renew(ctx, a, req)
 	s.renewals.WithLabelValues(reasonOf(err)).Inc()
 	if err != nil {
@@ -48,6 +47,10 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 	if len(req.GetTicketId()) != ticketIDSize {
 		a.id = ""
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(req.GetTicketId()))
+	}
+	// As with the return of a ticket, evidence of when the connection was made does: nothing is handed out.
+	if err := s.limits.leases.Take(peer.Machine(), a.began); err != nil {
+		return err
 	}
 	// A machine that was banned, or that the policy accepts no more, keeps nobody waiting.
 	if _, err := s.cfg.Judge.Appraise(ctx, peer.Claims()); err != nil {

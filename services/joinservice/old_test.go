@@ -2,11 +2,6 @@ package joinservice
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
 	"io"
 	"log/slog"
 	"net"
@@ -31,16 +26,28 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// A connection can be held open for long after what was shown on it: what it showed is then of a machine of
-// before, which gets neither the key of a disk nor a verdict.
-func TestAConnectionOfBeforeGetsNeitherKeyNorVerdict(t *testing.T) {
-	const disk = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
+
+// lone is a joinservice that reaches no kms, so that whatever else is right about a request for a key ends there, and one
+// machine's connection to it. The test holds the clock that the service tells the age of evidence and rates by.
+type lone struct {
+	joinv1connect.JoinServiceClient
+	machine   *attesttest.Machine
+	ahead     atomic.Int64
+	witnesses refusaltest.Service
+}
+
+// newLone serves until the test ends. frozen is whether its clock stands still.
+func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone {
+	t.Helper()
 	shared.Reset(t)
 	ca := attesttest.NewCA(t)
-	cp1, w1 := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	cp1 := attesttest.NewMachine(t, ca, attesttest.Options{})
+	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{})}
 	cp1.LockTo(shared.ID)
+	lock(l.machine)
 	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}))
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: w1.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk})
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
 	if err != nil {
 		t.Fatal(err)
@@ -51,77 +58,88 @@ func TestAConnectionOfBeforeGetsNeitherKeyNorVerdict(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	var ahead atomic.Int64 // of the service's clock
+	began := time.Now()
 	service := membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return run(ctx, Options{
 			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: shared.Public, API: api,
-			KMS: "https://127.0.0.1:1", Token: filepath.Join(filepath.Dir(path), "token"), // there is none, so what passes ends there
+			KMS: "https://127.0.0.1:1", Token: filepath.Join(filepath.Dir(path), "token"), // there is none
 			VerdictMaxAge: 15 * time.Minute, CertificateLife: kube.DefaultCertificateLife, VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour,
 			Credential: kube.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(stderr, nil)),
-		}, func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) })
+		}, func() time.Time {
+			if frozen {
+				return began.Add(time.Duration(l.ahead.Load()))
+			}
+			return time.Now().Add(time.Duration(l.ahead.Load()))
+		})
 	})
-	witnesses := service.Witnesses(func() []byte {
-		b, err := os.ReadFile(path)
+	l.witnesses = service.Witnesses(func() []byte {
+		b, err := os.ReadFile(audit.RefusedPath(path))
 		if err != nil {
 			t.Error(err)
 		}
 		return b
 	})
 	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: w1.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, ca), PeerPurpose: attest.PurposeJoinservice,
+		Attester: l.machine.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, ca), PeerPurpose: attest.PurposeJoinservice,
 		Appraiser: presented{},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = transport.Close() })
-	client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+service.Addr, rpc.ClientOptions()...)
-	rejoin := func() error {
-		_, err := client.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk})
-		return err
-	}
-	reattest := func() error {
-		_, err := client.Reattest(t.Context(), &joinv1.ReattestRequest{})
-		return err
-	}
-	requests := &joinv1.RenewNodeCertificatesRequest{}
-	subject := pkix.Name{CommonName: "system:node:w1", Organization: []string{"system:nodes"}}
-	for to, template := range map[*[]byte]*x509.CertificateRequest{
-		&requests.KubeletClientCsr:  {Subject: subject},
-		&requests.KubeletServingCsr: {Subject: subject, DNSNames: []string{"w1"}, IPAddresses: []net.IP{net.IPv4(192, 168, 77, 12).To4()}},
-	} {
-		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if *to, err = x509.CreateCertificateRequest(rand.Reader, template, key); err != nil {
-			t.Fatal(err)
-		}
-	}
-	renew := func() error {
-		_, err := client.RenewNodeCertificates(t.Context(), requests)
-		return err
-	}
+	l.JoinServiceClient = joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+service.Addr, rpc.ClientOptions()...)
+	return l
+}
 
+// places are those of a refusal of the machine.
+func (l *lone) places(event, metric string) refusaltest.Places {
+	about := []string{"event", event, "machine", l.machine.ID().String()}
+	return refusaltest.Places{Metric: []string{metric}, Log: about, Audit: about}
+}
+
+func (l *lone) rejoin(t *testing.T) error {
+	_, err := l.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+	return err
+}
+
+func (l *lone) reattest(t *testing.T) error {
+	_, err := l.Reattest(t.Context(), &joinv1.ReattestRequest{})
+	return err
+}
+
+// A connection can be held open for long after what was shown on it: what it showed is then of a machine of
+// before, which gets neither a ticket, nor the key of a disk, nor a verdict.
+func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
+	l := newLone(t, false, func(*attesttest.Machine) {})
+	ticket := func(t *testing.T) error {
+		_, err := l.IssueJoinTicket(t.Context(), &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+		return err
+	}
+	wanted := ticketRequest(t)
+	requests := &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: wanted.GetKubeletClientCsr(), KubeletServingCsr: wanted.GetKubeletServingCsr()}
+	renew := func(t *testing.T) error {
+		_, err := l.RenewNodeCertificates(t.Context(), requests)
+		return err
+	}
 	for name, tt := range map[string]struct {
-		ask    func() error
+		ask    func(*testing.T) error
 		event  string
 		metric string
 		passes attestv1.Reason // what comes next
 	}{
-		"the key of its disk": {rejoin, "rejoin refused", "muster_rejoin_tickets_total", attestv1.Reason_REASON_KMS_UNAVAILABLE},
-		"a verdict":           {reattest, "verdict refused", "muster_rpc_requests_total", attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a ticket":            {ticket, "ticket refused", "muster_join_tickets_total", attestv1.Reason_REASON_REQUEST_INVALID},
+		"the key of its disk": {l.rejoin, "rejoin refused", "muster_rejoin_tickets_total", attestv1.Reason_REASON_KMS_UNAVAILABLE},
+		"a verdict":           {l.reattest, "verdict refused", "muster_rpc_requests_total", attestv1.Reason_REASON_LOCK_FOREIGN},
 		"its certificates":    {renew, "renewal refused", "muster_rpc_requests_total", attestv1.Reason_REASON_LOCK_FOREIGN},
 	} {
 		t.Run(name, func(t *testing.T) {
-			about := []string{"event", tt.event, "machine", w1.ID().String()}
-			places := refusaltest.Places{Metric: []string{tt.metric}, Log: about, Audit: about}
-			ahead.Store(0)
-			refusaltest.Refused(t, witnesses, tt.passes, places, tt.ask)
-			ahead.Store(int64(maxEvidenceAge + time.Second))
-			refusaltest.Refused(t, witnesses, attestv1.Reason_REASON_VERDICT_OLD, places, tt.ask)
-			ahead.Store(0)
-			refusaltest.Refused(t, witnesses, tt.passes, places, tt.ask)
+			ask := func() error { return tt.ask(t) }
+			l.ahead.Store(0)
+			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+			l.ahead.Store(int64(maxEvidenceAge + time.Second))
+			refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
+			l.ahead.Store(0)
+			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
 		})
 	}
 }

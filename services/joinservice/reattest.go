@@ -46,6 +46,9 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 	}
 	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
 	if err == nil {
+		err = s.limits.verdicts.Take(peer.Machine(), a.began)
+	}
+	if err == nil {
 		a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
 		status := statusOf(a, peer)
 		status.Certificates = reported(req)

@@ -82,6 +82,9 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		s.undoVerdict(ctx, a, peer, err)
 		return nil, err
 	}
+	if err := s.limits.rejoins.Take(peer.Machine(), a.began); err != nil {
+		return nil, err
+	}
 	info, err := s.cfg.Cluster()
 	if err != nil {
 		return nil, err
@@ -112,7 +115,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 // for it already.
 func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (held bool, err error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
-	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
+	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
 		return false, err
 	}
 	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())

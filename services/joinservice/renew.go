@@ -44,6 +44,9 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	if err != nil {
 		return client, serving, err
 	}
+	if err := s.limits.certificates.Take(peer.Machine(), a.began); err != nil {
+		return client, serving, err
+	}
 	// Side effects but the verdict begin here, and the record that they will is stable before them.
 	if err := s.write(a, "renewal decided"); err != nil { // J3
 		return client, serving, err

@@ -84,6 +84,8 @@ type Config struct {
 type Service struct {
 	cfg Config
 	now func() time.Time
+	// limits are how often one machine gets what; they bound what it can have recorded.
+	limits limits
 	// confirmed is what of muster-cluster the key service has confirmed last; see confirmCluster.
 	confirmed atomic.Value
 	tickets   *prometheus.CounterVec
@@ -99,7 +101,7 @@ func New(cfg Config) (*Service, error) {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
-		cfg: cfg, now: time.Now,
+		cfg: cfg, now: time.Now, limits: newLimits(),
 		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
 		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
 		rejoins: prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -123,7 +125,7 @@ func New(cfg Config) (*Service, error) {
 
 // IssueJoinTicket implements the RPC: translate, decide, translate.
 func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
-	a := &attempt{id: newTicketID(), began: time.Now()}
+	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.issue(ctx, a, req)
 	role := roleName(req.GetRole())
 	s.tickets.WithLabelValues(role, reasonOf(err)).Inc()
@@ -133,14 +135,14 @@ func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTick
 		return nil, err
 	}
 	s.admitted(ctx, a, t)
-	s.stages.WithLabelValues("total").Observe(time.Since(a.began).Seconds())
-	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", time.Since(a.began).Seconds(), "warnings", a.record.Warnings)
+	s.stages.WithLabelValues("total").Observe(s.now().Sub(a.began).Seconds())
+	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
 	return t.toWire(), nil
 }
 
 // ReturnJoinTicket implements the RPC.
 func (s *Service) ReturnJoinTicket(ctx context.Context, req *joinv1.ReturnJoinTicketRequest) (*joinv1.ReturnJoinTicketResponse, error) {
-	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: time.Now()}
+	a := &attempt{id: hex.EncodeToString(req.GetTicketId()), began: s.now()}
 	err := s.takeBack(ctx, a, req.GetTicketId())
 	s.returns.WithLabelValues(reasonOf(err)).Inc()
 	if err != nil {
@@ -160,6 +162,11 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 	if len(id) != ticketIDSize {
 		a.id = ""
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(id))
+	}
+	// The evidence may be that of when the connection was made: nothing is handed out, and what comes back is the
+	// ticket of the attested machine alone. A ticket may have taken longer to make than evidence is fresh.
+	if err := s.limits.returns.Take(peer.Machine(), a.began); err != nil {
+		return err
 	}
 	// A control plane's turn ends with its ticket; a worker has none.
 	if _, err := s.cfg.Kube.EndTurn(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {

@@ -1,0 +1,127 @@
+package audit
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"pgregory.net/rapid"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// recorded returns what a refusal's record takes in the file.
+func recorded(t require, refuse func(s *Strangers, r *Rations)) string {
+	var out bytes.Buffer
+	s, err := NewStrangers("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	if err != nil {
+		t.Fatalf("%v", err)
+	}
+	r, err := NewRations(s)
+	if err != nil {
+		t.Fatalf("%v", err)
+	}
+	s.now = func() time.Time { return time.Date(9999, 12, 31, 23, 59, 59, 123456789, time.UTC) }
+	refuse(s, r)
+	select {
+	case rec := <-s.records:
+		s.take(rec)
+	default:
+	}
+	return out.String()
+}
+
+type require interface {
+	Fatalf(format string, args ...any)
+}
+
+// Whatever a peer sends, the record of its refusal is one line of at most MaxRefusal bytes, of which it has chosen at most
+// MaxChosen: every byte of the file that a peer can buy is counted after JSON's escapes.
+func TestARefusalsRecordIsSmallWhateverThePeerSends(t *testing.T) {
+	texts := rapid.OneOf(rapid.String(), rapid.StringOfN(rapid.Rune(), 0, 4000, -1), rapid.SampledFrom([]string{
+		strings.Repeat("\x00", 4096), strings.Repeat("<", 4096), strings.Repeat(`"`, 4096), strings.Repeat(`\`, 4096), strings.Repeat("\xff", 4096), strings.Repeat("\u2028", 2000),
+	}))
+	// A peer's bytes are those of a letter that none of our own texts has.
+	const theirs = "~"
+	check := func(t require, line string) {
+		if len(line) > MaxRefusal || strings.Count(line, "\n") != 1 || !strings.HasSuffix(line, "\n") {
+			t.Fatalf("a record of %d bytes: %.3000q", len(line), line)
+		}
+	}
+	rapid.Check(t, func(rt *rapid.T) {
+		why, name, remote := texts.Draw(rt, "error"), texts.Draw(rt, "name"), texts.Draw(rt, "remote")
+		machine := rapid.SampledFrom([]string{"", strings.Repeat("m", 64)}).Draw(rt, "machine")
+		refusal := attest.Refuse(attestv1.Reason_REASON_SESSION_REQUIRED, "%s for %q", why, name)
+		check(rt, recorded(rt, func(s *Strangers, _ *Rations) {
+			s.Connection(atls.SetUp{Remote: remote, Err: refusal}, machine)
+		}))
+		check(rt, recorded(rt, func(s *Strangers, _ *Rations) { s.Call(name, remote, machine, refusal) }))
+		check(rt, recorded(rt, func(_ *Strangers, r *Rations) {
+			rec := Record{
+				Time: time.Date(9999, 12, 31, 23, 59, 59, 123456789, time.UTC), Service: name, Event: name, Reason: name, Detail: why, Machine: name, Node: name, Role: name, Disk: name,
+				Ticket: name, Request: name, Serials: []string{name, name}, Purpose: name, PolicySerial: 1<<64 - 1, PolicyGeneration: 1<<63 - 1, Evidence: name, Warnings: []string{why, name},
+			}
+			if err := r.Write("x", rec); err != nil {
+				rt.Fatalf("%v", err)
+			}
+		}))
+	})
+
+	long := strings.Repeat(theirs, 4096)
+	for name, refuse := range map[string]func(s *Strangers, r *Rations){
+		"a connection": func(s *Strangers, _ *Rations) {
+			s.Connection(atls.SetUp{Remote: "192.0.2.1:1", Err: attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, "%w", errors.New(long))}, "")
+		},
+		"an unknown procedure": func(s *Strangers, _ *Rations) {
+			s.Call("/"+long, "192.0.2.1:1", "", attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level", long))
+		},
+		"a machine's connection": func(s *Strangers, _ *Rations) {
+			s.Connection(atls.SetUp{Remote: "192.0.2.1:1", Err: attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "it says %q and %q", long, long)}, "m1")
+		},
+		"a machine's request": func(_ *Strangers, r *Rations) {
+			node := strings.Repeat(theirs, 63)
+			_ = r.Write("m1", Record{Machine: "m1", Node: node, Detail: fmt.Sprintf("node name %q is another's; `muster forget %s` frees it; %q", node, node, long)})
+		},
+		"a node's certificate request": func(_ *Strangers, r *Rations) {
+			_ = r.Write("n1", Record{Node: strings.Repeat(theirs, 63), Request: long, Detail: fmt.Sprintf("usage %q", long)})
+		},
+	} {
+		line := recorded(t, refuse)
+		check(t, line)
+		if n := strings.Count(line, theirs); n == 0 || n > MaxChosen {
+			t.Errorf("%s: %d bytes of a record are the peer's, want 1 to %d: %s", name, n, MaxChosen, line)
+		}
+	}
+}
+
+// What was done is bounded as well, however much the policy warns of.
+func TestARecordIsSmallWhateverIsInIt(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		text := rapid.String().Draw(rt, "text")
+		var out bytes.Buffer
+		l := NewStream(&out)
+		r := Record{
+			Service: text, Event: text, Reason: text, Detail: text + strings.Repeat(`"`, 9000), Machine: text, Node: text, Role: text, Disk: text, Ticket: text, Request: text, Purpose: text, Evidence: text,
+			PolicySerial: 1<<64 - 1, PolicyGeneration: 1<<63 - 1,
+			Serials:  rapid.SliceOf(rapid.String()).Draw(rt, "serials"),
+			Warnings: rapid.SliceOf(rapid.StringN(0, 400, -1)).Draw(rt, "warnings"),
+		}
+		if err := l.Write(r); err != nil {
+			rt.Fatal(err)
+		}
+		if out.Len() > MaxRecord || bytes.Count(out.Bytes(), []byte("\n")) != 1 {
+			rt.Fatalf("%d bytes: %s", out.Len(), &out)
+		}
+	})
+	got := fewer([]string{"PCR 8", strings.Repeat("x", maxWarnings), "PCR 9"})
+	if len(got) != 2 || got[0] != "PCR 8" || got[1] != "and 2 more" {
+		t.Errorf("warnings are cut off as %q", got)
+	}
+}

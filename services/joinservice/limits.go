@@ -1,0 +1,32 @@
+package joinservice
+
+import (
+	"time"
+
+	"github.com/muster-k8s/muster/services/joinservice/limit"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// What one machine gets from one joinservice. A machine that fails and tries again as the bootstrapper does, after at most 30 s, uses the
+// burst up after many minutes, and waits for a minute at most from then on. Only what is about to be granted counts: refusals have rates of
+// their own in the audit log.
+var (
+	ticketRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueJoinTicket
+	rejoinRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueRejoinTicket
+	renewalRate  = limit.Rate{Burst: 20, Every: time.Minute}      // RenewNodeCertificates
+	returnRate   = limit.Rate{Burst: 20, Every: time.Minute}      // ReturnJoinTicket
+	reattestRate = limit.Rate{Burst: 20, Every: 10 * time.Second} // Reattest: every 20 s at the shortest --verdict-max-age
+	leaseRate    = limit.Rate{Burst: 20, Every: 5 * time.Second}  // RenewJoinLease: every 13 s
+)
+
+// limits are those of the RPCs.
+type limits struct {
+	tickets, rejoins, certificates, returns, verdicts, leases *limit.ByMachine[attest.MachineID]
+}
+
+func newLimits() limits {
+	of := limit.New[attest.MachineID]
+	return limits{
+		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), leases: of(leaseRate),
+	}
+}
