@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -96,6 +97,55 @@ func TestAsManySourcesAsPlacesWaitUntilOneIsOld(t *testing.T) {
 	pass(2 * time.Second)
 	g.take("c", "c1", 1, nil)
 	g.gone("a1")
+}
+
+// More sources than places come again and again, each with one place at a time; one that comes seldom gets in.
+func TestASourceThatComesSeldomPassesThoseThatComeOften(t *testing.T) {
+	g, pass := newGuests(t, 4, 2)
+	for range 20 { // each of ten sources is given a place every few seconds
+		for i := range 10 {
+			if p, err := g.l.Take(string(rune('a'+i)), 1, func() {}); err == nil && i%2 == 0 {
+				p.Release()
+			}
+			pass(300 * time.Millisecond)
+		}
+	}
+	for i := range 5 {
+		if _, err := g.l.Take("owner", 1, func() { t.Errorf("the owner's connection %d gives way at once", i) }); err != nil {
+			t.Fatalf("the owner's connection %d: %v", i, err)
+		}
+		for s := range 10 { // they all come again, and can't take it
+			_, _ = g.l.Take(string(rune('a'+s)), 1, func() {})
+		}
+		pass(time.Second)
+		for p := range g.l.places {
+			if p.source == "owner" {
+				p.Release()
+			}
+		}
+	}
+}
+
+func TestWhatSourcesWereGivenIsForgotten(t *testing.T) {
+	g, pass := newGuests(t, 1, 1)
+	for i := range 3 * maxSources {
+		p, err := g.l.Take(fmt.Sprint(i), 1, func() {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.Release()
+	}
+	if n := len(g.l.given); n > maxSources {
+		t.Errorf("%d sources are remembered", n)
+	}
+	for range 20 {
+		pass(window)
+		p := g.take("a", "a", 1, nil)
+		p.Release()
+	}
+	if n := len(g.l.given); n > 1 {
+		t.Errorf("%d sources are remembered after 20 minutes", n)
+	}
 }
 
 func TestNothingIsTakenBackInVain(t *testing.T) {

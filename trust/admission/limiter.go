@@ -17,7 +17,11 @@ var (
 // enough for an honest peer to be appraised.
 const settle = 3 * time.Second
 
-// Limiter shares a capacity among sources. Its memory is bounded by its capacity.
+// window is after how long half of what a source was given before is forgotten.
+const window = time.Minute
+
+// Limiter shares a capacity among sources. Its memory is bounded by its capacity, and by 16,384
+// sources that it remembers.
 type Limiter[K comparable] struct {
 	capacity, perSource int64
 	now                 func() time.Time
@@ -26,6 +30,8 @@ type Limiter[K comparable] struct {
 	used   int64
 	places map[*Place[K]]struct{}
 	held   map[K]int64
+	given  map[K]int // how often a source was given something, halved every minute
+	halved time.Time
 }
 
 // Place is a part of a Limiter's capacity that a source holds.
@@ -45,13 +51,14 @@ type Place[K comparable] struct {
 func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
 	return &Limiter[K]{
 		capacity: capacity, perSource: min(perSource, capacity), now: time.Now,
-		places: make(map[*Place[K]]struct{}), held: make(map[K]int64),
+		places: make(map[*Place[K]]struct{}), held: make(map[K]int64), given: make(map[K]int),
 	}
 }
 
 // Take takes weight units for a source. If they are not free, places of sources that hold more
-// than this one would are taken back, the oldest first, and of sources that hold as much if
-// they are older than 3 s. evict is called once, without a lock, if this place is taken back later; it must
+// than this one would are taken back, the oldest first. So are those of sources that hold as much, if
+// they are older than 3 s, or if their source was given more than twice as many lately: a source that
+// comes seldom passes those that come again and again. evict is called once, without a lock, if this place is taken back later; it must
 // not block. The error is [ErrFull] or [ErrSourceFull].
 func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
 	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
@@ -62,6 +69,7 @@ func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], erro
 		l.places[p] = struct{}{}
 		l.used += weight
 		l.held[source] += weight
+		l.remember(source)
 	}
 	l.mu.Unlock()
 	for _, v := range victims {
@@ -102,7 +110,7 @@ func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 		if p.pins > 0 || p.source == source {
 			continue
 		}
-		if out == nil || l.held[p.source] > l.held[out.source] || l.held[p.source] == l.held[out.source] && p.since.Before(out.since) {
+		if out == nil || l.before(p, out) {
 			out = p
 		}
 	}
@@ -112,10 +120,37 @@ func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 	switch held := l.held[out.source]; {
 	case held > after:
 		return out
-	case held == after && l.now().Sub(out.since) >= settle:
+	case held == after && (l.now().Sub(out.since) >= settle || l.given[out.source] > 2*l.given[source]+1):
 		return out
 	}
 	return nil
+}
+
+// before reports whether a gives way before b.
+func (l *Limiter[K]) before(a, b *Place[K]) bool {
+	if x, y := l.held[a.source], l.held[b.source]; x != y {
+		return x > y
+	}
+	if x, y := l.given[a.source], l.given[b.source]; x != y {
+		return x > y
+	}
+	return a.since.Before(b.since)
+}
+
+// remember counts what a source is given. It is called with the lock held.
+func (l *Limiter[K]) remember(source K) {
+	if now := l.now(); now.Sub(l.halved) >= window || len(l.given) >= maxSources {
+		l.halved = now
+		for s, n := range l.given {
+			if l.given[s] = n / 2; n < 2 {
+				delete(l.given, s)
+			}
+		}
+		if len(l.given) >= maxSources {
+			clear(l.given)
+		}
+	}
+	l.given[source]++
 }
 
 func (l *Limiter[K]) remove(p *Place[K]) {
