@@ -93,6 +93,13 @@ func TestPlainHTTPSWorksBesideIt(t *testing.T) {
 	}
 }
 
+// alwaysLogs sends its event log with every evidence: half a megabyte to be replayed.
+type alwaysLogs struct{ attest.Attester }
+
+func (a alwaysLogs) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, _ bool) (*attestv1.Evidence, error) {
+	return a.Attester.Attest(ctx, f, b, true)
+}
+
 // Each refusal is tried on both sides, and passes once the one input is repaired.
 func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 	w := newWorld(t)
@@ -113,6 +120,14 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 		"the client booted something else": {
 			client: func(c *atls.ClientConfig) { c.Attester = changed.Attester(attest.PurposeMachine) },
 			want:   attestv1.Reason_REASON_POLICY_REFUSED, remote: true,
+		},
+		"the client sends an event log that was not asked for": {
+			client: func(c *atls.ClientConfig) { c.Attester = alwaysLogs{c.Attester} },
+			want:   attestv1.Reason_REASON_EVIDENCE_MALFORMED, remote: true,
+		},
+		"the server sends an event log that was not asked for": {
+			server: func(c *atls.ServerConfig) { c.Attester = alwaysLogs{c.Attester} },
+			want:   attestv1.Reason_REASON_EVIDENCE_MALFORMED,
 		},
 		"no root vouches for the server": {
 			server: func(c *atls.ServerConfig) { c.Attester = stranger.Attester(attest.PurposeJoinservice) },

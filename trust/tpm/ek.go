@@ -14,7 +14,8 @@ import (
 
 const (
 	maxCertificate  = 8 << 10 // bytes of one certificate
-	maxChain        = 8       // certificates, the endorsement key's included
+	maxChain        = 4       // certificates that are sent, the endorsement key's included: verifiers take no more
+	maxStored       = 8       // certificates that are read from the TPM
 	nvBuffer        = 512     // bytes per TPM2_NV_Read: every PC Client TPM grants as much
 	nvChainFirst    = gotpm.TPMHandle(0x01C00100)
 	nvChainLast     = gotpm.TPMHandle(0x01C001FF)
@@ -176,7 +177,7 @@ func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byt
 		if index < nvChainFirst || index > nvChainLast {
 			continue
 		}
-		part, err := c.readNV(index, maxCertificate*maxChain-len(data))
+		part, err := c.readNV(index, maxCertificate*maxStored-len(data))
 		if err != nil {
 			return nil, err
 		}
@@ -205,7 +206,7 @@ func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byt
 // often larger than their content: what follows is padding of 0x00 or 0xFF.
 func splitCertificates(data []byte) ([]*x509.Certificate, error) {
 	var out []*x509.Certificate
-	for len(data) > 0 && data[0] != 0x00 && data[0] != 0xFF && len(out) < maxChain {
+	for len(data) > 0 && data[0] != 0x00 && data[0] != 0xFF && len(out) < maxStored {
 		var raw asn1.RawValue
 		rest, err := asn1.Unmarshal(data, &raw)
 		if err != nil {

@@ -59,7 +59,7 @@ type Device interface {
 // EK is an endorsement key.
 type EK struct {
 	// Certificates are X.509 in DER: the key's own first, then the issuers that the
-	// TPM stores, in order and without a self-signed root. 1 to 8.
+	// TPM stores, in order and without a self-signed root. 1 to 4.
 	Certificates [][]byte
 	// Public is the key's TPMT_PUBLIC. The TPM holds the private part: the key was
 	// made from the template, and found equal to the certificate's.

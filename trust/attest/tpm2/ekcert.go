@@ -2,8 +2,11 @@ package tpm2
 
 import (
 	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
 	"crypto/rsa"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/asn1"
 	"errors"
 	"fmt"
@@ -19,14 +22,17 @@ const badEK = attestv1.Reason_REASON_EK_UNTRUSTED
 // TCG EK Credential Profile for TPM 2.0, version 2.5, sections 3.2.9 and 3.2.16.
 var (
 	oidSubjectAltName  = asn1.ObjectIdentifier{2, 5, 29, 17}
+	oidNameConstraints = asn1.ObjectIdentifier{2, 5, 29, 30}
 	oidEKCertificate   = asn1.ObjectIdentifier{2, 23, 133, 8, 1} // tcg-kp-EKCertificate
 	oidTPMManufacturer = asn1.ObjectIdentifier{2, 23, 133, 2, 1}
 	oidTPMModel        = asn1.ObjectIdentifier{2, 23, 133, 2, 2}
 	oidTPMVersion      = asn1.ObjectIdentifier{2, 23, 133, 2, 3}
 )
 
-// The largest RSA keys of certificates that a peer sends.
+// RSA keys of certificates. Checking a signature takes time with the square of the modulus, and
+// unauthenticated peers choose these keys.
 const (
+	minRSABits     = 2048
 	maxRSABits     = 4096
 	maxRSAExponent = 1<<16 + 1
 )
@@ -40,16 +46,25 @@ type endorsement struct {
 // verifyEK checks the chain from the endorsement key's certificate to one of the roots.
 // EVIDENCE_MALFORMED: no certificates; EK_UNTRUSTED: everything else.
 func verifyEK(ders [][]byte, roots []*x509.Certificate, now time.Time) (*endorsement, error) {
+	return verifyEKWith(ders, roots, now, (*x509.Certificate).CheckSignatureFrom)
+}
+
+// verifyEKWith is verifyEK with the one function that takes time: it says whether issuer's key
+// signed c and may sign certificates.
+//
+// crypto/x509 would try every issuer whose name fits, in every order, up to 100 signatures. Here
+// the certificates are taken in the order sent, all checks that cost nothing come first, and
+// signatures are checked from the root downwards: a peer that has no certificate of a root's
+// costs one check for each root of that name, and the first that fails is the last.
+func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signed func(c, issuer *x509.Certificate) error) (*endorsement, error) {
 	certs := make([]*x509.Certificate, len(ders))
 	for i, der := range ders {
 		c, err := x509.ParseCertificate(der)
 		if err != nil {
 			return nil, refuse(malformed, "EK certificate %d: %w", i, err)
 		}
-		// Checking a signature takes time with the square of the modulus, and strangers
-		// choose these keys.
-		if k, ok := c.PublicKey.(*rsa.PublicKey); ok && (k.N.BitLen() > maxRSABits || k.E > maxRSAExponent) {
-			return nil, refuse(badEK, "EK certificate %d has an RSA key of %d bits with exponent %d", i, k.N.BitLen(), k.E)
+		if err := checkKey(c.PublicKey); err != nil {
+			return nil, refuse(badEK, "EK certificate %d: %w", i, err)
 		}
 		certs[i] = c
 	}
@@ -67,25 +82,111 @@ func verifyEK(ders [][]byte, roots []*x509.Certificate, now time.Time) (*endorse
 	if err := handleSAN(leaf); err != nil {
 		return nil, refuse(badEK, "the EK certificate's subject alternative name: %w", err)
 	}
-	pool, intermediates := x509.NewCertPool(), x509.NewCertPool()
-	for _, r := range roots {
-		pool.AddCert(r)
+	// What follows the first certificate that names a root is of no use: a policy may list
+	// an issuer that is no root, and machines send what their TPM stores.
+	last := slices.IndexFunc(certs, func(c *x509.Certificate) bool {
+		return slices.ContainsFunc(roots, func(r *x509.Certificate) bool { return named(r, c) })
+	})
+	if last < 0 {
+		return nil, refuse(badEK, "none of the %d certificates names a root of the policy as its issuer; the EK certificate was issued by %q", len(certs), leaf.Issuer)
 	}
-	for _, c := range certs[1:] {
+	certs = certs[:last+1]
+	for i, c := range certs {
+		if err := checkUse(c, now); err != nil {
+			return nil, refuse(badEK, "EK certificate %d, %q: %w", i, c.Subject, err)
+		}
+		if i == 0 {
+			continue
+		}
+		if err := checkIssuer(c, i-1); err != nil {
+			return nil, refuse(badEK, "EK certificate %d, %q: %w", i, c.Subject, err)
+		}
 		if !mayIssueEKs(c) {
 			return nil, refuse(badEK, "%q may not issue endorsement key certificates", c.Subject)
 		}
-		intermediates.AddCert(c)
+		if !named(c, certs[i-1]) {
+			return nil, refuse(badEK, "EK certificate %d, %q, is not the issuer of the one before it, %q", i, c.Subject, certs[i-1].Issuer)
+		}
 	}
-	chains, err := leaf.Verify(x509.VerifyOptions{
-		Roots: pool, Intermediates: intermediates, CurrentTime: now,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}, // checked above: crypto/x509 has no name for it
+	root, err := rootOf(certs[last], roots, func(r *x509.Certificate) error {
+		if err := errors.Join(checkUse(r, now), checkIssuer(r, last)); err != nil {
+			return err
+		}
+		return signed(certs[last], r)
 	})
 	if err != nil {
 		return nil, refuse(badEK, "EK certificate, issued by %q: %w", leaf.Issuer, err)
 	}
-	chain := chains[0]
-	return &endorsement{cert: leaf, root: chain[len(chain)-1]}, nil
+	for i := last - 1; i >= 0; i-- {
+		if err := signed(certs[i], certs[i+1]); err != nil {
+			return nil, refuse(badEK, "EK certificate %d, issued by %q: %w", i, certs[i].Issuer, err)
+		}
+	}
+	return &endorsement{cert: leaf, root: root}, nil
+}
+
+// rootOf returns the first root that c names as its issuer and that check accepts. Vendors have
+// several roots of one name.
+func rootOf(c *x509.Certificate, roots []*x509.Certificate, check func(*x509.Certificate) error) (*x509.Certificate, error) {
+	var errs []error
+	for _, r := range roots {
+		if !named(r, c) {
+			continue
+		}
+		err := check(r)
+		if err == nil {
+			return r, nil
+		}
+		errs = append(errs, err)
+	}
+	return nil, errors.Join(errs...)
+}
+
+// named says whether c names issuer as its own (RFC 5280, 6.1.3 (a)(4)).
+func named(issuer, c *x509.Certificate) bool { return bytes.Equal(issuer.RawSubject, c.RawIssuer) }
+
+// checkKey accepts RSA keys of 2048 to 4096 bits, and P-256 and P-384. A root's key is the owner's
+// choice and not restricted: some vendors have roots on P-521.
+func checkKey(key any) error {
+	switch k := key.(type) {
+	case *rsa.PublicKey:
+		if bits := k.N.BitLen(); bits < minRSABits || bits > maxRSABits || k.E > maxRSAExponent {
+			return fmt.Errorf("an RSA key of %d bits with exponent %d; accepted are %d to %d bits, exponents to %d", bits, k.E, minRSABits, maxRSABits, maxRSAExponent)
+		}
+		return nil
+	case *ecdsa.PublicKey:
+		if k.Curve == elliptic.P256() || k.Curve == elliptic.P384() {
+			return nil
+		}
+		return fmt.Errorf("a key on %s; accepted are P-256 and P-384", k.Curve.Params().Name)
+	}
+	return errors.New("its key is neither RSA nor ECDSA")
+}
+
+// checkUse applies what holds for every certificate of a path: RFC 5280, 6.1.3 (a)(2) and
+// 6.1.4 (o).
+func checkUse(c *x509.Certificate, now time.Time) error {
+	switch {
+	case now.Before(c.NotBefore) || now.After(c.NotAfter):
+		return fmt.Errorf("valid from %s to %s, now it is %s", c.NotBefore.UTC(), c.NotAfter.UTC(), now.UTC())
+	case len(c.UnhandledCriticalExtensions) > 0:
+		return fmt.Errorf("has critical extensions that are not understood: %v", c.UnhandledCriticalExtensions)
+	}
+	return nil
+}
+
+// checkIssuer applies what holds for an issuer with that many others between it and the
+// EK certificate: RFC 5280, 6.1.4 (k), (l) and (m). Its key usage (n) is checked with its signature.
+func checkIssuer(c *x509.Certificate, below int) error {
+	switch {
+	case !c.BasicConstraintsValid || !c.IsCA:
+		return errors.New("is no certificate authority")
+	case c.MaxPathLen >= 0 && below > c.MaxPathLen:
+		return fmt.Errorf("allows %d issuers below it, there are %d", c.MaxPathLen, below)
+	case slices.ContainsFunc(c.Extensions, func(e pkix.Extension) bool { return e.Id.Equal(oidNameConstraints) }):
+		return errors.New("has name constraints, which no vendor of TPMs uses and this program does not apply")
+	}
+	return nil
 }
 
 // mayIssueEKs applies an issuer's extended key usages, if it has any, to those below it.

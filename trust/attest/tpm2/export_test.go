@@ -1,5 +1,10 @@
 package tpm2
 
+import (
+	"crypto/x509"
+	"time"
+)
+
 // Waiting tells how many statements wait for the next quote.
 func Waiting(a *Attester) int {
 	a.mu.Lock()
@@ -12,3 +17,13 @@ func Waiting(a *Attester) int {
 
 // ParseSignature is verifySignature, for fuzzing.
 var ParseSignature = verifySignature
+
+// CountSignatureChecks verifies an EK certificate's chain and returns how many signatures were checked.
+func CountSignatureChecks(ders [][]byte, roots []*x509.Certificate, now time.Time) (int, error) {
+	checks := 0
+	_, err := verifyEKWith(ders, roots, now, func(c, issuer *x509.Certificate) error {
+		checks++
+		return c.CheckSignatureFrom(issuer)
+	})
+	return checks, err
+}

@@ -225,8 +225,8 @@ var catalogue = map[string]map[string]refused{
 		"that is no certificate": {evidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates[0] = []byte{0x30, 0x03, 1, 2, 3} }), malformed},
 		"with bytes behind it":   {evidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates[0] = append(e.EkCertificates[0], 0) }), malformed},
 		"longer than 8 KiB":      {evidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates[0] = make([]byte, 8193) }), malformed},
-		"in a chain of nine": {evidence(func(e *attestv1.Tpm2Evidence) {
-			for len(e.GetEkCertificates()) < 9 {
+		"in a chain of five": {evidence(func(e *attestv1.Tpm2Evidence) {
+			for len(e.GetEkCertificates()) < 5 {
 				e.EkCertificates = append(e.EkCertificates, e.GetEkCertificates()[0])
 			}
 		}), malformed},

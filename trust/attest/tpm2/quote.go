@@ -22,7 +22,7 @@ import (
 
 // Limits of attest.proto, in bytes unless said otherwise.
 const (
-	maxCertificates = 8 // certificates
+	maxCertificates = 4 // certificates: what the longest chain in a TPM has, Intel's on-die authorities
 	maxCertificate  = 8 << 10
 	maxStructure    = 1 << 10 // TPMT_PUBLIC, TPMS_ATTEST, TPMT_SIGNATURE
 	maxEventLog     = 512 << 10

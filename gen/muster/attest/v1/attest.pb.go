@@ -389,7 +389,9 @@ func (*Evidence_Tpm2) isEvidence_Body() {}
 type Tpm2Evidence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// X.509 certificates in DER: the endorsement key's first, then its issuers in
-	// order, without the root. 1 to 8, each at most 8 KiB.
+	// order, without the root. 1 to 4, each at most 8 KiB. Their keys are RSA with 2048 to
+	// 4096 bits and an exponent of at most 65537, or ECDSA on P-256 or P-384; otherwise
+	// EK_UNTRUSTED.
 	EkCertificates [][]byte `protobuf:"bytes,1,rep,name=ek_certificates,json=ekCertificates,proto3" json:"ek_certificates,omitempty"`
 	// TPMT_PUBLIC of the attestation key, at most 1 KiB. Compared as a whole with
 	// the template; only `unique` is free. Otherwise AK_TEMPLATE.
