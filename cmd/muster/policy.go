@@ -28,14 +28,14 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 		t                         policyfile.Template
 		roots, machines, networks []string
 		operator                  bool
-		out                       string
+		key, out                  string
 	)
 	cmd := &cobra.Command{
 		Use:   "from-measurements measurements.json… --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
 		Short: "Make a commented policy from what an image build measured",
 		Args:  cobra.MinimumNArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
-			if err := fill(&t, args, roots, machines, networks, operator); err != nil {
+			if err := fill(&t, args, roots, machines, networks, operator, attest.EKKind(key)); err != nil {
 				return err
 			}
 			text, err := policyfile.Build(t)
@@ -52,6 +52,7 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	f := cmd.Flags()
 	f.StringSliceVar(&roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
 	f.BoolVar(&operator, "operator", false, "the authorities of --ek-root issue for your machines only")
+	f.StringVar(&key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
 	f.StringSliceVar(&networks, "node-cidr", nil, "network of node addresses")
 	f.StringSliceVar(&t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
@@ -62,7 +63,7 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	return cmd
 }
 
-func fill(t *policyfile.Template, files, roots, machines, networks []string, operator bool) error {
+func fill(t *policyfile.Template, files, roots, machines, networks []string, operator bool, key attest.EKKind) error {
 	for _, path := range files {
 		text, err := os.ReadFile(path)
 		if err != nil {
@@ -84,7 +85,7 @@ func fill(t *policyfile.Template, files, roots, machines, networks []string, ope
 			return fmt.Errorf("--ek-root %s: %w", path, err)
 		}
 		for _, c := range certificates {
-			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator})
+			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator, Key: key})
 		}
 	}
 	for _, s := range machines {

@@ -122,8 +122,8 @@ func (a *app) show(s *owner.Sight) error {
 		return errors.Join(a.json(s), s.Err)
 	}
 	if s.Machine != "" {
-		fmt.Fprintf(a.stdout, "Machine        %s\nEK root        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, s.Root, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+		fmt.Fprintf(a.stdout, "Machine        %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
+			s.Machine, s.Root, s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
 		rows := [][]string{{"PCR", "SEEN (" + s.Bank + ")", "POLICY"}}
 		for _, p := range s.PCRs {
 			rows = append(rows, []string{fmt.Sprint(p.Index), p.Seen, pcrVerdict(p)})

@@ -183,7 +183,7 @@ func newSeat(t *testing.T, h *host) *seat {
 			"insecure": map[string]bool{"allowPlainState": true},
 			"tpm2": map[string]any{
 				"bank": "sha256", "pcrs": pcrs,
-				"ekRoots": []map[string]any{{"operator": true, "pem": string(inPEM("CERTIFICATE", h.tpm.Root.Raw))}},
+				"ekRoots": []map[string]any{{"operator": true, "key": "ecc-p384", "pem": string(inPEM("CERTIFICATE", h.tpm.Root.Raw))}},
 			},
 		},
 		s.file("components.yaml"): map[string]any{

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"encoding/hex"
 	"fmt"
 	"maps"
 	"slices"
@@ -20,6 +21,7 @@ type Nodes struct {
 	mu        sync.RWMutex
 	byName    map[string]*v1alpha1.AttestedNode
 	byMachine index
+	byAK      index
 	byDisk    index
 	byAddress index
 	changed   chan struct{} // closed and replaced with each change
@@ -47,7 +49,7 @@ func (i index) drop(value, name string) {
 }
 
 func newNodes() *Nodes {
-	return &Nodes{byName: map[string]*v1alpha1.AttestedNode{}, byMachine: index{}, byDisk: index{}, byAddress: index{}, changed: make(chan struct{})}
+	return &Nodes{byName: map[string]*v1alpha1.AttestedNode{}, byMachine: index{}, byAK: index{}, byDisk: index{}, byAddress: index{}, changed: make(chan struct{})}
 }
 
 func (n *Nodes) set(node *v1alpha1.AttestedNode) {
@@ -56,6 +58,7 @@ func (n *Nodes) set(node *v1alpha1.AttestedNode) {
 	n.unlink(node.Name)
 	n.byName[node.Name] = node
 	n.byMachine.add(node.Spec.MachineID, node.Name)
+	n.byAK.add(node.Status.AKName, node.Name)
 	n.byDisk.add(node.Spec.DiskID, node.Name)
 	for _, a := range node.Spec.Addresses {
 		n.byAddress.add(a, node.Name)
@@ -77,6 +80,7 @@ func (n *Nodes) unlink(name string) {
 		return
 	}
 	n.byMachine.drop(old.Spec.MachineID, name)
+	n.byAK.drop(old.Status.AKName, name)
 	n.byDisk.drop(old.Spec.DiskID, name)
 	for _, a := range old.Spec.Addresses {
 		n.byAddress.drop(a, name)
@@ -107,6 +111,10 @@ func (n *Nodes) ByMachine(id attest.MachineID) []*v1alpha1.AttestedNode {
 	return n.find(n.byMachine, id.String())
 }
 
+// ByAK returns the enrolments whose machine last attested with the attestation key of that name, in hexadecimal
+// digits: none, or one. A TPM has one such key, whichever endorsement key vouches for it.
+func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byAK, name) }
+
 // ByDisk gives the enrolments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
@@ -123,14 +131,13 @@ func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
 	return out
 }
 
-// Banned says whether any enrolment of the machine is banned.
-func (n *Nodes) Banned(id attest.MachineID) bool {
-	for _, node := range n.ByMachine(id) {
-		if node.Spec.Banned {
-			return true
-		}
-	}
-	return false
+// Banned says whether any enrolment of the machine, or of its TPM as another machine, is banned (A8).
+func (n *Nodes) Banned(c attest.Claims) bool {
+	return n.banned(c.Machine(), hex.EncodeToString(c.AKName()))
+}
+
+func (n *Nodes) banned(id attest.MachineID, ak string) bool {
+	return slices.ContainsFunc(slices.Concat(n.ByMachine(id), n.ByAK(ak)), func(node *v1alpha1.AttestedNode) bool { return node.Spec.Banned })
 }
 
 // Await waits until the view holds that very object at that resource version or a later one, and

@@ -85,8 +85,8 @@ func TestIndexesFollowTheObjects(t *testing.T) {
 					want, banned = want+1, banned || s.Banned
 				}
 			}
-			if len(n.ByMachine(machine(i))) != want || n.Banned(machine(i)) != banned {
-				t.Fatalf("machine %d: %d enrolments, banned %v; want %d, %v", i, len(n.ByMachine(machine(i))), n.Banned(machine(i)), want, banned)
+			if len(n.ByMachine(machine(i))) != want || n.banned(machine(i), "") != banned {
+				t.Fatalf("machine %d: %d enrolments, banned %v; want %d, %v", i, len(n.ByMachine(machine(i))), n.banned(machine(i), ""), want, banned)
 			}
 		}
 		for _, value := range []string{"1", "2", "3"} {

@@ -27,6 +27,7 @@ type Sight struct {
 	Bank            string    `json:"bank,omitempty"`
 	PCRs            []PCR     `json:"pcrs,omitempty"`
 	Root            string    `json:"ekRoot,omitempty"`
+	EKKind          string    `json:"ekKind,omitempty"`
 	AKName          string    `json:"akName,omitempty"`
 	ResetCount      uint32    `json:"resetCount,omitempty"`
 	RestartCount    uint32    `json:"restartCount,omitempty"`
@@ -87,7 +88,7 @@ func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
 	digest, clock := c.EvidenceDigest(), c.Clock()
 	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
 	s.Lock = lockText(c, cfg.ClusterID)
-	s.AKName, s.EvidenceDigest = hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
+	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
 	s.FirmwareVersion = fmt.Sprintf("%#x", c.FirmwareVersion())
 	s.PolicySerial, s.Warnings = j.Appraisal.PolicySerial, j.Appraisal.Warnings

@@ -253,13 +253,13 @@ func (g guarded) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.St
 // Judge is an [attest.Appraiser] by the policy in force.
 type Judge struct {
 	store  *Store
-	banned func(attest.MachineID) bool
+	banned func(attest.Claims) bool
 	locks  func() ([]attest.Lock, error)
 }
 
 // NewJudge gives a Judge that refuses banned machines, and those whose node lock is in none of
 // the states.
-func (s *Store) NewJudge(banned func(attest.MachineID) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
+func (s *Store) NewJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
 	if banned == nil || locks == nil {
 		return nil, errors.New("policy: a judge needs to know bans and lock states")
 	}
@@ -269,8 +269,8 @@ func (s *Store) NewJudge(banned func(attest.MachineID) bool, locks func() ([]att
 // Appraise implements [attest.Appraiser]. Beside the refusals of [attest.Policy.Appraise] there
 // are BANNED and NOT_READY.
 func (j *Judge) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
-	if j.banned(c.Machine()) {
-		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned", c.Machine())
+	if j.banned(c) {
+		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned, or its TPM is as another machine", c.Machine())
 	}
 	p, err := j.store.Current()
 	if err != nil {

@@ -74,7 +74,7 @@ func TestAJudgeAppliesThePolicyInForceNow(t *testing.T) {
 	s := o.store(t)
 	banned := false
 	judge, err := s.NewJudge(
-		func(id attest.MachineID) bool { return banned && id == o.machine.ID() },
+		func(c attest.Claims) bool { return banned && c.Machine() == o.machine.ID() },
 		func() ([]attest.Lock, error) { return []attest.Lock{attest.Unlocked()}, nil },
 	)
 	if err != nil {
@@ -214,11 +214,11 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	if _, err := s.NewJudge(nil, func() ([]attest.Lock, error) { return nil, nil }); err == nil {
 		t.Error("a judge that knows no bans was made")
 	}
-	if _, err := s.NewJudge(func(attest.MachineID) bool { return false }, nil); err == nil {
+	if _, err := s.NewJudge(func(attest.Claims) bool { return false }, nil); err == nil {
 		t.Error("a judge that knows no locks was made")
 	}
 	s.Set(o.object(t, 1, 1))
-	judge, err := s.NewJudge(func(attest.MachineID) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
+	judge, err := s.NewJudge(func(attest.Claims) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
 	if err != nil {
 		t.Fatal(err)
 	}

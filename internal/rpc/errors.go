@@ -32,7 +32,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_BINDING_MISMATCH:     {connect.CodeUnauthenticated, false, "Connect directly: something between the two sides ended the TLS session, or the evidence was made for another."},
 	attestv1.Reason_REASON_SIGNATURE_INVALID:    {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, ""},
-	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "Add the authority that issued the machine's EK certificate to the policy's tpm2.ekRoots, if it is one of yours."},
+	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "Add the authority that issued the machine's EK certificate to the policy's tpm2.ekRoots, if it is one of yours, with the kind of that machine's endorsement key."},
 	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine: its event log does not lead to its PCR values."},
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "If the machine's TPM was cleared on purpose, let an operator approve it again."},
@@ -80,6 +80,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
+	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "Let the machine attest with the endorsement key that it is enrolled with, or let that node be forgotten with `muster forget NAME`."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},

@@ -42,7 +42,7 @@ func (r *run) policy(ctx context.Context) error {
 		return errors.New("machines exist already: a policy from now on could have been read back from one")
 	}
 	if err := r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
-		"--ek-root", "ek-roots.pem", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile); err != nil {
+		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile); err != nil {
 		return err
 	}
 	return r.show(ctx, driver.Owner, r.muster(), "policy", "check", policyFile)

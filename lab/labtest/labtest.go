@@ -47,7 +47,7 @@ func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--operator",
+	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
 		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", "policy.yaml")
 	return c
 }

@@ -231,6 +231,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	claim := kube.Claim{
 		Machine: peer.Machine(), Node: w.node, Role: w.role, Disk: w.disk.String(), DiskMode: w.mode, // J1: the peer's
 		Addresses: w.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount,
+		AK: hex.EncodeToString(peer.Claims().AKName()),
 	}
 	return w, claim, s.cfg.Kube.Check(ctx, claim)
 }

@@ -77,6 +77,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	}
 	a.record.Disk = claim.Disk
 	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
+	claim.AK = hex.EncodeToString(peer.Claims().AKName())
 	held, err := s.mayRejoin(ctx, a, peer, claim)
 	if err != nil {
 		s.undoVerdict(ctx, a, peer, err)

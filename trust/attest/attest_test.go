@@ -12,7 +12,6 @@ import (
 	"crypto/x509/pkix"
 	"encoding/hex"
 	"encoding/pem"
-	"errors"
 	"fmt"
 	"math/big"
 	"net/netip"
@@ -84,7 +83,7 @@ func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
 
 // facts are those of a machine that booted what goodPolicy accepts.
 func facts(root *x509.Certificate) *checked.Facts {
-	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKRoot: root}
+	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKKind: "ecc-p256", EKRoot: root, AKKind: "ecc-p256"}
 	for i := range f.PCRs {
 		f.PCRs[i] = make([]byte, 32)
 	}
@@ -96,7 +95,7 @@ func facts(root *x509.Certificate) *checked.Facts {
 
 func goodPolicy(rootPEM string) *attestv1.Policy {
 	zero, a := hex.EncodeToString(make([]byte, 32)), hex.EncodeToString(value('a'))
-	t := &attestv1.Tpm2Policy{Bank: "sha256", EkRoots: []*attestv1.EkRoot{{Pem: rootPEM, Operator: true}}}
+	t := &attestv1.Tpm2Policy{Bank: "sha256", EkRoots: []*attestv1.EkRoot{{Pem: rootPEM, Operator: true, Key: "ecc-p256"}}}
 	for _, i := range []uint32{4, 9, 11} {
 		t.Pcrs = append(t.Pcrs, &attestv1.PcrRule{Index: i, Values: []string{a}, Mode: "Enforce"})
 	}
@@ -136,14 +135,25 @@ func TestParsePolicy(t *testing.T) {
 		"two certificates in a root are refused": {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem += pemRoot }, "exactly one PEM"},
 		"a vendor's root alone is refused":       {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false }, "insecure.anyMachine"},
 		"a vendor's root behind the operator's is refused": {func(p *attestv1.Policy) {
-			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: vendorRoot})
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: vendorRoot, Key: "ecc-p256"})
 		}, "insecure.anyMachine"},
 		"a vendor's root before the operator's is refused": {func(p *attestv1.Policy) {
-			p.Tpm2.EkRoots = append([]*attestv1.EkRoot{{Pem: vendorRoot}}, p.Tpm2.EkRoots...)
+			p.Tpm2.EkRoots = append([]*attestv1.EkRoot{{Pem: vendorRoot, Key: "ecc-p256"}}, p.Tpm2.EkRoots...)
 		}, "insecure.anyMachine"},
+		"a root without a kind of key is refused":   {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "" }, "ekRoots[0].key"},
+		"a root with an unknown kind is refused":    {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "ecc-p521" }, "ekRoots[0].key"},
+		"a root for any kind is refused":            {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "any" }, "ekRoots[0].key"},
+		"a kind in capitals is refused":             {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "RSA-2048" }, "ekRoots[0].key"},
+		"a root twice, with the same kind, is read": {change: func(p *attestv1.Policy) { p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, p.Tpm2.EkRoots[0]) }},
+		"roots for different kinds are read": {change: func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: vendorRoot, Operator: true, Key: "rsa-2048"})
+		}},
+		"a root twice, with another kind, is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: pemRoot, Operator: true, Key: "rsa-2048"})
+		}, "has the public key of tpm2.ekRoots[0]"},
 		"a root that is no authority is refused": {func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Pem = noAuthority(t) }, "not a certificate authority"},
 		"a second root that is no authority is refused": {func(p *attestv1.Policy) {
-			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: noAuthority(t), Operator: true})
+			p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: noAuthority(t), Operator: true, Key: "ecc-p256"})
 		}, "not a certificate authority"},
 		"a vendor's root with anyMachine is read": {change: func(p *attestv1.Policy) {
 			p.Tpm2.EkRoots[0].Operator = false
@@ -195,6 +205,7 @@ func TestParsePolicy(t *testing.T) {
 func TestAppraise(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	foreign, _ := ca(t, "somebody")
+	_, otherRoot := ca(t, "another operator's")
 	cluster := [32]byte{1}
 	for name, tt := range map[string]struct {
 		policy func(*attestv1.Policy)
@@ -203,11 +214,30 @@ func TestAppraise(t *testing.T) {
 		want   attestv1.Reason
 		warn   int
 	}{
-		"a machine that booted the image is accepted": {locks: []Lock{Unlocked()}},
-		"a changed boot PCR is refused":               {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
-		"something in PCR 12 is refused":              {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
-		"another root is refused":                     {facts: func(f *checked.Facts) { f.EKRoot = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"another bank is refused":                     {facts: func(f *checked.Facts) { f.Bank = crypto.SHA384 }, locks: []Lock{AnyLock()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a machine that booted the image is accepted":     {locks: []Lock{Unlocked()}},
+		"a changed boot PCR is refused":                   {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"something in PCR 12 is refused":                  {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"another root is refused":                         {facts: func(f *checked.Facts) { f.EKRoot = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a key of another kind below the root is refused": {facts: func(f *checked.Facts) { f.EKKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a key of no kind is refused":                     {facts: func(f *checked.Facts) { f.EKKind = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a key of the root's kind is accepted": {
+			policy: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "rsa-2048" },
+			facts:  func(f *checked.Facts) { f.EKKind = "rsa-2048" }, locks: []Lock{Unlocked()},
+		},
+		"an RSA AK where all roots are for RSA is accepted": {
+			policy: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "rsa-2048" },
+			facts:  func(f *checked.Facts) { f.EKKind, f.AKKind = "rsa-2048", "rsa-2048" }, locks: []Lock{Unlocked()},
+		},
+		"an RSA AK of an ECC EK is refused": {facts: func(f *checked.Facts) { f.AKKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"an RSA AK where another root is for ECC is refused": {
+			policy: func(p *attestv1.Policy) {
+				p.Tpm2.EkRoots[0].Key = "rsa-2048"
+				p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: otherRoot, Operator: true, Key: "ecc-p384"})
+			},
+			facts: func(f *checked.Facts) { f.EKKind, f.AKKind = "rsa-2048", "rsa-2048" },
+			locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED,
+		},
+		"another bank is refused": {facts: func(f *checked.Facts) { f.Bank = crypto.SHA384 }, locks: []Lock{AnyLock()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
 		"a machine that is not listed is refused": {
 			policy: func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("00", 32)} },
 			locks:  []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
@@ -431,43 +461,6 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	}
 	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {
 		t.Error("no roots were taken for any root")
-	}
-}
-
-func TestReasons(t *testing.T) {
-	if ReasonOf(nil) != attestv1.Reason_REASON_ACCEPTED || ReasonOf(errors.New("x")) != attestv1.Reason_REASON_INTERNAL {
-		t.Error("defaults")
-	}
-	err := fmt.Errorf("dial: %w", Refuse(attestv1.Reason_REASON_BANNED, "since %s", "yesterday"))
-	if ReasonOf(err) != attestv1.Reason_REASON_BANNED || err.Error() != "dial: BANNED: since yesterday" {
-		t.Error(err)
-	}
-	if got := ReasonName(9999); got != "UNKNOWN_9999" {
-		t.Error(got)
-	}
-}
-
-func TestContextWithoutPeerHasNone(t *testing.T) {
-	if _, ok := PeerFrom(context.Background()); ok {
-		t.Error("a peer out of nothing")
-	}
-	if _, ok := PeerFrom(WithPeer(context.Background(), Peer{})); ok {
-		t.Error("the zero peer counts as attested")
-	}
-}
-
-func TestParseMachineIDIsStringsInverse(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		id := MachineID(rapid.SliceOfN(rapid.Byte(), 32, 32).Draw(t, "id"))
-		got, err := ParseMachineID(id.String())
-		if err != nil || got != id {
-			t.Fatalf("%v %v", got, err)
-		}
-	})
-	for _, s := range []string{"", "ab", strings.Repeat("AB", 32), strings.Repeat("g0", 32), strings.Repeat("00", 33)} {
-		if _, err := ParseMachineID(s); err == nil {
-			t.Errorf("%q was read", s)
-		}
 	}
 }
 

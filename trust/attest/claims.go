@@ -65,6 +65,22 @@ func (c Claims) EKRoot() *x509.Certificate {
 	return c.facts.EKRoot
 }
 
+// EKKind returns the kind of the endorsement key; empty for empty claims.
+func (c Claims) EKKind() EKKind {
+	if !c.valid() {
+		return ""
+	}
+	return EKKind(c.facts.EKKind)
+}
+
+// AKKind returns the kind of the attestation key; empty for empty claims.
+func (c Claims) AKKind() AKKind {
+	if !c.valid() {
+		return ""
+	}
+	return AKKind(c.facts.AKKind)
+}
+
 // AKName gives the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 func (c Claims) AKName() []byte {
 	if !c.valid() {

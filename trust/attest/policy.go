@@ -40,10 +40,21 @@ type Policy struct {
 	message    *attestv1.Policy
 	bank       crypto.Hash
 	machines   map[MachineID]bool // empty: any that a root vouches for
-	roots      []*x509.Certificate
+	roots      []ekRoot
 	rules      []pcrRule
 	nodeCIDRs  []netip.Prefix
 	acceptsTPM bool
+}
+
+// ekRoot vouches for endorsement keys of one kind. One of no kind vouches for none (A3).
+type ekRoot struct {
+	cert *x509.Certificate
+	kind EKKind
+}
+
+// vouchesFor says whether the claims' endorsement key is one of the root's.
+func (r ekRoot) vouchesFor(c Claims) bool {
+	return r.cert.Equal(c.EKRoot()) && (r.kind == c.EKKind() || r.kind == anyEK)
 }
 
 type pcrRule struct {
@@ -152,7 +163,16 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 		if !c.IsCA {
 			return invalid("tpm2.ekRoots[%d].pem: %q is not a certificate authority", i, c.Subject)
 		}
-		p.roots = append(p.roots, c)
+		root := ekRoot{cert: c, kind: EKKind(r.GetKey())}
+		if !slices.Contains(EKKinds, root.kind) {
+			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q vouches for, of %q", i, r.GetKey(), c.Subject, EKKinds)
+		}
+		for j, other := range p.roots { // A8
+			if other.kind != root.kind && bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
+				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another kind: an authority vouches for one kind, or a TPM is a machine for each", i, j)
+			}
+		}
+		p.roots = append(p.roots, root)
 		allOperator = allOperator && r.GetOperator()
 	}
 	if len(p.roots) == 0 {
@@ -221,7 +241,13 @@ func OpenPolicy(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, err
 func (p *Policy) Serial() uint64 { return p.message.GetSerial() }
 
 // EKRoots lists the roots that vouch for endorsement keys.
-func (p *Policy) EKRoots() []*x509.Certificate { return slices.Clone(p.roots) }
+func (p *Policy) EKRoots() []*x509.Certificate {
+	var out []*x509.Certificate
+	for _, r := range p.roots {
+		out = append(out, r.cert)
+	}
+	return out
+}
 
 // Bank is the PCR bank that is judged; 0 if the policy accepts no TPM.
 func (p *Policy) Bank() crypto.Hash { return p.bank }
@@ -289,8 +315,11 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
 	}
-	if !slices.ContainsFunc(p.roots, c.EKRoot().Equal) {
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate leads to %q, which is no root of the policy", c.EKRoot().Subject)
+	if !slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.vouchesFor(c) }) { // A8
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", c.EKKind(), c.EKRoot().Subject)
+	}
+	if c.AKKind() != AKECC && slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.kind != EKRSA2048 && r.kind != anyEK }) { // A8
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy has roots for ECC keys: a TPM that has both could hide behind the other key that it is known already")
 	}
 	if len(p.machines) > 0 && !p.machines[c.Machine()] {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())

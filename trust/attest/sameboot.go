@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"crypto"
 	"crypto/x509"
-	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
@@ -22,7 +21,10 @@ func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate
 	if len(roots) == 0 {
 		return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "the image has no EK roots, so no machine could be accepted: set ekRoots in its configuration")
 	}
-	p := &Policy{message: &attestv1.Policy{}, bank: bank, roots: slices.Clone(roots), acceptsTPM: true}
+	p := &Policy{message: &attestv1.Policy{}, bank: bank, acceptsTPM: true}
+	for _, r := range roots {
+		p.roots = append(p.roots, ekRoot{cert: r, kind: anyEK}) // which machine it is does not matter here
+	}
 	for _, i := range bootPCRs {
 		if len(own[i]) != bank.Size() {
 			return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "own PCR %d has %d bytes, want %d", i, len(own[i]), bank.Size())

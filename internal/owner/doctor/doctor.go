@@ -46,6 +46,7 @@ const (
 	CheckRoot        = "root secret"
 	CheckDescription = "cluster's description"
 	CheckEnrolled    = "enrolled nodes"
+	CheckTPMs        = "TPMs"
 	CheckBindings    = "kubeadm's bindings"
 	CheckTokens      = "bootstrap tokens"
 	CheckJoinservice = "joinservices"
@@ -93,7 +94,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes)
 	return &d.Report
 }
 

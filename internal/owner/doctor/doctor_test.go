@@ -408,6 +408,18 @@ func (p *patient) harms() []harm {
 		})},
 		{CheckEnrolled, checkup.Fail, "node9 may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-enrolled"), strings.Repeat("ab", 32), "data", "node9")},
 		{CheckEnrolled, checkup.Fail, "its writes are refused", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-enrolled"), strings.Repeat("ab", 32), "data", "node1")},
+		{CheckTPMs, checkup.Fail, "w8, w9 have one TPM", CheckNodes, func(t *testing.T) func(*testing.T) {
+			var repairs []func(*testing.T)
+			for _, n := range []*v1alpha1.AttestedNode{attestedAs("w8", "8", "01"), attestedAs("w9", "9", "01")} {
+				repairs = append(repairs, created(n.DeepCopy())(t))
+				change(t, n, true, func(have *v1alpha1.AttestedNode) { have.Status.AKName = "01" })
+			}
+			return func(t *testing.T) {
+				for _, repair := range repairs {
+					repair(t)
+				}
+			}
+		}},
 		{CheckBindings, checkup.Fail, forbidden[0], "", created(bind)},
 		{CheckTokens, checkup.Fail, "bootstrap-token-abcdef", "", created(token)},
 		{CheckJoinservice, checkup.Fail, "192.168.77.11:30090", "", func(*testing.T) func(*testing.T) {

@@ -94,6 +94,8 @@ type Root struct {
 	PEM string
 	// Operator says that it issues for the owner's machines only.
 	Operator bool
+	// Key is the one kind of endorsement key that it vouches for.
+	Key attest.EKKind
 }
 
 // Template says what goes into a new policy.
@@ -142,7 +144,8 @@ func Build(t Template) ([]byte, error) {
 	line("tpm2:")
 	writeMachines(line, t)
 	line("  # Who vouches that a TPM is one. operator: true means that the authority issues for your machines only;")
-	line("  # a TPM vendor's root also vouches for the TPMs that an attacker bought.")
+	line("  # a TPM vendor's root also vouches for the TPMs that an attacker bought. key: the one kind of endorsement key")
+	line("  # that it vouches for, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
 	line("  ekRoots:")
 	for _, r := range t.Roots {
 		if err := writeRoot(line, r); err != nil {
@@ -198,6 +201,7 @@ func writeRoot(line func(string, ...any), r Root) error {
 	}
 	line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
 	line("    - operator: %t", r.Operator)
+	line("      key: %s", r.Key)
 	line("      pem: |")
 	for l := range strings.Lines(strings.TrimSpace(r.PEM)) {
 		line("        %s", strings.TrimRight(l, "\r\n"))

@@ -62,7 +62,7 @@ func template(t *testing.T) policyfile.Template {
 	}
 	return policyfile.Template{
 		Measurements: []policyfile.Measurements{m},
-		Roots:        []policyfile.Root{{PEM: string(read(t, "ek-root.pem")), Operator: true}},
+		Roots:        []policyfile.Root{{PEM: string(read(t, "ek-root.pem")), Operator: true, Key: attest.EKP256}},
 		NodeCIDRs:    []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("2001:db8::/64")},
 		Roles:        []string{"worker", "control-plane"},
 	}
@@ -193,9 +193,9 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	p := template(t)
 	p.AllowPlainState, p.Roles, p.NodeCIDRs = true, nil, []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}
 	p.Roots = []policyfile.Root{
-		{PEM: root(t, now.Add(-48*time.Hour), now.Add(-24*time.Hour)), Operator: true},
-		{PEM: root(t, now.Add(-48*time.Hour), now.Add(24*time.Hour)), Operator: true},
-		{PEM: root(t, now.Add(24*time.Hour), now.Add(48*time.Hour)), Operator: true},
+		{PEM: root(t, now.Add(-48*time.Hour), now.Add(-24*time.Hour)), Operator: true, Key: attest.EKP256},
+		{PEM: root(t, now.Add(-48*time.Hour), now.Add(24*time.Hour)), Operator: true, Key: attest.EKP256},
+		{PEM: root(t, now.Add(24*time.Hour), now.Add(48*time.Hour)), Operator: true, Key: attest.EKP256},
 	}
 	text, err := policyfile.Build(p)
 	if err != nil {

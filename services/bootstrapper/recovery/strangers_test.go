@@ -35,7 +35,7 @@ func TestStrangersDoNotKeepTheOwnerOutOfARealTPM(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Nothing has booted: all registers are zero.
-	rules := &attestv1.Tpm2Policy{Bank: tpm.SHA256.String(), EkRoots: []*attestv1.EkRoot{{Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: e.Root.Raw})), Operator: true}}}
+	rules := &attestv1.Tpm2Policy{Bank: tpm.SHA256.String(), EkRoots: []*attestv1.EkRoot{{Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: e.Root.Raw})), Operator: true, Key: "ecc-p384"}}}
 	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {
 		rules.Pcrs = append(rules.Pcrs, &attestv1.PcrRule{Index: pcr, Mode: "Enforce", Values: []string{strings.Repeat("0", 64)}})
 	}

@@ -32,6 +32,8 @@ type Claim struct {
 	DiskMode   v1alpha1.DiskMode
 	Addresses  []netip.Addr
 	ResetCount uint32
+	// AK is the name of the attestation key that the machine attested with, in hexadecimal digits.
+	AK string
 }
 
 func (c Claim) spec() v1alpha1.AttestedNodeSpec {
@@ -59,6 +61,9 @@ func (k *Kube) Check(ctx context.Context, c Claim) error {
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	if k.reserved(c.Node) {
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%q is a name of the API server, for which a node gets no certificate", c.Node)
+	}
+	if err := k.checkTPM(c); err != nil {
+		return err
 	}
 	if k.vacant(own) {
 		own = nil
@@ -92,6 +97,16 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	for _, ip := range c.Addresses {
 		if err := k.checkAddress(c, own, ip); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// checkTPM refuses a machine whose TPM is known as another one: it has shown another of its endorsement keys (A8).
+func (k *Kube) checkTPM(c Claim) error {
+	for _, other := range k.cluster.Nodes.ByAK(c.AK) {
+		if other.Spec.MachineID != c.Machine.String() && !k.vacant(other) {
+			return attest.Refuse(attestv1.Reason_REASON_TPM_KNOWN, "the TPM is that of node %q, which is enrolled to machine %s; `muster forget %s` frees it", other.Name, other.Spec.MachineID, other.Name)
 		}
 	}
 	return nil
@@ -291,6 +306,14 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 		return err
 	}
 	e.counted = true
+	if e.replaced.AKName != status.AKName { // A8: two replicas may have looked before either wrote
+		if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
+			return unavailable("enrol", err)
+		}
+		if err := k.checkTPM(c); err != nil {
+			return err
+		}
+	}
 	// Where no ticket stood before, our view of the list may be from before the node was struck.
 	if e.replaced.Ticket != nil && k.enrolled.get(c.Node) == c.Machine.String() {
 		_, e.retired = k.enrolled.retirement(c.Node)

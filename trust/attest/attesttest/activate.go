@@ -6,6 +6,7 @@ import (
 	"crypto/aes"
 	"crypto/ecdh"
 	"crypto/hmac"
+	"crypto/rsa"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -50,6 +51,9 @@ func (m *Machine) ActivateCredential(ctx context.Context, blob, encryptedSecret 
 }
 
 func (m *Machine) seed(encryptedSecret []byte) ([]byte, error) {
+	if m.rsaEK != nil { // Part 1, annex B.10.3
+		return rsa.DecryptOAEP(sha256.New(), nil, m.rsaEK, encryptedSecret, []byte("IDENTITY\x00"))
+	}
 	p, err := gotpm.Unmarshal[gotpm.TPMSECCPoint](encryptedSecret)
 	if err != nil {
 		return nil, err

@@ -3,9 +3,11 @@ package attesttest
 import (
 	"bytes"
 	"context"
+	"crypto"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
 	"fmt"
@@ -34,6 +36,11 @@ type Options struct {
 	// Bank is the bank that is quoted; 0 stands for SHA-256. All machines also keep the
 	// other two.
 	Bank tpm.Bank
+	// EK is the kind of its endorsement key: ECC P-256 or RSA 2048; empty stands for the former.
+	EK attest.EKKind
+	// TPM is a machine that has the same TPM, so that the attestation key is the same; nil: none. By
+	// its endorsement key it is another machine.
+	TPM *Machine
 	// Tamper makes it another machine than a genuine one.
 	Tamper Tamper
 }
@@ -64,7 +71,8 @@ type Machine struct {
 	t     testing.TB
 	opts  Options
 	ca    *CA
-	ek    *ecdsa.PrivateKey
+	ek    *ecdsa.PrivateKey // nil: it is RSA
+	rsaEK *rsa.PrivateKey
 	ak    *ecdsa.PrivateKey
 	akPub gotpm.TPMTPublic
 	chain [][]byte
@@ -93,8 +101,25 @@ func NewMachine(t testing.TB, ca *CA, opts Options) *Machine {
 		opts.Bank = tpm.SHA256
 	}
 	m := &Machine{t: t, opts: opts, ca: ca, log: filepath.Join(t.TempDir(), "binary_bios_measurements")}
-	m.ek, m.ak = newKey(t), newKey(t)
-	m.chain = ca.Issue(t, m.ek.Public(), opts.Tamper.Certificate)
+	m.ak = newKey(t)
+	if opts.TPM != nil {
+		m.ak = opts.TPM.ak
+	}
+	var endorsement crypto.PublicKey
+	switch opts.EK {
+	case "", attest.EKP256:
+		m.ek = newKey(t)
+		endorsement = m.ek.Public()
+	case attest.EKRSA2048:
+		var err error
+		if m.rsaEK, err = rsa.GenerateKey(rand.Reader, 2048); err != nil {
+			t.Fatal(err)
+		}
+		endorsement = m.rsaEK.Public()
+	default:
+		t.Fatalf("attesttest: no machine has an EK of kind %q", opts.EK)
+	}
+	m.chain = ca.Issue(t, endorsement, opts.Tamper.Certificate)
 	m.akPub = tpm.AKTemplate(false)
 	m.akPub.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgECC, point(t, &m.ak.PublicKey))
 	if opts.Tamper.AK != nil {
@@ -224,6 +249,11 @@ func (a attester) Respond(ctx context.Context, c *attestv1.Challenge, b attest.B
 func (m *Machine) EndorsementKey(ctx context.Context) (tpm.EK, error) {
 	if err := ctx.Err(); err != nil {
 		return tpm.EK{}, err
+	}
+	if m.rsaEK != nil {
+		public := gotpm.RSAEKTemplate
+		public.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgRSA, &gotpm.TPM2BPublicKeyRSA{Buffer: m.rsaEK.N.Bytes()})
+		return tpm.EK{Certificates: cloneAll(m.chain), Public: gotpm.Marshal(public)}, nil
 	}
 	public := gotpm.ECCEKTemplate
 	public.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgECC, point(m.t, &m.ek.PublicKey))

@@ -34,7 +34,7 @@ func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1
 		t.Fatal("attesttest: a policy for no machine")
 	}
 	rules := &attestv1.Tpm2Policy{
-		EkRoots: []*attestv1.EkRoot{{Pem: ca.PEM(), Operator: true}},
+		EkRoots: []*attestv1.EkRoot{{Pem: ca.PEM(), Operator: true, Key: string(attest.EKP256)}},
 		Bank:    machines[0].Bank().String(),
 	}
 	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {

@@ -100,6 +100,13 @@ type AttestationKey struct {
 	Name []byte
 }
 
+func (ak AttestationKey) kind() attest.AKKind {
+	if _, ok := ak.Key.(*ecdsa.PublicKey); ok {
+		return attest.AKECC
+	}
+	return attest.AKRSA
+}
+
 // ParseAttestationKey reads a TPMT_PUBLIC and compares all of it but the key itself with
 // the template. The refusal is AK_TEMPLATE, or EVIDENCE_MALFORMED if it is no public area.
 func ParseAttestationKey(public []byte) (AttestationKey, error) {

@@ -25,10 +25,14 @@ type Facts struct {
 	PCRs [16][]byte
 	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER.
 	EKPublic []byte
+	// EKKind is the kind of the endorsement key, as [attest.EKKind] has it.
+	EKKind string
 	// EKRoot is the root certificate that vouches for the EK.
 	EKRoot *x509.Certificate
 	// AKName is the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 	AKName []byte
+	// AKKind is the kind of the attestation key, as [attest.AKKind] has it.
+	AKKind string
 	// ResetCount, RestartCount, Clock and Safe are TPMS_CLOCK_INFO of the quote.
 	ResetCount, RestartCount uint32
 	Clock                    time.Duration

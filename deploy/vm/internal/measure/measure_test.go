@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
 	"github.com/muster-k8s/muster/deploy/vm/internal/uki/ukitest"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -110,7 +111,7 @@ func TestAPolicyCanBeMadeOfThePredictions(t *testing.T) {
 	}
 	text, err := policyfile.Build(policyfile.Template{
 		Measurements: []policyfile.Measurements{predict(t, b, false), predict(t, b, true)},
-		NodeCIDRs:    []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}, Roles: []string{"worker"}, Roots: []policyfile.Root{{PEM: string(root), Operator: true}},
+		NodeCIDRs:    []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}, Roles: []string{"worker"}, Roots: []policyfile.Root{{PEM: string(root), Operator: true, Key: attest.EKP256}},
 	})
 	if err != nil {
 		t.Fatal(err)

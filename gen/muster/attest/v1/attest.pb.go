@@ -991,7 +991,13 @@ type EkRoot struct {
 	// Said by the owner: true if this authority issues for machines of the owner only. A policy
 	// without machine_ids needs that of every root, or insecure.any_machine: a root of
 	// a TPM vendor also vouches for TPMs that an attacker bought.
-	Operator      bool `protobuf:"varint,2,opt,name=operator,proto3" json:"operator,omitempty"`
+	Operator bool `protobuf:"varint,2,opt,name=operator,proto3" json:"operator,omitempty"`
+	// Said by the owner: the one kind of endorsement key that this authority vouches for: "ecc-p256",
+	// "ecc-p384" or "rsa-2048", else POLICY_INVALID. An endorsement key of another kind is
+	// refused with EK_UNTRUSTED: a TPM has several, and would be a machine for each. Roots
+	// with the same public key must say the same, else POLICY_INVALID. If any root says "ecc-…",
+	// attestation keys must be ECC too, else EK_UNTRUSTED.
+	Key           string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1038,6 +1044,13 @@ func (x *EkRoot) GetOperator() bool {
 		return x.Operator
 	}
 	return false
+}
+
+func (x *EkRoot) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
 }
 
 // PcrRule gives the acceptable values of one PCR.
@@ -1236,10 +1249,11 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"machineIds\x123\n" +
 	"\bek_roots\x18\x02 \x03(\v2\x18.muster.attest.v1.EkRootR\aekRoots\x12\x12\n" +
 	"\x04bank\x18\x03 \x01(\tR\x04bank\x12-\n" +
-	"\x04pcrs\x18\x04 \x03(\v2\x19.muster.attest.v1.PcrRuleR\x04pcrs\"6\n" +
+	"\x04pcrs\x18\x04 \x03(\v2\x19.muster.attest.v1.PcrRuleR\x04pcrs\"H\n" +
 	"\x06EkRoot\x12\x10\n" +
 	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1a\n" +
-	"\boperator\x18\x02 \x01(\bR\boperator\"K\n" +
+	"\boperator\x18\x02 \x01(\bR\boperator\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\"K\n" +
 	"\aPcrRule\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x16\n" +
 	"\x06values\x18\x02 \x03(\tR\x06values\x12\x12\n" +

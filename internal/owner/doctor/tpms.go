@@ -1,0 +1,51 @@
+package doctor
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/checkup"
+)
+
+// tpms looks for TPMs that are enrolled as several machines, each by another of its endorsement keys (A8). New ones are
+// refused; what is found was enrolled by an older version, or by a policy whose roots let it.
+func (d *doctor) tpms(ctx context.Context) error {
+	var all v1alpha1.AttestedNodeList
+	if err := d.kube.Reader().List(ctx, &all); err != nil {
+		return err
+	}
+	d.oneMachineEach(all.Items)
+	return nil
+}
+
+func (d *doctor) oneMachineEach(all []v1alpha1.AttestedNode) {
+	byAK := map[string][]v1alpha1.AttestedNode{}
+	for _, n := range all {
+		if n.Status.AKName != "" {
+			byAK[n.Status.AKName] = append(byAK[n.Status.AKName], n)
+		}
+	}
+	for _, ak := range slices.Sorted(maps.Keys(byAK)) {
+		machines, names, banned := map[string]bool{}, []string(nil), false
+		for _, n := range byAK[ak] {
+			machines[n.Spec.MachineID] = true
+			names = append(names, n.Name)
+			banned = banned || n.Spec.Banned
+		}
+		if len(machines) < 2 {
+			continue
+		}
+		remedy := "Find out which of them its machine is, and let go of the others: muster forget NAME."
+		if banned {
+			remedy = "One of them is banned, so none of them attests any more: let go of the others, muster forget NAME, or lift the ban."
+		}
+		slices.Sort(names)
+		d.Add(CheckTPMs, checkup.Fail, remedy, "%s have one TPM: %d machine IDs, one attestation key", strings.Join(names, ", "), len(machines))
+	}
+	if d.Clean(CheckTPMs) {
+		d.OK(CheckTPMs, "%d that have attested, each of one machine", len(byAK))
+	}
+}
