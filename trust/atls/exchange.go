@@ -2,6 +2,7 @@ package atls
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"errors"
 	"io"
@@ -56,6 +57,7 @@ type exchange struct {
 	wants   attestv1.Format // what we asked for and the peer has; FORMAT_UNSPECIFIED: nothing
 	logToo  bool            // the peer wants our event log
 	pending attest.Pending
+	digest  [32]byte // of the peer's evidence, as it came
 	seen    map[kind]bool
 	judged  bool // our verdict is out
 	// challenge is the peer's, put off until the peer itself has attested.
@@ -266,11 +268,11 @@ func (x *exchange) next(ctx context.Context) error {
 	if x.expects(kindEvidence) == nil {
 		limit = maxEvidenceFrame
 	}
-	f, _, err := readFrame(x.conn, limit, x.peers.sends)
+	f, raw, err := readFrame(x.conn, limit, x.peers.sends)
 	if err != nil {
 		return err
 	}
-	return x.handle(ctx, f)
+	return x.handle(ctx, f, raw)
 }
 
 // agree settles what each side has to show. The prover takes its first format that the
@@ -360,7 +362,7 @@ func (x *exchange) expects(k kind) error {
 	return nil
 }
 
-func (x *exchange) handle(ctx context.Context, f *attestv1.Frame) error {
+func (x *exchange) handle(ctx context.Context, f *attestv1.Frame, raw []byte) error {
 	k := kindOf(f)
 	if err := x.expects(k); err != nil {
 		return err
@@ -368,6 +370,7 @@ func (x *exchange) handle(ctx context.Context, f *attestv1.Frame) error {
 	x.seen[k] = true
 	switch k {
 	case kindEvidence:
+		x.digest = sha256.Sum256(evidenceIn(raw)) // of what came, not of what we would have sent
 		return x.verify(ctx, f.GetEvidence())
 	case kindChallenge:
 		if x.role == roleServer && x.wants != attestv1.Format_FORMAT_UNSPECIFIED && x.peer == nil {
@@ -440,11 +443,12 @@ func (x *exchange) appraise(ctx context.Context, r *attestv1.Response) error {
 	if err != nil {
 		return x.doubt(err)
 	}
+	claims = claims.From(checked.Seal(checked.Evidence{Digest: x.digest}))
 	appraisal, err := x.appraiser.Appraise(ctx, claims)
 	if err != nil {
 		return x.doubt(err)
 	}
-	p := attest.NewPeer(claims, appraisal, checked.Session{Purpose: string(x.purpose), VerifiedAt: time.Now()})
+	p := attest.NewPeer(claims, appraisal, checked.Seal(checked.Session{Purpose: string(x.purpose), VerifiedAt: time.Now()}))
 	x.peer = &p
 	if err := x.accept(); err != nil || x.challenge == nil {
 		return err

@@ -125,6 +125,19 @@ func checkFields(body []byte) error {
 	return err
 }
 
+// evidenceIn returns the bytes of the evidence in a frame that [readFrame] has read; nil if there is none.
+func evidenceIn(raw []byte) []byte {
+	var out []byte
+	fields := 0
+	_ = eachField(raw[4:], &fields, func(num protowire.Number, value []byte) error { // decodeFrame has seen that it can be read
+		if num == evidenceField {
+			out = value
+		}
+		return nil
+	})
+	return out
+}
+
 // eachField adds the fields of one protobuf message to count, refuses more than maxFields,
 // and shows each to visit; value is nil for a field that is not length-delimited.
 func eachField(b []byte, count *int, visit func(num protowire.Number, value []byte) error) error {

@@ -278,7 +278,7 @@ func TestAppraise(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			got, err := policy.For(tt.locks...).Appraise(context.Background(), NewClaims(f))
+			got, err := policy.For(tt.locks...).Appraise(context.Background(), claimsOf(f))
 			want := tt.want
 			if want == 0 {
 				want = attestv1.Reason_REASON_ACCEPTED
@@ -299,7 +299,7 @@ func TestAppraise(t *testing.T) {
 		if _, err := policy.Appraise(Claims{}, AnyLock()); err == nil {
 			t.Error("the zero Claims were accepted")
 		}
-		if _, err := new(Policy).Appraise(NewClaims(facts(root)), AnyLock()); err == nil {
+		if _, err := new(Policy).Appraise(claimsOf(facts(root)), AnyLock()); err == nil {
 			t.Error("the zero Policy accepted")
 		}
 	})
@@ -310,7 +310,7 @@ func TestAppraise(t *testing.T) {
 		}
 		f := facts(root)
 		f.PCRs[4], f.PCRs[9] = value('x'), value('y')
-		_, err = policy.Appraise(NewClaims(f), Unlocked())
+		_, err = policy.Appraise(claimsOf(f), Unlocked())
 		m := MismatchesOf(err)
 		if len(m) != 2 || m[0].PCR != 4 || m[1].PCR != 9 || string(m[1].Seen) != string(value('y')) || string(m[1].Expected[0]) != string(value('a')) {
 			t.Errorf("mismatches %v", m)
@@ -353,7 +353,7 @@ func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 		v := append([]byte(nil), f.PCRs[i]...)
 		v[bit/8] ^= 1 << (bit % 8)
 		f.PCRs[i] = v
-		if _, err := policy.Appraise(NewClaims(f), Unlocked()); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		if _, err := policy.Appraise(claimsOf(f), Unlocked()); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
 			t.Fatalf("PCR %d with bit %d flipped: %v", i, bit, err)
 		}
 	})
@@ -430,21 +430,21 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx := context.Background()
-	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(facts(root))); err != nil {
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(root))); err != nil {
 		t.Error(err)
 	}
 	f := facts(root)
 	f.PCRs[11] = value('b')
-	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
 		t.Errorf("another image: %v", err)
 	}
-	if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
 		t.Errorf("another root: %v", err)
 	}
 	for _, i := range everyBootPCR {
 		f := facts(root)
 		f.PCRs[i] = value('b')
-		if _, err := s.For(AnyLock()).Appraise(ctx, NewClaims(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
 			t.Errorf("another PCR %d: %v", i, err)
 		}
 		kept := own[i]
@@ -456,7 +456,7 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 		}
 		own[i] = kept
 	}
-	if _, err := s.For().Appraise(ctx, NewClaims(facts(root))); ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+	if _, err := s.For().Appraise(ctx, claimsOf(facts(root))); ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
 		t.Errorf("no expected lock: %v", err)
 	}
 	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {

@@ -15,11 +15,20 @@ import (
 // Claims is what genuine evidence says. Only a verifier of this module can make one that
 // is not empty (A2); the zero value is refused by every policy.
 type Claims struct {
-	facts *checked.Facts
+	facts    *checked.Facts
+	evidence *checked.Evidence // nil: it came over no connection
 }
 
-// NewClaims is for verifiers: nothing outside this module can name its argument's type.
-func NewClaims(f *checked.Facts) Claims { return Claims{facts: f} }
+// NewClaims is for verifiers: outside this module there is none but the zero argument, which gives empty claims.
+func NewClaims(f checked.Sealed[checked.Facts]) Claims { return Claims{facts: checked.Open(f)} }
+
+// From is for package atls: it returns the claims with what the connection knows of their evidence.
+func (c Claims) From(e checked.Sealed[checked.Evidence]) Claims {
+	if known := checked.Open(e); known != nil {
+		c.evidence = known
+	}
+	return c
+}
 
 // valid says whether a verifier made c.
 func (c Claims) valid() bool { return c.facts != nil }
@@ -136,12 +145,13 @@ func (c Claims) Events() []Event {
 	return append([]Event(nil), c.facts.Events...)
 }
 
-// EvidenceDigest gives SHA-256 of the evidence as it was received.
+// EvidenceDigest returns the SHA-256 of the evidence's bytes as they were received, an encoded
+// muster.attest.v1.Evidence; zero if it came over no connection.
 func (c Claims) EvidenceDigest() [32]byte {
-	if !c.valid() {
+	if !c.valid() || c.evidence == nil {
 		return [32]byte{}
 	}
-	return c.facts.EvidenceDigest
+	return c.evidence.Digest
 }
 
 // SignedPolicy gives the policy that the peer presents, nil if none. It is worth nothing
@@ -160,10 +170,14 @@ type Peer struct {
 	session   checked.Session
 }
 
-// NewPeer is for package atls: nothing outside this module can name the type of its last
-// argument.
-func NewPeer(c Claims, a Appraisal, s checked.Session) Peer {
-	return Peer{claims: c, appraisal: a, session: s}
+// NewPeer is for package atls: outside this module there is none but the zero last argument, which gives no
+// peer.
+func NewPeer(c Claims, a Appraisal, s checked.Sealed[checked.Session]) Peer {
+	session := checked.Open(s)
+	if session == nil {
+		return Peer{}
+	}
+	return Peer{claims: c, appraisal: a, session: *session}
 }
 
 // Machine gives the peer's machine ID.

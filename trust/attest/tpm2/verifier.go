@@ -10,7 +10,6 @@ import (
 	"time"
 
 	gotpm "github.com/google/go-tpm/tpm2"
-	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -110,10 +109,6 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek *endorsement) (*checked.Facts, error) {
 	bank := tpm.Bank(ev.GetTpm2().GetBank())
 	hash, _ := bank.Hash() // checkSizes knows it
-	raw, err := proto.MarshalOptions{Deterministic: true}.Marshal(ev)
-	if err != nil {
-		return nil, refuse(malformed, "%w", err)
-	}
 	f := &checked.Facts{
 		Format:          attestv1.Format_FORMAT_TPM2,
 		Bank:            hash,
@@ -128,7 +123,6 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek
 		Clock:           q.Clock,
 		Safe:            q.Safe,
 		FirmwareVersion: q.FirmwareVersion,
-		EvidenceDigest:  sha256.Sum256(raw),
 		SignedPolicy:    ev.GetSignedPolicy(),
 	}
 	if log := ev.GetTpm2().GetEventLog(); len(log) > 0 {
@@ -181,7 +175,7 @@ func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 		if r != nil {
 			return attest.Claims{}, refuse(attestv1.Reason_REASON_FRAME_INVALID, "a response without a challenge")
 		}
-		return attest.NewClaims(p.facts), nil
+		return attest.NewClaims(checked.Seal(*p.facts)), nil
 	}
 	secret := p.secret
 	p.secret = nil
@@ -192,7 +186,7 @@ func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x does not live in the TPM of machine %s", p.facts.AKName, attest.MachineIDOf(p.facts.EKPublic))
 	}
 	p.verifier.known.add(p.pair, p.verifier.now())
-	return attest.NewClaims(p.facts), nil
+	return attest.NewClaims(checked.Seal(*p.facts)), nil
 }
 
 // ActivationMAC answers a challenge: HMAC-SHA256(secret, "muster-atls/1 activation" ||

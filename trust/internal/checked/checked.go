@@ -1,7 +1,9 @@
 // Package checked holds the only way to make claims and peers.
 //
-// Its types can be named inside the module trust alone, so a value that a policy is
-// compared with can come from nowhere but a verifier of this module (A2).
+// It can be imported inside the module trust alone. Its types can still be had elsewhere, since a generic function infers them
+// from the arguments of those that take them; so those take a [Sealed], whose content only [Seal] sets, and a zero one says
+// nothing. Values that a policy is compared with come from a verifier of this module, then (A2), as long as
+// nobody uses package unsafe.
 package checked
 
 import (
@@ -11,6 +13,15 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
+
+// Sealed holds what a package of this module vouches for. The zero value holds nothing.
+type Sealed[T any] struct{ content *T }
+
+// Seal returns v, sealed.
+func Seal[T any](v T) Sealed[T] { return Sealed[T]{content: &v} }
+
+// Open returns the content; nil of the zero value.
+func Open[T any](s Sealed[T]) *T { return s.content }
 
 // Facts is what a verifier has checked: every field is covered by the signature
 // of a quote over this session's statement, by a certificate that leads to a trusted
@@ -39,8 +50,6 @@ type Facts struct {
 	Safe                     bool
 	// FirmwareVersion is TPMS_ATTEST.firmwareVersion.
 	FirmwareVersion uint64
-	// EvidenceDigest is SHA-256 of the evidence as it was received.
-	EvidenceDigest [32]byte
 	// Events are the entries of the event log, if one was sent; they replay to PCRs.
 	Events []Event
 	// SecureBoot is nil if the log does not say.
@@ -60,6 +69,15 @@ type Event struct {
 	// Text is the event's data for people, at most 256 printable characters. What it
 	// says need not be what Digest covers.
 	Text string
+}
+
+// Evidence is what the connection that evidence came over knows of it.
+type Evidence struct {
+	_ [0]func()
+
+	// Digest is SHA-256 of the evidence's bytes as they were received: an encoded
+	// muster.attest.v1.Evidence.
+	Digest [32]byte
 }
 
 // Session is what the TLS session adds to the claims of its peer.
