@@ -46,7 +46,7 @@ type Cluster struct {
 	cache  cache.Cache
 	info   infoHolder
 	mu     sync.Mutex
-	others []cache.Cache // one for each ConfigMap
+	others []cache.Cache // one for each ConfigMap and each signer's requests
 	synced []toolscache.DoneChecker
 }
 
@@ -111,8 +111,10 @@ func Open(cfg *rest.Config, log *slog.Logger) (*Cluster, error) {
 		ReaderFailOnMissingInformer: true,
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
-			&corev1.Node{}:                {Transform: slimNode},
-			&corev1.Service{}:             {Transform: slimService},
+			&corev1.Node{}: {Transform: slimNode},
+			// Services without an address in the cluster are not sent at all.
+			&corev1.Service{}: {Transform: slimService, Field: fields.AndSelectors(
+				fields.OneTermNotEqualSelector("spec.clusterIP", corev1.ClusterIPNone), fields.OneTermNotEqualSelector("spec.clusterIP", ""))},
 			&v1alpha1.AttestationPolicy{}: {Field: fields.OneTermEqualSelector("metadata.name", v1alpha1.PolicyName)},
 		},
 	})
@@ -139,13 +141,26 @@ func Watch[T client.Object](c *Cluster, set, remove func(T)) error {
 // WatchConfigMap is [Watch] for one ConfigMap in Muster's namespace. A service's role names the
 // ConfigMaps that it may read, so each has a request of its own.
 func WatchConfigMap(c *Cluster, name string, set, remove func(*corev1.ConfigMap)) error {
-	one, err := cache.New(c.cfg, cache.Options{
-		Scheme:                      c.Client.Scheme(),
-		Mapper:                      c.Client.RESTMapper(),
-		ReaderFailOnMissingInformer: true,
-		DefaultTransform:            cache.TransformStripManagedFields(),
-		DefaultNamespaces:           map[string]cache.Config{clusterinfo.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}},
-	})
+	return watchSome(c, cache.Options{
+		DefaultTransform:  cache.TransformStripManagedFields(),
+		DefaultNamespaces: map[string]cache.Config{clusterinfo.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}},
+	}, set, remove)
+}
+
+// WatchRequests is [Watch] for the certificate requests of one signer: the API server sends no others. Of each there is
+// who filed it, and what was decided; what is asked for is left out, since who files requests chooses how much of it
+// there is.
+func WatchRequests(c *Cluster, signer string, set, remove func(*certificatesv1.CertificateSigningRequest)) error {
+	return watchSome(c, cache.Options{
+		DefaultTransform:     slimRequest,
+		DefaultFieldSelector: fields.OneTermEqualSelector("spec.signerName", signer),
+	}, set, remove)
+}
+
+// watchSome is [Watch] with informers of its own.
+func watchSome[T client.Object](c *Cluster, some cache.Options, set, remove func(T)) error {
+	some.Scheme, some.Mapper, some.ReaderFailOnMissingInformer = c.Client.Scheme(), c.Client.RESTMapper(), true
+	one, err := cache.New(c.cfg, some)
 	if err != nil {
 		return fmt.Errorf("cluster: %w", err)
 	}

@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	corev1 "k8s.io/api/core/v1"
 )
 
 var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
@@ -71,5 +73,16 @@ func TestExpiryNeedsACertificate(t *testing.T) {
 		if _, err := Expiry([]byte(text)); err == nil {
 			t.Errorf("%q has an end", text)
 		}
+	}
+}
+
+// Root on any node writes its Node's status, and the owner reads it in a terminal.
+func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
+	n := &corev1.Node{}
+	n.Status.NodeInfo.KubeletVersion = "v1.36.1\x1b]0;x\x07\n\u202e" + strings.Repeat("x", 1<<20)
+	var s NodeStatus
+	s.see(n)
+	if want := "v1.36.1]0;x" + strings.Repeat("x", maxVersion-11); s.Kubelet != want {
+		t.Errorf("%.100q, want %q", s.Kubelet, want)
 	}
 }

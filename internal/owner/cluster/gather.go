@@ -74,14 +74,15 @@ func (c *Client) whoWaits(ctx context.Context, s *Status, now time.Time) error {
 
 // requests lists node certificates' requests that wait.
 func (c *Client) requests(ctx context.Context, s *Status, _ time.Time) error {
-	var all certificatesv1.CertificateSigningRequestList
-	if err := c.client.List(ctx, &all); err != nil {
-		return err
-	}
-	for _, o := range all.Items {
-		node := o.Spec.SignerName == certificatesv1.KubeAPIServerClientKubeletSignerName || o.Spec.SignerName == certificatesv1.KubeletServingSignerName
-		if node && len(o.Status.Conditions) == 0 {
-			s.Requests = append(s.Requests, Request{Name: o.Name, Signer: o.Spec.SignerName, By: o.Spec.Username, Since: o.CreationTimestamp.Time})
+	for _, signer := range []string{certificatesv1.KubeAPIServerClientKubeletSignerName, certificatesv1.KubeletServingSignerName} {
+		var all certificatesv1.CertificateSigningRequestList
+		if err := c.client.List(ctx, &all, client.MatchingFields{"spec.signerName": signer}); err != nil {
+			return err
+		}
+		for _, o := range all.Items {
+			if len(o.Status.Conditions) == 0 {
+				s.Requests = append(s.Requests, Request{Name: o.Name, Signer: o.Spec.SignerName, By: o.Spec.Username, Since: o.CreationTimestamp.Time})
+			}
 		}
 	}
 	return nil

@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"slices"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -157,6 +159,22 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 	return s, nil
 }
 
+// maxVersion is how much of a kubelet's version is shown, in characters.
+const maxVersion = 40
+
+// see takes in what a Node says. Its kubelet writes that, so root on any node does, and the owner reads it in a terminal.
+func (s *NodeStatus) see(n *corev1.Node) {
+	s.Joined = true
+	for _, r := range n.Status.NodeInfo.KubeletVersion {
+		if unicode.IsPrint(r) && utf8.RuneCountInString(s.Kubelet) < maxVersion {
+			s.Kubelet += string(r)
+		}
+	}
+	for _, cond := range n.Status.Conditions {
+		s.Ready = s.Ready || cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue
+	}
+}
+
 func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {
@@ -170,11 +188,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		return byName[name]
 	}
 	for _, n := range nodes.Items {
-		s := at(n.Name)
-		s.Joined, s.Kubelet = true, n.Status.NodeInfo.KubeletVersion
-		for _, cond := range n.Status.Conditions {
-			s.Ready = s.Ready || cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue
-		}
+		at(n.Name).see(&n)
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {

@@ -5,36 +5,53 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"maps"
-	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/time/rate"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
-	// retryApproval is how long to wait before an approval that the API refused is tried again.
-	retryApproval = 2 * time.Second
+	// retryApproval is how long to wait before what the API refused is tried again; each time for twice as long, up to
+	// maxRetryApproval.
+	retryApproval, maxRetryApproval = time.Second, 30 * time.Second
 	// policyGrace is how long after a change of the policy verdicts of the one before still count.
 	policyGrace = 10 * time.Minute
+	// approvers is how many nodes' requests are looked at at once.
+	approvers = 2
+	// maxRequests bounds the requests of one node: those that were approved in the last keepApproved and those that are
+	// open; and those that were denied in the last keepDenied. An honest kubelet has one or two at a time, and a few more
+	// when it starts again and again.
+	maxRequests = 8
+	// maxWrites is how many requests of a node are decided or deleted before it is another node's turn.
+	maxWrites = 4
+	// keepApproved is how long a signed certificate can be fetched by its kubelet, keepDenied how long a denial can be read.
+	// Kubernetes would keep both for an hour.
+	keepApproved, keepDenied = 5 * time.Minute, time.Minute
 )
 
 // Approver decides on the requests that kubelets file by themselves, to renew what they have. A request that fits its node's enrolment is approved. One that never can is
 // denied, so that the kubelet's log says why. One that may fit later, as when the enrolment is still
 // on its way or the machine has yet to attest again, waits.
+//
+// Nodes take turns, and a turn is short, however much a node has filed: what is above its bound is deleted, the oldest
+// first, and what is decided is deleted once its kubelet has had the time to read it.
 type Approver struct {
 	kube      *Kube
 	audit     *audit.Log
@@ -43,7 +60,10 @@ type Approver struct {
 	maxAge    time.Duration
 	grace     time.Duration
 	decisions *prometheus.CounterVec
-	waiting   map[string]string // by request: the reason that was logged
+	tooMany   rate.Sometimes
+
+	mu     sync.Mutex
+	events map[string]*rate.Limiter // by node
 }
 
 // NewApprover returns an Approver that takes verdicts of up to maxAge under the policy in force of p,
@@ -58,7 +78,8 @@ func (k *Kube) NewApprover(log *audit.Log, rations *audit.Rations, p *policy.Sto
 	if err := r.Register(d); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
-	return &Approver{kube: k, audit: log, rations: rations, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, waiting: map[string]string{}}, nil
+	a := &Approver{kube: k, audit: log, rations: rations, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, tooMany: rate.Sometimes{Interval: time.Minute}, events: map[string]*rate.Limiter{}}
+	return a, cluster.Watch(k.cluster, func(n *v1alpha1.AttestedNode) { k.requests.wakeOne(n.Name) }, func(*v1alpha1.AttestedNode) {})
 }
 
 // Serve decides until ctx ends. Before the informers have synced it decides nothing.
@@ -66,70 +87,186 @@ func (a *Approver) Serve(ctx context.Context) error {
 	if err := a.kube.cluster.Await(ctx); err != nil {
 		return err
 	}
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](retryApproval, maxRetryApproval))
+	var workers sync.WaitGroup
+	for range approvers {
+		workers.Go(func() {
+			for a.next(ctx, queue) {
+			}
+		})
+	}
+	defer workers.Wait()
+	defer queue.ShutDown()
+	defer a.kube.requests.look(nil)
 	for {
-		changed := a.kube.cluster.Nodes.Changed() // before looking, so that no change is missed
-		_, policed := a.policy.Latest()
-		var retry <-chan time.Time
-		if !a.pass(ctx) {
-			retry = time.After(retryApproval/2 + rand.N(retryApproval)) //nolint:gosec // spreading load is no secret
-		}
+		_, policed := a.policy.Latest() // before looking, so that no change is missed
+		a.kube.requests.look(queue.Add)
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-a.kube.requests.kick:
-		case <-changed:
 		case <-policed:
-		case <-retry:
 		}
 	}
 }
 
-// pass looks at every open request once. It is false if one could not be decided because something
-// failed.
-func (a *Approver) pass(ctx context.Context) bool {
-	ok := a.vouchRenewed(ctx)
-	r := a.kube.requests
-	r.mu.Lock()
-	open := slices.Collect(maps.Values(r.open))
-	r.mu.Unlock()
-	still := make(map[string]string, len(open))
+// next gives one node its turn. It is false once the queue has been shut down.
+func (a *Approver) next(ctx context.Context, queue workqueue.TypedRateLimitingInterface[string]) bool {
+	node, end := queue.Get()
+	if end {
+		return false
+	}
+	defer queue.Done(node)
+	if ctx.Err() != nil {
+		return true
+	}
+	again, err := a.turn(ctx, node)
+	if err != nil {
+		if ctx.Err() == nil {
+			a.kube.log.ErrorContext(ctx, "a node's certificate requests cannot be dealt with; trying again", "node", node, "err", err)
+		}
+		queue.AddRateLimited(node)
+		return true
+	}
+	queue.Forget(node)
+	if again > 0 {
+		queue.AddAfter(node, again)
+	}
+	return true
+}
+
+// atOnce is for a node that has to wait for no more than the others' turns.
+const atOnce = time.Nanosecond
+
+// turn looks at the requests of a node, and says after what pause there is more to do; 0: not before something changes.
+func (a *Approver) turn(ctx context.Context, node string) (again time.Duration, err error) {
+	open, superfluous, again, ok := a.sort(ctx, node)
+	if !ok {
+		err = errors.New("a renewed certificate is to be listed")
+	}
+	writes := 0
+	for _, o := range superfluous {
+		if writes++; writes > maxWrites {
+			return atOnce, err
+		}
+		if failed := a.drop(ctx, o); failed != nil {
+			return again, errors.Join(err, failed)
+		}
+	}
 	for _, o := range open {
-		if ctx.Err() != nil {
-			return true
+		if writes > maxWrites {
+			return atOnce, err
 		}
-		node := a.kube.cluster.Nodes.ByName(filer(o))
-		err := a.judge(o, node)
-		if _, waits := errors.AsType[*notYet](err); !waits {
-			// What is decided is decided on the enrolment as it is now: an informer may have to hear yet of
-			// a ban or of a verdict that is gone (J4, J7).
-			if node, err = a.enrolment(ctx, node.Name); err != nil {
-				ok = false
-				a.kube.log.ErrorContext(ctx, "a node's enrolment cannot be read; trying again", "node", filer(o), "err", err)
-				continue
-			}
-			err = a.judge(o, node)
+		done, failed := a.look(ctx, o)
+		if done {
+			writes++
 		}
-		if later, is := errors.AsType[*notYet](err); is {
-			still[o.Name] = later.Error()
-			if a.waiting[o.Name] != later.Error() {
-				a.decisions.WithLabelValues(o.Spec.SignerName, attest.ReasonName(attest.ReasonOf(later.err))).Inc()
-				a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "reason", attest.ReasonName(attest.ReasonOf(later.err)), "why", later.err)
-				a.tell(ctx, o, "RenewalWaits", later.err)
-			}
-			continue
-		}
-		if err := a.decide(ctx, o, node, err); err != nil {
-			ok = false
-			a.kube.log.ErrorContext(ctx, "a kubelet's certificate request cannot be decided; trying again", "request", o.Name, "err", err)
-		}
+		err = errors.Join(err, failed)
 	}
-	a.waiting = still
-	return ok
+	return again, err
 }
 
-// tell says beside the enrolment what a kubelet can't: why its certificate is not renewed.
+// sort says which of a node's requests are to be decided and which to be deleted, and after what pause others are to be.
+// It is not ok if a certificate could not be listed.
+func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []kubelets, again time.Duration, ok bool) {
+	approved, denied := 0, 0
+	ok = true
+	for _, o := range a.kube.requests.of(node) {
+		keep := keepApproved - a.kube.now().Sub(o.decided)
+		switch {
+		case o.decided.IsZero():
+			open = append(open, o)
+			continue
+		case refused(o.CertificateSigningRequest):
+			denied++
+			keep += keepDenied - keepApproved
+			if denied > maxRequests {
+				keep = 0
+			}
+		case !a.vouchRenewed(ctx, o):
+			ok = false
+			continue
+		case keep > 0:
+			approved++
+		case !concluded(o.CertificateSigningRequest):
+			continue // its signer is at it
+		}
+		if keep <= 0 {
+			superfluous = append(superfluous, o)
+		} else if again == 0 || keep < again {
+			again = keep
+		}
+	}
+	if room := max(0, maxRequests-approved); len(open) > room {
+		a.tooMany.Do(func() {
+			a.kube.log.WarnContext(ctx, "a node files too many certificate requests; the oldest are deleted", "node", node, "open", len(open), "bound", maxRequests)
+		})
+		superfluous = append(superfluous, open[room:]...) // the newest stay: their kubelet waits for no other
+		open = open[:room]
+	}
+	return open, superfluous, again, ok
+}
+
+// drop deletes a request that is decided, or above its node's bound.
+func (a *Approver) drop(ctx context.Context, o kubelets) error {
+	err := a.kube.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID})
+	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
+		return unavailable("delete CertificateSigningRequest "+o.Name, err)
+	}
+	if o.decided.IsZero() && err == nil {
+		reason := attest.ReasonName(attestv1.Reason_REASON_BUSY)
+		a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
+		node := filer(o.CertificateSigningRequest)
+		if err := a.rations.Write(node, audit.Record{Service: "joinservice", Event: "certificate request deleted", Reason: reason, Request: o.Name, Node: node}); err != nil {
+			a.kube.log.ErrorContext(ctx, "the audit record of a deleted certificate request cannot be written", "request", o.Name, "err", err)
+		}
+	}
+	a.kube.requests.remove(o.CertificateSigningRequest) // the informer will say so too
+	return nil
+}
+
+// look decides on an open request, unless it has to wait. What it is decided on is read from the API server: an informer may
+// have to hear yet of a ban or of a verdict that is gone (J4, J7), and knows no more of a request than who filed it. It is
+// done unless the request waits, or was decided elsewhere.
+func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err error) {
+	o := &certificatesv1.CertificateSigningRequest{}
+	if err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: open.Name}, o); apierrors.IsNotFound(err) || err == nil && (o.UID != open.UID || decided(o)) {
+		return false, nil // the informer will tell
+	} else if err != nil {
+		return false, unavailable("read CertificateSigningRequest "+open.Name, err)
+	}
+	node, err := a.enrolment(ctx, filer(o))
+	if err != nil {
+		return false, unavailable("read AttestedNode "+filer(o), err)
+	}
+	err = a.judge(o, node)
+	later, waits := errors.AsType[*notYet](err)
+	if !waits {
+		return true, a.decide(ctx, o, node, err)
+	}
+	if open.waits != later.Error() {
+		a.kube.requests.note(open, func(k *kubelets) { k.waits = later.Error() })
+		a.decisions.WithLabelValues(o.Spec.SignerName, attest.ReasonName(attest.ReasonOf(later.err))).Inc()
+		a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "reason", attest.ReasonName(attest.ReasonOf(later.err)), "why", later.err)
+		a.tell(ctx, o, "RenewalWaits", later.err)
+	}
+	return false, nil
+}
+
+// tell says beside the enrolment what a kubelet can't: why its certificate is not renewed. A node that files without end
+// gets no more events than others: the log has the rest.
 func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
-	if n := a.kube.cluster.Nodes.ByName(filer(o)); n != nil {
+	n := a.kube.cluster.Nodes.ByName(filer(o))
+	if n == nil {
+		return
+	}
+	a.mu.Lock()
+	events := a.events[n.Name]
+	if events == nil { // one for each enrolment that there ever was
+		events = rate.NewLimiter(rate.Every(time.Minute), 2*maxRequests)
+		a.events[n.Name] = events
+	}
+	a.mu.Unlock()
+	if events.Allow() {
 		a.kube.tell(ctx, n, eventWarning, what, fmt.Sprintf("%s: %v", o.Name, why))
 	}
 }
@@ -138,11 +275,6 @@ func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSignin
 type notYet struct{ err error }
 
 func (n *notYet) Error() string { return n.err.Error() }
-
-// filer is the name of the node that filed a request.
-func filer(o *certificatesv1.CertificateSigningRequest) string {
-	return strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
-}
 
 // enrolment reads a node's enrolment past the informers; nil: it has none.
 func (a *Approver) enrolment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
@@ -275,8 +407,6 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	if err != nil {
 		return unavailable("decide on CertificateSigningRequest "+o.Name, err)
 	}
-	// The informer will say so too; until then it would be decided again with each kick.
-	a.kube.requests.remove(o)
 	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
 	if refusal != nil {
 		a.tell(ctx, o, "RenewalDenied", refusal)

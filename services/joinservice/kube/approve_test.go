@@ -2,20 +2,28 @@ package kube
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -64,5 +72,97 @@ func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 	}
 	if n := strings.Count(out.String(), "certificate approved"); n != 60 {
 		t.Errorf("%d of 60 approvals are recorded", n)
+	}
+}
+
+// counting is an API server that takes deletions and has nothing to read.
+type counting struct {
+	client.Client
+	reads   int
+	deleted []string
+}
+
+func (c *counting) Get(_ context.Context, key client.ObjectKey, _ client.Object, _ ...client.GetOption) error {
+	c.reads++
+	return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
+}
+
+func (c *counting) Delete(_ context.Context, o client.Object, _ ...client.DeleteOption) error {
+	c.deleted = append(c.deleted, o.GetName())
+	return nil
+}
+
+// A node's turn is short however much it has filed, and its newest requests stay.
+func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
+	now := &clock{at: time.Now()}
+	requestOf := func(name string, age time.Duration, conditions ...certificatesv1.RequestConditionType) *certificatesv1.CertificateSigningRequest {
+		o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(name), CreationTimestamp: metav1.NewTime(now.at.Add(-age))}}
+		o.Spec.SignerName, o.Spec.Username, o.Spec.Groups = signerOf[nodecert.Serving], "system:node:w1", []string{nodecert.Organization}
+		for _, c := range conditions {
+			o.Status.Conditions = append(o.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{Type: c})
+			if c == certificatesv1.CertificateApproved {
+				o.Status.Certificate = []byte("x")
+			}
+		}
+		return o
+	}
+	for name, tt := range map[string]struct {
+		open, approved, denied int
+		after                  time.Duration
+		stay                   int // of all, in the end
+	}{
+		"1500 at once":                      {open: 1500, stay: maxRequests},
+		"a few":                             {open: 3, stay: 3},
+		"beside those of the last minutes":  {open: 5, approved: maxRequests - 2, stay: maxRequests},
+		"approved without end":              {open: 5, approved: 3 * maxRequests, stay: 3 * maxRequests},
+		"denied without end":                {open: 2, denied: 300, stay: 2 + maxRequests},
+		"approved that were fetched or not": {open: 2, approved: maxRequests, after: keepApproved, stay: 2},
+		"denied that were read or not":      {open: 2, denied: 3, after: keepDenied, stay: 2},
+		"approved that may yet be fetched":  {open: 2, approved: 3, after: keepApproved - time.Second, stay: 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			api, out := &counting{}, &bytes.Buffer{}
+			strangers, err := audit.NewStrangers("joinservice", audit.NewStream(out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+			if err != nil {
+				t.Fatal(err)
+			}
+			rations, err := audit.NewRations(strangers)
+			if err != nil {
+				t.Fatal(err)
+			}
+			k := &Kube{cluster: &cluster.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, enrolled: &enrolledView{}}
+			k.requests.now = now.now
+			a := &Approver{kube: k, rations: rations, decisions: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "x"}, []string{"signer", "reason"})}
+			total := 0
+			file := func(n int, conditions ...certificatesv1.RequestConditionType) {
+				for range n {
+					total++
+					k.requests.set(requestOf(fmt.Sprintf("csr-%04d", total), time.Duration(total)*time.Second, conditions...))
+				}
+			}
+			file(tt.open)
+			file(tt.approved, certificatesv1.CertificateApproved)
+			file(tt.denied, certificatesv1.CertificateDenied)
+			now.pass(tt.after)
+			turns := 0
+			for again := atOnce; again == atOnce; turns++ {
+				reads, deletions := api.reads, len(api.deleted)
+				if again, err = a.turn(t.Context(), "w1"); err != nil {
+					t.Fatal(err)
+				}
+				if r, d := api.reads-reads, len(api.deleted)-deletions; r > maxRequests || d > maxWrites {
+					t.Fatalf("a turn took %d reads and %d deletions", r, d)
+				}
+			}
+			if left := total - len(api.deleted); left != tt.stay {
+				t.Errorf("%d of %d are left after %d turns, want %d", left, total, turns, tt.stay)
+			}
+			if recorded := strings.Contains(out.String(), `"certificate request deleted"`); recorded != (tt.open > maxRequests-tt.approved && tt.after == 0) {
+				t.Errorf("that requests were deleted undecided is on record: %t", recorded)
+			}
+			if tt.approved < maxRequests && slices.Contains(api.deleted, "csr-0001") {
+				t.Error("the newest request was deleted")
+			}
+		})
 	}
 }

@@ -9,9 +9,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -134,85 +132,4 @@ func certificateOf(object *certificatesv1.CertificateSigningRequest, r *nodecert
 		return wrong("a certificate for another subject")
 	}
 	return Certificate{PEM: object.Status.Certificate, Leaf: leaf}, nil
-}
-
-// await gives a channel that gets the request once it is signed or has failed.
-func (r *requests) await(name string) (<-chan *certificatesv1.CertificateSigningRequest, func()) {
-	c := make(chan *certificatesv1.CertificateSigningRequest, 1)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.waiting[name] = c
-	return c, func() {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		delete(r.waiting, name)
-	}
-}
-
-func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if c, ok := r.waiting[o.Name]; ok && concluded(o) {
-		select {
-		case c <- o:
-		default: // it was told already
-		}
-	}
-	if isKubelets(o) && concluded(o) {
-		r.keepRenewed(o)
-		r.wake()
-	}
-	if isOurs(o.Name, o.Spec.Username) {
-		r.filed[o.Name] = o.CreationTimestamp.Time
-	}
-	if !isKubelets(o) || decided(o) {
-		delete(r.open, o.Name)
-		return
-	}
-	r.open[o.Name] = o
-	r.wake()
-}
-
-func (r *requests) remove(o *certificatesv1.CertificateSigningRequest) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.open, o.Name)
-	delete(r.filed, o.Name)
-}
-
-// ours are the requests that were filed for tickets, and when.
-func (r *requests) ours() map[string]time.Time {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return maps.Clone(r.filed)
-}
-
-func (r *requests) wake() {
-	select {
-	case r.kick <- struct{}{}:
-	default: // it is awake
-	}
-}
-
-// concluded says whether the signer has finished with o.
-func concluded(o *certificatesv1.CertificateSigningRequest) bool {
-	if len(o.Status.Certificate) > 0 {
-		return true
-	}
-	return slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-		return c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied
-	})
-}
-
-// decided says whether o was approved or denied.
-func decided(o *certificatesv1.CertificateSigningRequest) bool {
-	return concluded(o) || slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-		return c.Type == certificatesv1.CertificateApproved
-	})
-}
-
-// isKubelets says whether a node filed o for one of the two node signers.
-func isKubelets(o *certificatesv1.CertificateSigningRequest) bool {
-	return (o.Spec.SignerName == signerOf[nodecert.Client] || o.Spec.SignerName == signerOf[nodecert.Serving]) &&
-		strings.HasPrefix(o.Spec.Username, nodecert.UserPrefix) && slices.Contains(o.Spec.Groups, nodecert.Organization)
 }

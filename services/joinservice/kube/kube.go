@@ -20,12 +20,12 @@ import (
 	"sync"
 	"time"
 
-	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -80,11 +80,13 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
 		life: life, now: time.Now,
 	}
+	k.requests.now = func() time.Time { return k.now() }
 	return k, errors.Join(
 		cluster.Watch(c, k.setNode, k.removeNode),
 		cluster.Watch(c, k.setService, k.removeService),
 		cluster.WatchConfigMap(c, enrolled.ConfigMap, k.setEnrolled, k.enrolled.remove),
-		cluster.Watch(c, k.requests.set, k.requests.remove),
+		cluster.WatchRequests(c, signerOf[nodecert.Client], k.requests.set, k.requests.remove),
+		cluster.WatchRequests(c, signerOf[nodecert.Serving], k.requests.set, k.requests.remove),
 		cluster.Watch(c, k.disks.set, k.disks.remove),
 	)
 }
@@ -201,7 +203,7 @@ func (k *Kube) setNode(n *corev1.Node) {
 // setEnrolled also has the waiting requests looked at again: one may wait for its certificate to be listed.
 func (k *Kube) setEnrolled(m *corev1.ConfigMap) {
 	k.enrolled.set(m)
-	k.requests.wake()
+	k.requests.wakeAll()
 }
 
 func (k *Kube) removeNode(n *corev1.Node) {
@@ -210,12 +212,8 @@ func (k *Kube) removeNode(n *corev1.Node) {
 }
 
 func (k *Kube) setService(s *corev1.Service) {
-	ips := append(append([]string(nil), s.Spec.ClusterIPs...), s.Spec.ExternalIPs...)
-	for _, i := range s.Status.LoadBalancer.Ingress {
-		ips = append(ips, i.IP)
-	}
 	k.services.set(s)
-	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name}, ips...)
+	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name}, s.Spec.ClusterIPs...)
 }
 
 func (k *Kube) removeService(s *corev1.Service) {
@@ -252,23 +250,4 @@ func (k *Kube) apiServers() []string {
 		out = append(out, host)
 	}
 	return out
-}
-
-// requests is the view of CertificateSigningRequests: who waits for which, and what is open.
-type requests struct {
-	mu      sync.Mutex
-	open    map[string]*certificatesv1.CertificateSigningRequest // by kubelets, undecided
-	renewed map[string]*certificatesv1.CertificateSigningRequest // kubelets' client certificates that were just signed
-	filed   map[string]time.Time                                 // by joinservices for tickets
-	waiting map[string]chan *certificatesv1.CertificateSigningRequest
-	kick    chan struct{}
-}
-
-func newRequests() *requests {
-	return &requests{
-		open:    map[string]*certificatesv1.CertificateSigningRequest{},
-		filed:   map[string]time.Time{},
-		waiting: map[string]chan *certificatesv1.CertificateSigningRequest{},
-		kick:    make(chan struct{}, 1),
-	}
 }

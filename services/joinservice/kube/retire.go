@@ -7,7 +7,6 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -128,29 +127,22 @@ func (a *Approver) checkCredential(node string, o *certificatesv1.CertificateSig
 	return &notYet{attest.Refuse(attestv1.Reason_REASON_CERTIFICATE_RETIRED, "it was filed with a certificate of a machine that had the name %q before", node)}
 }
 
-// vouchRenewed lists the certificates that kubelets got for listed ones. It is false if one could not be.
-func (a *Approver) vouchRenewed(ctx context.Context) bool {
-	r := a.kube.requests
-	r.mu.Lock()
-	renewed := r.renewed
-	r.renewed = nil
-	r.mu.Unlock()
-	ok := true
-	for name, o := range renewed {
-		node := strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
-		retirement, retired := a.kube.enrolled.retirement(node)
-		if !retired || !retirement.Admits(credentials(o)...) {
-			continue
-		}
-		if err := a.kube.vouchSigned(ctx, node, o); err != nil && !errors.Is(err, errStruck) {
-			ok = false
-			a.kube.log.ErrorContext(ctx, "a renewed certificate cannot be listed, so its node cannot write with it; trying again", "request", name, "node", node, "err", err)
-			r.mu.Lock()
-			r.keepRenewed(o)
-			r.mu.Unlock()
-		}
+// vouchRenewed lists the certificate that a kubelet got for a listed one. It is false if that could not be done.
+func (a *Approver) vouchRenewed(ctx context.Context, o kubelets) bool {
+	if o.listed || o.Spec.SignerName != signerOf[nodecert.Client] || len(o.Status.Certificate) == 0 {
+		return true
 	}
-	return ok
+	node := filer(o.CertificateSigningRequest)
+	retirement, retired := a.kube.enrolled.retirement(node)
+	if !retired || !retirement.Admits(credentials(o.CertificateSigningRequest)...) {
+		return true
+	}
+	if err := a.kube.vouchSigned(ctx, node, o.CertificateSigningRequest); err != nil && !errors.Is(err, errStruck) {
+		a.kube.log.ErrorContext(ctx, "a renewed certificate cannot be listed, so its node cannot write with it; trying again", "request", o.Name, "node", node, "err", err)
+		return false
+	}
+	a.kube.requests.note(o, func(k *kubelets) { k.listed = true })
+	return true
 }
 
 func (k *Kube) vouchSigned(ctx context.Context, node string, o *certificatesv1.CertificateSigningRequest) error {
@@ -163,15 +155,4 @@ func (k *Kube) vouchSigned(ctx context.Context, node string, o *certificatesv1.C
 		return nil //nolint:nilerr // as above
 	}
 	return k.vouch(ctx, node, enrolled.ID(c), func(_ *corev1.ConfigMap, r enrolled.Retirement) bool { return r.Admits(credentials(o)...) })
-}
-
-// keepRenewed remembers a signed client certificate of a kubelet for the next pass. r.mu is held.
-func (r *requests) keepRenewed(o *certificatesv1.CertificateSigningRequest) {
-	if o.Spec.SignerName != signerOf[nodecert.Client] || len(o.Status.Certificate) == 0 {
-		return
-	}
-	if r.renewed == nil {
-		r.renewed = map[string]*certificatesv1.CertificateSigningRequest{}
-	}
-	r.renewed[o.Name] = o
 }

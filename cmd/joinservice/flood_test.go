@@ -1,0 +1,211 @@
+package main
+
+import (
+	"bytes"
+	"encoding/pem"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
+)
+
+// as gives the API as whoever has a node's credentials sees it.
+func (s *stage) as(t *testing.T, node string) client.Client {
+	t.Helper()
+	cfg, err := s.AsUser("system:node:"+node, "system:nodes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.QPS = -1
+	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return api
+}
+
+// object is the request as the kubelet writes it.
+func (f *filed) object(t *testing.T) *certificatesv1.CertificateSigningRequest {
+	t.Helper()
+	return &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: csr(t, f.template, newKey(t))}),
+			SignerName: f.signer, Usages: f.usages,
+		},
+	}
+}
+
+// Requests stay in etcd for up to a day, so a node can't make them large in any way.
+func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
+	s := setUp(t)
+	if err := s.list(t, "w1"); err != nil {
+		t.Fatal(err)
+	}
+	api := s.as(t, "w1")
+	text := strings.Repeat("x", 3<<10)
+	pad := func(o *certificatesv1.CertificateSigningRequest, size int) {
+		o.Spec.Request = append(o.Spec.Request, bytes.Repeat([]byte("\n"), size-len(o.Spec.Request))...)
+	}
+	many := map[string]string{}
+	for i := range 20000 {
+		many[fmt.Sprint("k", i)] = ""
+	}
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), renewal("w1").object(t), client.DryRunAll) }) // once the policy knows the node
+	for name, tt := range map[string]struct {
+		change func(*certificatesv1.CertificateSigningRequest)
+		taken  bool
+	}{
+		"as it is":           {func(*certificatesv1.CertificateSigningRequest) {}, true},
+		"8 KiB":              {func(o *certificatesv1.CertificateSigningRequest) { pad(o, 8<<10) }, true},
+		"more than 8 KiB":    {func(o *certificatesv1.CertificateSigningRequest) { pad(o, 8<<10+2) }, false},
+		"1 MiB":              {func(o *certificatesv1.CertificateSigningRequest) { pad(o, 1<<20) }, false},
+		"a short annotation": {func(o *certificatesv1.CertificateSigningRequest) { o.Annotations = map[string]string{"a": "b"} }, true},
+		"a long annotation":  {func(o *certificatesv1.CertificateSigningRequest) { o.Annotations = map[string]string{"a": text} }, false},
+		"many annotations":   {func(o *certificatesv1.CertificateSigningRequest) { o.Annotations = many }, false},
+		"many labels":        {func(o *certificatesv1.CertificateSigningRequest) { o.Labels = many }, false},
+		"a finalizer":        {func(o *certificatesv1.CertificateSigningRequest) { o.Finalizers = []string{"example.com/x"} }, false},
+		"an owner": {func(o *certificatesv1.CertificateSigningRequest) {
+			o.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: "x", UID: "x"}}
+		}, false},
+		"for another signer": {func(o *certificatesv1.CertificateSigningRequest) { o.Spec.SignerName = "example.com/x" }, false},
+		"its user's own extra": {func(o *certificatesv1.CertificateSigningRequest) {
+			o.Spec.Extra = map[string]certificatesv1.ExtraValue{"a": {text}}
+		}, true}, // the API server writes its own
+		"fields that others manage": {func(o *certificatesv1.CertificateSigningRequest) {
+			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: strings.Repeat("x", 100), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: []byte(`{"f:` + strings.Repeat("x", 1<<20) + `":{}}`)}}}
+		}, false},
+		"deep fields that others manage": {func(o *certificatesv1.CertificateSigningRequest) {
+			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "x", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: []byte(`{"f:a":{"f:b":{"f:c":{"f:` + strings.Repeat("x", 1<<20) + `":{}}}}}`)}}}
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := renewal("w1").object(t)
+			tt.change(o)
+			err := api.Create(t.Context(), o)
+			if tt.taken {
+				if err != nil {
+					t.Error(err)
+				} else if size := o.Size(); size > 16<<10 {
+					t.Errorf("it has %d bytes", size)
+				}
+				return
+			}
+			if err == nil {
+				t.Errorf("%d bytes were taken", o.Size())
+			} else if !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// renews files a request as its node and gives the time until it is signed.
+func (s *stage) renews(t *testing.T, api client.Client, node string) time.Duration {
+	t.Helper()
+	began, o := time.Now(), renewal(node).object(t)
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) })
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if err := api.Get(t.Context(), client.ObjectKeyFromObject(o), o); err != nil {
+			t.Fatal(err)
+		}
+		if len(o.Status.Certificate) > 0 {
+			return time.Since(began)
+		}
+		select {
+		case <-tick.C:
+		case <-t.Context().Done():
+			t.Fatal("it was not signed")
+		}
+	}
+}
+
+// Root on a worker files requests without end. Another node's renewal takes its own time, and what the first one filed is
+// gone again soon.
+func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
+	const requests, tries = 1500, 3
+	s := setUp(t)
+	s.ticketFor(t, s.machine(t), worker(t))
+	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
+	one, other := s.as(t, "w1"), s.as(t, "w2")
+	var quiet, busy []time.Duration
+	for range tries {
+		quiet = append(quiet, s.renews(t, other, "w2"))
+	}
+	o := renewal("w1").object(t)
+	var filing errgroup.Group
+	filing.SetLimit(8)
+	for range requests {
+		filing.Go(func() error { return one.Create(t.Context(), o.DeepCopy()) })
+	}
+	if err := filing.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	left := len(s.CSRs(t))
+	for range tries {
+		busy = append(busy, s.renews(t, other, "w2"))
+	}
+	slices.Sort(quiet)
+	slices.Sort(busy)
+	t.Logf("%d requests of w1, %d are left when w2 renews: in %s, and in %s without them", requests, left, busy, quiet)
+	// A quarter of a second is below what a busy machine of tests can tell apart.
+	if ratio := float64(busy[tries/2]) / float64(max(quiet[tries/2], 250*time.Millisecond)); ratio > 3 {
+		t.Errorf("a renewal takes %.1f times as long", ratio)
+	}
+	membertest.Eventually(t, func() error {
+		of := map[string]int{}
+		l := &certificatesv1.CertificateSigningRequestList{}
+		if err := s.Client.List(t.Context(), l); err != nil {
+			return err
+		}
+		for _, o := range l.Items {
+			of[o.Spec.Username]++
+		}
+		return membertest.Want(of["system:node:w1"] <= 16, "requests are left: %v", of)
+	})
+	if n := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "BUSY"); n < requests/2 {
+		t.Errorf("%v were deleted", n)
+	}
+}
+
+// Whoever may create Services can't keep an address from a machine: only what the API server allots counts.
+func TestServicesOfTenantsTakeNoAddressFromAMachine(t *testing.T) {
+	s := setUp(t)
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "x"}, Spec: corev1.ServiceSpec{
+		Type: corev1.ServiceTypeLoadBalancer, Ports: []corev1.ServicePort{{Port: 80}}, ExternalIPs: []string{"192.168.77.12"},
+	}}
+	first := netip.MustParseAddr("198.18.0.0")
+	for range 10000 {
+		service.Spec.ExternalIPs, first = append(service.Spec.ExternalIPs, first.String()), first.Next()
+	}
+	if err := s.Client.Create(t.Context(), service); err != nil {
+		t.Fatal(err)
+	}
+	service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.168.77.12"}}
+	if err := s.Client.Status().Update(t.Context(), service); err != nil {
+		t.Fatal(err)
+	}
+	// Its own address in the cluster is seen, so the others are too.
+	owned := worker(t, named("w3", "5f0c95b6-2a3d-4c7e-9f10-000000000003", service.Spec.ClusterIP))
+	membertest.Eventually(t, func() error {
+		_, err := s.dial(t, s.machine(t).Attester("machine")).IssueJoinTicket(t.Context(), owned.IssueJoinTicketRequest)
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_ADDRESS_REFUSED, "%v", err)
+	})
+	s.ticketFor(t, s.machine(t), worker(t))
+}
