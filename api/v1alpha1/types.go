@@ -191,8 +191,8 @@ type AttestedNodeStatus struct {
 	ResetCount *int64 `json:"resetCount,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
-	// ReleasedAt is when the machine returned the ticket that had enrolled it, or had vanished for so
-	// long that it was released by rule. Certificate and disk key are out, so name and disk stay the machine's
+	// ReleasedAt is when the machine returned the ticket that had enrolled it, or its last ticket
+	// failed. Certificate and disk key are out, so name and disk stay the machine's
 	// own until the certificate has expired, 24 hours and 10 minutes unless the owner has set another
 	// life; then they are free.
 	//
@@ -251,9 +251,14 @@ type Ticket struct {
 }
 
 // EnrolledByTicket is an annotation of an AttestedNode that joinservice made for a join ticket. Such a
-// worker's enrolment is released once its node has vanished for long. Take the annotation and
+// worker's enrolment is deleted once its node has vanished for long. Take the annotation and
 // status.ticket.enrolled away, and it is as if the owner had made it.
 const EnrolledByTicket = "muster.dev/enrolled-by-ticket"
+
+// FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by asking for others, each with the
+// time at which the last serving certificate for it has expired (ADDRESS=RFC 3339, separated by spaces). Until then no other
+// machine may have the address (J4).
+const FormerAddresses = "muster.dev/former-addresses"
 
 // ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
 const ConditionVanished = "Vanished"

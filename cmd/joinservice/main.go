@@ -44,7 +44,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	credential := flags.String("join-credential", string(kube.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialise")
 	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
-	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrolment of a worker that enrolled itself, and whose Node is gone, is released; more than --certificate-life, or 0: never")
+	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrolment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err

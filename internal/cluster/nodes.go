@@ -60,7 +60,7 @@ func (n *Nodes) set(node *v1alpha1.AttestedNode) {
 	n.byMachine.add(node.Spec.MachineID, node.Name)
 	n.byAK.add(node.Status.AKName, node.Name)
 	n.byDisk.add(node.Spec.DiskID, node.Name)
-	for _, a := range node.Spec.Addresses {
+	for _, a := range addresses(node) {
 		n.byAddress.add(a, node.Name)
 	}
 	n.broadcast()
@@ -82,9 +82,14 @@ func (n *Nodes) unlink(name string) {
 	n.byMachine.drop(old.Spec.MachineID, name)
 	n.byAK.drop(old.Status.AKName, name)
 	n.byDisk.drop(old.Spec.DiskID, name)
-	for _, a := range old.Spec.Addresses {
+	for _, a := range addresses(old) {
 		n.byAddress.drop(a, name)
 	}
+}
+
+// addresses are those of an enrollment, and those that it had.
+func addresses(n *v1alpha1.AttestedNode) []string {
+	return slices.AppendSeq(slices.Clone(n.Spec.Addresses), maps.Keys(Former(n)))
 }
 
 func (n *Nodes) broadcast() {
@@ -118,7 +123,7 @@ func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byA
 // ByDisk gives the enrolments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
-// ByAddress gives the enrolments with that address, in the spelling of [netip.Addr.String].
+// ByAddress gives the enrolments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
 func (n *Nodes) ByAddress(a string) []*v1alpha1.AttestedNode { return n.find(n.byAddress, a) }
 
 func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {

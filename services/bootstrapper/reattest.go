@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -23,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// joinservicePort is where every control plane serves joinservice: a NodePort.
+// joinservicePort is where every control plane serves joinservice, a NodePort, if its owner has chosen no other.
 const joinservicePort = "30090"
 
 // maxInterval is the longest pause that a joinservice may ask for.
@@ -181,12 +182,22 @@ func (r *Reattester) once(ctx context.Context) (time.Duration, error) {
 }
 
 // endpoints are the joinservices to attest to. A control plane has one of its own, so it does not
-// depend on those that were there before it.
+// depend on those that were there before it. All serve at one port, which its owner may have chosen: the
+// endpoints that the machine was given have it.
 func endpoints(meta *metadata.Machine) []string {
 	out := seek.Merge(nil, meta.JoinEndpoints)
-	if meta.Role == metadata.RoleControlPlane {
+	if meta.Role != metadata.RoleControlPlane {
+		return out
+	}
+	var ports []string
+	for _, e := range meta.JoinEndpoints {
+		if _, port, err := net.SplitHostPort(e); err == nil && !slices.Contains(ports, port) {
+			ports = append(ports, port)
+		}
+	}
+	for _, port := range append(ports, joinservicePort) { // the others' may be a load balancer's
 		for _, a := range meta.Addresses {
-			out = seek.Merge(out, append(out, net.JoinHostPort(a.String(), joinservicePort)))
+			out = seek.Merge(out, append(out, net.JoinHostPort(a.String(), port)))
 		}
 	}
 	return out

@@ -203,6 +203,19 @@ func TestAControlPlaneHasAJoinserviceOfItsOwn(t *testing.T) {
 	}
 }
 
+// Its port is its owner's choice. The endpoints that the machine was given have it.
+func TestAControlPlaneFindsItsJoinserviceAtTheClustersPort(t *testing.T) {
+	w, j := node(t)
+	_, port, err := net.SplitHostPort(j.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.meta.Role, w.meta.Addresses = metadata.RoleControlPlane, []netip.Addr{netip.MustParseAddr("127.0.0.1")}
+	w.meta.JoinEndpoints = []string{net.JoinHostPort("127.0.0.2", port)} // the other control plane is gone
+	metrics := w.reattest()
+	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
+}
+
 // The node judges the joinservice first, as the join client does.
 func TestANodeJudgesItsJoinservice(t *testing.T) {
 	for name, tt := range map[string]struct {

@@ -105,6 +105,10 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err != nil {
 		return nil, err
 	}
+	ca, err := s.cfg.CA()
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
+	}
 	turn, err := s.turn(ctx, a, claim)
 	if err != nil {
 		return nil, err
@@ -128,7 +132,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.write(a, "ticket decided"); err != nil {
 		return nil, err
 	}
-	t := &ticket{id: a.id, disk: disk, info: info, ca: s.cfg.CA, files: files}
+	t := &ticket{id: a.id, disk: disk, info: info, ca: ca, files: files}
 	if turn != nil {
 		done = s.stage("lease")
 		if err := turn.Take(ctx); err != nil { // J8: before anything else is written

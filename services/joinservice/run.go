@@ -3,6 +3,7 @@ package joinservice
 import (
 	"context"
 	"crypto/ed25519"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -86,7 +87,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	sweeper, err := k.NewSweeper(kube.SweepConfig{VanishedAfter: o.VanishedAfter, ReleaseAfter: o.ReleaseAfter, Audit: o.Audit, Metrics: m.Registry})
+	sweeper, err := k.NewSweeper(kube.SweepConfig{VanishedAfter: o.VanishedAfter, ReleaseAfter: o.ReleaseAfter, VerdictMaxAge: o.VerdictMaxAge, Audit: o.Audit, Metrics: m.Registry})
 	if err != nil {
 		return err
 	}
@@ -122,8 +123,8 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	defer func() { _ = toKMS.Close() }()
-	ca, err := caOf(o.API)
-	if err != nil {
+	ca := func() ([]byte, error) { return caOf(o.API) }
+	if _, err := ca(); err != nil {
 		return err
 	}
 	svc, err := New(Config{
@@ -183,7 +184,8 @@ func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) e
 	}
 }
 
-// caOf gives the authority that we trust the API server by, which is the cluster's.
+// caOf gives the authority that we trust the API server by, which is the cluster's, as it is now: its file may change while
+// we run.
 func caOf(c *rest.Config) ([]byte, error) {
 	if len(c.CAData) > 0 {
 		return c.CAData, nil
@@ -194,6 +196,9 @@ func caOf(c *rest.Config) ([]byte, error) {
 	b, err := os.ReadFile(c.CAFile)
 	if err != nil {
 		return nil, fmt.Errorf("the cluster's certificate authority: %w", err)
+	}
+	if !x509.NewCertPool().AppendCertsFromPEM(b) {
+		return nil, fmt.Errorf("the cluster's certificate authority: %s holds no certificate", c.CAFile)
 	}
 	return b, nil
 }

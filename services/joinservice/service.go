@@ -67,8 +67,8 @@ type Config struct {
 	Cluster func() (*clusterinfo.Info, error)
 	// Credential is what tickets carry for kubeadm to discover the cluster by.
 	Credential kube.JoinCredential
-	// CA is the cluster's certificate authority, X.509 in PEM.
-	CA []byte
+	// CA gives the cluster's certificate authority as it is now, X.509 in PEM.
+	CA func() ([]byte, error)
 	// Keys is the key service.
 	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
@@ -97,7 +97,7 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || len(cfg.CA) == 0 || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || cfg.CA == nil || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{

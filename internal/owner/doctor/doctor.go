@@ -52,6 +52,7 @@ const (
 	CheckJoinservice = "joinservices"
 	CheckAudit       = "audit log"
 	CheckNodes       = "nodes"
+	CheckDisks       = "disks"
 )
 
 // Config says what to look at.
@@ -94,7 +95,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 

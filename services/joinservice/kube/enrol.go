@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -99,6 +101,18 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 			return err
 		}
 	}
+	return k.checkNumber(c, own)
+}
+
+// checkNumber bounds how many addresses a machine can keep from others by giving them up.
+func (k *Kube) checkNumber(c Claim, own *v1alpha1.AttestedNode) error {
+	if own == nil {
+		return nil
+	}
+	kept := k.givenUp(own, c.spec().Addresses)
+	if n := len(kept) + len(c.Addresses); n > maxAddresses {
+		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the machine had %d addresses within %s, and may have %d", n, k.life, maxAddresses)
+	}
 	return nil
 }
 
@@ -110,6 +124,28 @@ func (k *Kube) checkTPM(c Claim) error {
 		}
 	}
 	return nil
+}
+
+// givenUp gives the addresses of an enrollment that are not among those it has next, and until when others may not have
+// them: certificates for those it has now may be as young as now.
+func (k *Kube) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.Time {
+	out, now := cluster.Former(n), k.now()
+	for _, a := range n.Spec.Addresses {
+		out[a] = now.Add(k.life + holdMargin)
+	}
+	for a, until := range out {
+		if slices.Contains(next, a) || !until.After(now) {
+			delete(out, a)
+		}
+	}
+	return out
+}
+
+// setAddresses gives an enrollment the addresses that it has next; those that it gives up are kept from others for as long as
+// certificates for them live (J4).
+func (k *Kube) setAddresses(n *v1alpha1.AttestedNode, next []string) {
+	cluster.SetFormer(n, k.givenUp(n, next), k.now())
+	n.Spec.Addresses = slices.Clone(next)
 }
 
 // checkOwn compares the claim with the machine's own enrolment.
@@ -131,8 +167,14 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 
 func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
 	for _, other := range k.cluster.Nodes.ByAddress(ip.String()) {
-		if other.Name != c.Node && !k.vacant(other) {
+		if other.Name == c.Node || k.vacant(other) {
+			continue
+		}
+		if slices.Contains(other.Spec.Addresses, ip.String()) {
 			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is enrolled to node %q", ip, other.Name)
+		}
+		if until := cluster.Former(other)[ip.String()]; until.After(k.now()) { // J4
+			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s was node %q's, whose certificate for it lives until %s", ip, other.Name, utc(until))
 		}
 	}
 	for _, o := range k.addresses.of(ip) {
@@ -263,8 +305,8 @@ func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 	return a.MachineID == b.MachineID && a.Role == b.Role && a.DiskID == b.DiskID && a.DiskMode == b.DiskMode && a.Banned == b.Banned && slices.Equal(x, y)
 }
 
-// Keep says that the ticket is out: addresses that its machine had before, and did not ask for any more, are anybody's
-// from then on. If the API server does not answer they go with the machine's next ticket.
+// Keep says that the ticket is out: addresses that its machine had before, and did not ask for any more, are anybody's once
+// its certificates for them have expired. If the API server does not answer they go with the machine's next ticket.
 func (e *Enrolment) Keep(ctx context.Context) {
 	if specEqual(e.node.Spec, e.claim) {
 		return
@@ -274,6 +316,7 @@ func (e *Enrolment) Keep(ctx context.Context) {
 	k, n := e.kube, &v1alpha1.AttestedNode{}
 	err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(e.node), n)
 	if err == nil && n.UID == e.node.UID && ticketOf(n) == e.ticket && specEqual(n.Spec, e.node.Spec) { // else another ticket sees to it
+		k.setAddresses(n, e.claim.Addresses)
 		n.Spec = *e.claim.DeepCopy()
 		err = k.cluster.Client.Update(ctx, n)
 	}

@@ -81,7 +81,7 @@ func (k *Kube) list(ctx context.Context, node, machine string) (*corev1.ConfigMa
 // strike takes the node from the list if the machine is the one that stands there (J4): who
 // enrolled under the name meanwhile stays, and the API's error says that the test failed.
 func (k *Kube) strike(ctx context.Context, node, machine string) error {
-	path := "/data/" + node // a DNS label needs no escapes (RFC 6901)
+	path := "/data/" + node // no character of a node's name or of [enrolled.Key] needs an escape (RFC 6901)
 	type operation struct {
 		Op    string  `json:"op"`
 		Path  string  `json:"path"`

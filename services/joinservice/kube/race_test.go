@@ -358,7 +358,7 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 	t.Cleanup(func() { _ = log.Close() })
 	var sweepers []*Sweeper
 	for _, k := range replicas {
-		s, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()})
+		s, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Audit: log, Metrics: prometheus.NewRegistry()})
 		if err != nil {
 			t.Fatal(err)
 		}

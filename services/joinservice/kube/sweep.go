@@ -39,9 +39,11 @@ const (
 type SweepConfig struct {
 	// VanishedAfter is how long a node may show no sign of life before it is reported.
 	VanishedAfter time.Duration
-	// ReleaseAfter is how much later the enrolment of a worker whose Node is gone is released, unless the
+	// ReleaseAfter is how much later the enrolment of a worker whose Node is gone is deleted, unless the
 	// owner made it; more than certificates live, or 0 for never.
 	ReleaseAfter time.Duration
+	// VerdictMaxAge is how old the verdict may be on which a certificate is renewed.
+	VerdictMaxAge time.Duration
 	// Audit keeps the records of releases.
 	Audit *audit.Log
 	// Metrics takes muster_nodes_vanished.
@@ -50,9 +52,10 @@ type SweepConfig struct {
 
 // Sweeper reports nodes that vanished, and cleans what nobody will use any more:
 //
-//   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is released as
-//     if its machine had returned the ticket. What the owner enrolled, control planes and bans are reported at most;
-//   - a released enrolment is deleted once its machine's certificates have expired;
+//   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is deleted once the last
+//     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
+//   - so is one that was released, because its machine returned the ticket;
+//   - a retirement that has lapsed is taken away, since it keeps nobody out any more;
 //   - the disk of an enrolment that an earlier version made, which did not say whose a disk is, is made its machine's;
 //   - one whose ticket failed before it stood is deleted after 5 minutes;
 //   - a place in the list of who may write that no enrolment accounts for is taken away;
@@ -76,6 +79,8 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 		return nil, errors.New("kube: audit log and metrics are required")
 	case cfg.VanishedAfter < ticketTime:
 		return nil, fmt.Errorf("kube: a node that shows no sign of life for %s has not vanished: wait %s at least", cfg.VanishedAfter, ticketTime)
+	case cfg.VerdictMaxAge <= 0:
+		return nil, errors.New("kube: the age of verdicts is required")
 	case cfg.ReleaseAfter != 0 && cfg.ReleaseAfter <= k.life:
 		return nil, fmt.Errorf("kube: enrolments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, k.life)
 	}
@@ -136,7 +141,24 @@ func (s *Sweeper) pass(ctx context.Context) {
 		}
 	}
 	s.settleStrays(ctx)
+	s.lapse(ctx)
 	s.discardRequests(ctx)
+}
+
+// lapse takes away retirements that have lapsed: every certificate that they kept out has expired.
+func (s *Sweeper) lapse(ctx context.Context) {
+	k := s.kube
+	for key, text := range k.enrolled.all() {
+		if enrolled.IsNode(key) {
+			continue
+		}
+		if r, err := enrolled.ParseRetirement(text); err != nil || !r.Lapsed(k.now()) || ctx.Err() != nil {
+			continue
+		}
+		if err := k.unlist(ctx, key, text); err != nil { // that very one: the owner may have begun another
+			k.log.ErrorContext(ctx, "a retirement that has lapsed could not be taken away; trying again", "key", key, "err", err)
+		}
+	}
 }
 
 // claim makes an enrolled disk its machine's for good, if that was not said yet (J2).
@@ -178,8 +200,8 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 	if err := s.report(ctx, n, how, why); err != nil || how == "" {
 		return how, err
 	}
-	if s.mayRelease(n, now) {
-		return how, s.release(ctx, n, why)
+	if s.mayEnd(n, now) {
+		return how, s.drop(ctx, n, why)
 	}
 	return how, nil
 }
@@ -250,8 +272,9 @@ func (s *Sweeper) report(ctx context.Context, n *v1alpha1.AttestedNode, how, why
 	return nil
 }
 
-// mayRelease is the rule by which enrolments are given up without their owner.
-func (s *Sweeper) mayRelease(n *v1alpha1.AttestedNode, now time.Time) bool {
+// mayEnd is the rule by which enrolments are given up without their owner: none ends while a certificate of it can live (J4).
+// One is issued with a ticket, or renewed on a verdict of at most VerdictMaxAge.
+func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
 	if s.cfg.ReleaseAfter == 0 || c == nil || c.Status != metav1.ConditionTrue || c.Reason == vanishedSilent {
 		return false
@@ -259,34 +282,11 @@ func (s *Sweeper) mayRelease(n *v1alpha1.AttestedNode, now time.Time) bool {
 	if n.Spec.Role != v1alpha1.RoleWorker || n.Spec.Banned || !byTicket(n) || s.kube.nodes.has(n.Name) {
 		return false
 	}
-	since := c.LastTransitionTime.Time
-	if last := lastSign(n); last.After(since) {
+	since, last := c.LastTransitionTime.Time, lastSign(n)
+	if last.After(since) {
 		since = last // it has no Node, and yet its machine attests
 	}
-	return now.Sub(since) > s.cfg.ReleaseAfter
-}
-
-// release writes the record first (J3).
-func (s *Sweeper) release(ctx context.Context, n *v1alpha1.AttestedNode, why string) error {
-	if err := s.record("release decided", n, why); err != nil {
-		return err
-	}
-	changed := false
-	err := s.kube.release(ctx, n, func(live *v1alpha1.AttestedNode) error {
-		if changed = !s.mayRelease(live, s.kube.now()); changed {
-			return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "node %q is back", n.Name)
-		}
-		return nil
-	})
-	if err != nil {
-		if changed || attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED {
-			return nil
-		}
-		return err
-	}
-	s.kube.log.WarnContext(ctx, "the enrolment of a vanished node is released", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
-	s.kube.tell(ctx, n, eventWarning, "Released", "the enrolment is released; its name and disk stay the machine's until its certificates have expired: "+why)
-	return nil
+	return now.Sub(since) > s.cfg.ReleaseAfter && now.Sub(last) > s.kube.life+s.cfg.VerdictMaxAge+holdMargin
 }
 
 // drop deletes an enrolment that holds nothing any more.

@@ -28,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -74,7 +75,7 @@ func newBroom(t *testing.T) *broom {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	if b.Sweeper, err = b.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
+	if b.Sweeper, err = b.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Fatal(err)
 	}
 	return b
@@ -179,7 +180,7 @@ func (b *broom) object(t *testing.T, there bool) {
 	})
 }
 
-func TestAWorkerWhoseNodeIsGoneIsReportedThenReleasedThenDeleted(t *testing.T) {
+func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b := newBroom(t)
 	enrol(t, b.Kube, claim(1), "a")
 	b.object(t, true)
@@ -193,24 +194,15 @@ func TestAWorkerWhoseNodeIsGoneIsReportedThenReleasedThenDeleted(t *testing.T) {
 	b.vanished(t, "")
 	b.after(t, 2*time.Minute)
 	b.vanished(t, vanishedNodeGone)
-	b.after(t, 24*time.Hour)
-	if n := shared.Node(t, "w1"); n.Status.ReleasedAt != nil || b.recorded(t, "release decided") {
-		t.Fatalf("released too early: %+v", n.Status)
-	}
-	b.after(t, 2*time.Hour)
-	if n := shared.Node(t, "w1"); n.Status.ReleasedAt == nil || n.Status.Ticket != nil || len(shared.Listed(t)) > 0 || !b.recorded(t, "release decided") {
-		t.Fatalf("status %+v, listed %v; want it released", n.Status, shared.Listed(t))
-	}
-	b.event(t, "Released")
 	other := claim(2)
+	b.after(t, 24*time.Hour)
+	if n := shared.Node(t, "w1"); n == nil || n.Status.Ticket == nil || b.recorded(t, "deletion decided") {
+		t.Fatalf("deleted too early: %+v", n)
+	}
 	if err := b.Check(t.Context(), other); err == nil {
 		t.Error("another machine could have the name while certificates of the one before may live")
 	}
-	b.after(t, 24*time.Hour)
-	if shared.Node(t, "w1") == nil {
-		t.Fatal("deleted too early")
-	}
-	b.after(t, time.Hour)
+	b.after(t, 2*time.Hour)
 	gone(t)
 	if !b.recorded(t, "deletion decided") {
 		t.Error("no record")
@@ -397,15 +389,16 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 	k, _ := replica(t)
 	log := audit.NewStream(&strings.Builder{})
 	for name, cfg := range map[string]SweepConfig{
-		"no audit log":                      {VanishedAfter: time.Hour, Metrics: prometheus.NewRegistry()},
-		"vanished while its ticket is made": {VanishedAfter: time.Minute, Audit: log, Metrics: prometheus.NewRegistry()},
-		"released while certificates live":  {VanishedAfter: time.Hour, ReleaseAfter: 24 * time.Hour, Audit: log, Metrics: prometheus.NewRegistry()},
+		"no age of verdicts":                {VanishedAfter: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()},
+		"no audit log":                      {VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()},
+		"vanished while its ticket is made": {VanishedAfter: time.Minute, VerdictMaxAge: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()},
+		"released while certificates live":  {VanishedAfter: time.Hour, ReleaseAfter: 24 * time.Hour, VerdictMaxAge: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()},
 	} {
 		if _, err := k.NewSweeper(cfg); err == nil {
 			t.Errorf("%s: was taken", name)
 		}
 	}
-	if _, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
+	if _, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Error(err)
 	}
 	if _, err := New(k.cluster, k.log, time.Minute); err == nil {
@@ -419,7 +412,7 @@ func TestOneOfTwoSweepersActs(t *testing.T) {
 	other := *b
 	var err error
 	other.Kube, _ = replica(t, func(k *Kube) { k.now = b.clock.now })
-	if other.Sweeper, err = other.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, Audit: b.cfg.Audit, Metrics: prometheus.NewRegistry()}); err != nil {
+	if other.Sweeper, err = other.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Audit: b.cfg.Audit, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Fatal(err)
 	}
 	enrol(t, b.Kube, claim(1), "a")
@@ -443,7 +436,7 @@ func TestOneOfTwoSweepersActs(t *testing.T) {
 			said[e.Reason]++
 		}
 	}
-	if said[vanishedNeverCame] != 1 || said["Released"] != 1 || said["Deleted"] != 1 {
+	if said[vanishedNeverCame] != 1 || said["Deleted"] != 1 {
 		t.Errorf("events %v", said)
 	}
 }
@@ -459,4 +452,46 @@ func request(t *testing.T) []byte {
 		t.Fatal(err)
 	}
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der})
+}
+
+// A machine that attests although its Node is gone may have renewed a certificate: nothing ends before that.
+func TestNoEnrolmentEndsWhileACertificateCanLive(t *testing.T) {
+	b := newBroom(t)
+	b.Sweeper.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
+	enrol(t, b.Kube, claim(1), "a")
+	b.object(t, true)
+	b.after(t, 5*time.Minute)
+	b.attests(t)
+	b.object(t, false)
+	b.after(t, 0)
+	b.after(t, 61*time.Minute)
+	b.vanished(t, vanishedNodeGone)
+	last := 61 * time.Minute // since the last verdict
+	for _, until := range []time.Duration{DefaultCertificateLife, DefaultCertificateLife + 15*time.Minute, DefaultCertificateLife + 15*time.Minute + holdMargin - time.Minute} {
+		b.after(t, until-last)
+		last = until
+		if shared.Node(t, "w1") == nil {
+			t.Fatalf("deleted %s after the last verdict", until)
+		}
+	}
+	b.after(t, 3*time.Minute)
+	gone(t)
+}
+
+// What keeps out certificates that have expired is of no use any more.
+func TestARetirementThatHasLapsedGoes(t *testing.T) {
+	b := newBroom(t)
+	setListed(t, enrolled.Key("w1"), enrolled.Retire(b.clock.now()).String())
+	membertest.Eventually(t, func() error {
+		_, there := b.enrolled.retirement("w1")
+		return membertest.Want(there, "the replica has not seen it")
+	})
+	b.after(t, 24*time.Hour)
+	if _, there := shared.Listed(t)[enrolled.Key("w1")]; !there {
+		t.Fatal("it went while certificates may live")
+	}
+	b.after(t, 30*time.Minute)
+	if r, there := shared.Listed(t)[enrolled.Key("w1")]; there {
+		t.Errorf("%s is left", r)
+	}
 }

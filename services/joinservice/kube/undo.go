@@ -142,6 +142,9 @@ func (e *Enrolment) giveBack(ctx context.Context, n *v1alpha1.AttestedNode) erro
 	if e.before == nil || !specEqual(n.Spec, e.node.Spec) {
 		return nil
 	}
+	if e.filed { // J4: a certificate for what goes may be out
+		e.kube.setAddresses(n, e.before.Addresses)
+	}
 	n.Spec = *e.before.DeepCopy()
 	return e.kube.cluster.Client.Update(ctx, n)
 }

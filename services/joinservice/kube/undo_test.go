@@ -2,6 +2,7 @@ package kube
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"slices"
 	"sync"
@@ -91,21 +92,30 @@ func elsewhere(c Claim) Claim {
 	return c
 }
 
-// J4: until a ticket is out, an address that it gives up is nobody else's. So it can go back.
-func TestAnAddressIsAnybodysOnceTheTicketThatGivesItUpIsOut(t *testing.T) {
-	a, _ := replica(t)
-	b, _ := replica(t)
+// J4: an address that a machine gives up is nobody else's while a certificate for it can live, and until the ticket is out it
+// can go back.
+func TestAnAddressIsAnybodysOnceNoCertificateForItLives(t *testing.T) {
+	now := &clock{at: time.Now()}
+	at := func(k *Kube) { k.now = now.now }
+	a, _ := replica(t, at)
+	b, _ := replica(t, at)
 	shared.Reset(t)
 	enrol(t, b, claim(1), "b").Keep(t.Context())
 	seen(t, a, holds("b"))
-	other := claim(2)
+	other, third := claim(2), elsewhere(claim(3))
 	other.Node, other.Disk = "w2", diskTwo
+	third.Node, third.Disk = "w3", "5f0c95b6-2a3d-4c7e-9f10-000000000003"
+	refused := func(c Claim, when string) {
+		t.Helper()
+		if _, err := b.Enrol(t.Context(), c, ticket("c")); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
+			t.Fatalf("another machine asks for the address %s: %v", when, err)
+		}
+	}
 	for _, out := range []bool{false, true} {
 		moving := enrol(t, a, elsewhere(claim(1)), "a")
+		moving.File()
 		seen(t, b, holds("a"))
-		if _, err := b.Enrol(t.Context(), other, ticket("c")); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
-			t.Fatalf("another machine asks for the address while the ticket is made: %v", err)
-		}
+		refused(other, "while the ticket is made")
 		want := claim(1).Addresses[0]
 		if out {
 			want = elsewhere(claim(1)).Addresses[0]
@@ -118,8 +128,45 @@ func TestAnAddressIsAnybodysOnceTheTicketThatGivesItUpIsOut(t *testing.T) {
 		}
 		seen(t, a, func(n *v1alpha1.AttestedNode) bool { return len(n.Spec.Addresses) == 1 })
 		seen(t, b, func(n *v1alpha1.AttestedNode) bool { return len(n.Spec.Addresses) == 1 })
+		if !out { // any node may have read the certificate in its request
+			refused(third, "that a failed ticket had a certificate for")
+		}
 	}
+	refused(other, "once the ticket is out")
+	now.pass(DefaultCertificateLife)
+	refused(other, "while the last certificate for it lives")
+	if err := b.Check(t.Context(), claim(1)); err != nil {
+		t.Errorf("the machine itself cannot have it back: %v", err)
+	}
+	now.pass(holdMargin + time.Minute)
 	enrol(t, b, other, "c")
+}
+
+// A machine can't collect addresses by asking for others again and again.
+func TestTheAddressesThatAMachineGivesUpAreBounded(t *testing.T) {
+	now := &clock{at: time.Now()}
+	k, _ := replica(t, func(k *Kube) { k.now = now.now })
+	shared.Reset(t)
+	c, had := claim(1), 0
+	for {
+		id := fmt.Sprint(had)
+		e, err := k.Enrol(t.Context(), c, ticket(id))
+		if err != nil {
+			if attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
+				t.Fatal(err)
+			}
+			break
+		}
+		e.Keep(t.Context())
+		seen(t, k, func(n *v1alpha1.AttestedNode) bool { return holds(id)(n) && len(n.Spec.Addresses) == 1 })
+		had++
+		c.Addresses = []netip.Addr{c.Addresses[0].Next()}
+	}
+	if had != maxAddresses {
+		t.Errorf("it had %d addresses, want %d at most", had, maxAddresses)
+	}
+	now.pass(DefaultCertificateLife + holdMargin + time.Minute)
+	enrol(t, k, c, "later")
 }
 
 // Once all have failed nothing is left, in whatever order they do.
