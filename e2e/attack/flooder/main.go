@@ -1,0 +1,208 @@
+// Command flooder is a client without a TPM that takes what it can get from one of Muster's listeners. It knows
+// many ways to do that, which it lists with -list; each ends when its time is over, and prints as JSON what it has done.
+//
+// Every connection comes from one of -sources addresses of the loopback network, from -first on. It speaks TLS,
+// HTTP/2 and muster-atls/1 by itself, and breaks their rules where a flood is about that.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/netip"
+	"os"
+	"os/signal"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	if errors.Is(err, flag.ErrHelp) {
+		os.Exit(2)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "flooder:", err)
+		os.Exit(1)
+	}
+}
+
+// flood is one way to take what a listener has.
+type flood struct {
+	name, about string
+	// open is how many connections it keeps at most, from all sources together; 0: as many as there is room for.
+	open int
+	// attack works on one connection until ctx or the connection ends. It need not close it.
+	attack func(ctx context.Context, c *client) error
+}
+
+// client is a fresh TCP connection of the attacker's.
+type client struct {
+	net.Conn
+	target string
+	count  *counts
+}
+
+// counts is what the program prints at its end.
+type counts struct {
+	// Dialed is how many TCP connections were tried, Opened how many of them TCP gave.
+	Dialed, Opened atomic.Int64
+	// Most is how many were open at one time.
+	Most, open atomic.Int64
+	// Sent is bytes below TLS.
+	Sent atomic.Int64
+}
+
+// Write implements [io.Writer].
+func (c *client) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	c.count.Sent.Add(int64(n))
+	return n, err
+}
+
+const (
+	// oneSource is how many new connections a second one source opens, and allSources what all of them do.
+	oneSource, allSources = 16, 200
+	// oneOpen and allOpen are how many they keep open, somewhat more than any listener grants.
+	oneOpen, allOpen = 600, 4400
+)
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	flags := flag.NewFlagSet("flooder", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	name := flags.String("flood", "", "which flood")
+	target := flags.String("target", "", "HOST:PORT of the listener, on the loopback network")
+	sources := flags.Int("sources", 1, "how many addresses it comes from")
+	first := flags.String("first", "127.64.0.1", "the first of them")
+	length := flags.Duration("for", time.Minute, "how long")
+	list := flags.Bool("list", false, "list the floods")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	if *list {
+		for _, f := range floods {
+			fmt.Fprintf(stdout, "%-28s %s\n", f.name, f.about)
+		}
+		return nil
+	}
+	i := slices.IndexFunc(floods, func(f flood) bool { return f.name == *name })
+	if i < 0 {
+		return fmt.Errorf("-flood: there is no %q; -list lists them", *name)
+	}
+	// This program can reach more than a test's listeners, and is for those alone.
+	to, err := netip.ParseAddrPort(*target)
+	if err != nil || !to.Addr().IsLoopback() {
+		return fmt.Errorf("-target: want an address of the loopback network with a port, not %q", *target)
+	}
+	from, err := netip.ParseAddr(*first)
+	if err != nil || !from.Is4() || !from.IsLoopback() || *sources < 1 {
+		return fmt.Errorf("-first, -sources: want at least one address of the loopback network")
+	}
+	ctx, cancel := context.WithTimeout(ctx, *length)
+	defer cancel()
+	count := floods[i].from(ctx, *target, addresses(from, *sources))
+	return json.NewEncoder(stdout).Encode(map[string]int64{
+		"dialed": count.Dialed.Load(), "opened": count.Opened.Load(), "most": count.Most.Load(), "sent": count.Sent.Load(),
+	})
+}
+
+func addresses(first netip.Addr, n int) (all []net.IP) {
+	for range n {
+		all = append(all, first.AsSlice())
+		first = first.Next()
+	}
+	return all
+}
+
+// from runs the flood until ctx ends, from the sources in turn.
+func (f flood) from(ctx context.Context, target string, sources []net.IP) *counts {
+	count := &counts{}
+	rate, open := float64(min(oneSource*len(sources), allSources)), min(oneOpen*len(sources), allOpen)
+	if f.open > 0 {
+		open = min(open, f.open)
+	}
+	places := make(chan struct{}, open)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	began, tick := time.Now(), time.NewTicker(10*time.Millisecond)
+	defer tick.Stop()
+	for n := 0; ; {
+		// A listener lets each source begin with a burst; so does this.
+		for due := int(math.Ceil(time.Since(began).Seconds() * rate)); n < due; n++ {
+			select {
+			case places <- struct{}{}:
+			default:
+				n = due // what found no place is not made up for
+				continue
+			}
+			source := sources[n%len(sources)]
+			wg.Go(func() {
+				defer func() { <-places }()
+				f.once(ctx, target, source, count)
+			})
+		}
+		select {
+		case <-ctx.Done():
+			return count
+		case <-tick.C:
+		}
+	}
+}
+
+func (f flood) once(ctx context.Context, target string, source net.IP, count *counts) {
+	count.Dialed.Add(1)
+	raw, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: source}, Timeout: 5 * time.Second}).DialContext(ctx, "tcp", target)
+	if err != nil {
+		return
+	}
+	defer func() { _ = raw.Close() }()
+	// Whatever blocks, ends with the flood.
+	defer context.AfterFunc(ctx, func() { _ = raw.Close() })()
+	count.Opened.Add(1)
+	now := count.open.Add(1)
+	defer count.open.Add(-1)
+	for most := count.Most.Load(); now > most && !count.Most.CompareAndSwap(most, now); most = count.Most.Load() {
+	}
+	_ = f.attack(ctx, &client{Conn: raw, target: target, count: count}) // it ends when it is refused
+}
+
+// hold waits until the peer closes the connection; what it says is read and thrown away.
+func hold(c net.Conn) error {
+	_, err := io.Copy(io.Discard, c)
+	return err
+}
+
+// pause waits, unless the flood is over.
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// drip sends b by one byte at a time.
+func drip(ctx context.Context, w io.Writer, b []byte, every time.Duration) error {
+	for i := range b {
+		if _, err := w.Write(b[i : i+1]); err != nil {
+			return err
+		}
+		if err := pause(ctx, every); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,201 @@
+package floods
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"text/tabwriter"
+	"time"
+)
+
+// row is one flood against one listener.
+type row struct {
+	flood   string
+	service string // whose listener it is, and whose memory is looked at
+	port    string
+	sources int
+}
+
+func (r row) String() string { return fmt.Sprintf("%s/%s/%d", r.port, r.flood, r.sources) }
+
+// result is what a row has shown.
+type result struct {
+	row
+	said       said
+	limit      int64
+	peak       int64 // of the cgroup, bytes
+	sockets    int64
+	rss        int64
+	killed     bool
+	quiet      *outcome
+	under      *outcome
+	goMemLimit bool
+}
+
+// Floods of the listeners that speak TLS.
+var (
+	all = []string{
+		"half-bodies-http1", "half-bodies", "half-bodies-streams", "half-bodies-session", "reflection", "reflection-session", "watch",
+		"slow-bodies", "slow-headers-http1", "slow-headers",
+		"settings", "ping", "reset", "too-many-streams", "continuation", "window-update", "priority", "empty-data", "header-table", "header-bomb", "half-frame",
+		"idle-tcp", "idle", "idle-session", "half-hello", "half-handshake", "handshakes", "half-offer", "half-evidence", "challenge", "challenge-useless",
+	}
+	// Those that hold the most memory: every listener meets them.
+	heavy   = []string{"half-bodies-streams", "half-bodies-session", "reflection", "half-frame", "half-hello", "half-offer", "half-evidence", "idle"}
+	metrics = []string{"metrics-idle", "metrics-slow-headers", "metrics-half-headers", "metrics-slow-bodies", "metrics-requests", "metrics-unread"}
+)
+
+// rows are what is run: a few of the worst in a short run, all of them in a long one.
+func rows() (out []row) {
+	add := func(service, port string, floods []string, sources ...int) {
+		for _, f := range floods {
+			for _, n := range sources {
+				out = append(out, row{f, service, port, n})
+			}
+		}
+	}
+	if !*long {
+		add("joinservice", "joinservice", []string{"half-bodies", "half-bodies-session", "half-frame"}, 1)
+		add("init", "init", []string{"event-log"}, 1)
+		return out
+	}
+	add("joinservice", "joinservice", all, 1, 200)
+	add("kms", "kms", heavy, 1, 200)
+	add("init", "init", append(slices.Clone(all), "event-log"), 1, 200)
+	add("unlock", "recover", heavy, 1, 200)
+	add("unlock", "unlock", append(slices.Clone(heavy), "event-log"), 1, 200)
+	add("joinservice", "joinservice-metrics", metrics, 1, 200)
+	add("kms", "kms-metrics", metrics, 200)
+	add("attester", "attester-metrics", metrics, 1, 200)
+	add("init", "init-metrics", metrics, 1, 200)
+	return out
+}
+
+// length is how long a flood runs.
+func length() time.Duration {
+	if *long {
+		return time.Minute
+	}
+	return 10 * time.Second
+}
+
+// A client without a TPM neither ends a service nor keeps machines from what they ask for.
+func TestFloods(t *testing.T) {
+	s := setUp(t)
+	var results []*result
+	defer func() { t.Logf("\n%s", table(results)) }()
+	for _, r := range rows() {
+		t.Run(r.String(), func(t *testing.T) {
+			res := s.run(t, r, length())
+			results = append(results, res)
+			t.Logf("\n%s", table([]*result{res}))
+			res.check(t)
+		})
+	}
+}
+
+// run starts the services, asks in peace, and then asks during the flood.
+func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
+	t.Helper()
+	var victim *process
+	one := s.joiner
+	switch r.service {
+	case "init", "unlock":
+		if r.service == "init" {
+			victim = s.bootstrapper(t)
+		} else {
+			victim = s.unlock(t)
+		}
+		one = s.owner(strings.TrimSuffix(r.port, "-metrics"))
+	default:
+		running := map[string]*process{"attester": s.attester(t)}
+		running["kms"] = s.kms(t)
+		running["joinservice"] = s.joinservice(t)
+		victim = running[r.service]
+	}
+	if strings.HasPrefix(r.flood, "metrics-") && r.service == "init" {
+		one = s.scraper(r.port)
+	}
+	res := &result{row: r, limit: victim.memory.number(t, limitFile(victim.memory))}
+	res.quiet = s.ask(t, min(quietApart, d/honest), one)
+	if res.quiet.served != honest {
+		t.Fatalf("without a flood %d of %d were served: %v", res.quiet.served, honest, res.quiet.last)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { res.said = flood(t, r.flood, s.ports[r.port], r.sources, d) })
+	res.under = s.ask(t, d/honest, one)
+	wg.Wait()
+	res.peak, res.sockets = victim.memory.usage(t)
+	res.rss = victim.peakRSS()
+	res.killed = !victim.alive() || victim.memory.kills(t) > 0
+	return res
+}
+
+func limitFile(m *memory) string {
+	if m.unified {
+		return "memory.max"
+	}
+	return "memory.limit_in_bytes"
+}
+
+// slower is how much longer the slowest took than in peace.
+func (r *result) slower() float64 {
+	return r.under.p99().Seconds() / r.quiet.p99().Seconds()
+}
+
+func (r *result) check(t *testing.T) {
+	t.Helper()
+	if r.killed {
+		t.Errorf("%s was killed", r.service)
+	}
+	if r.under.served != honest {
+		t.Errorf("%d of %d honest machines were served: %v", r.under.served, honest, r.under.last)
+	}
+	if r.slower() > 3 {
+		t.Errorf("the slowest took %s, %.1f times what it took in peace", r.under.p99(), r.slower())
+	}
+	if r.said.Opened == 0 {
+		t.Error("the flood has not opened a connection")
+	}
+}
+
+func table(results []*result) string {
+	var b strings.Builder
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(w, "flood\tlistener\tsources\topened\tat once\tsent MiB\tlimit MiB\tpeak MiB\tsockets MiB\tRSS MiB\tkilled\tserved\ttries\tp99 quiet\tp99 under\tratio\t")
+	for _, r := range results {
+		fmt.Fprintf(w, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%t\t%d/%d\t%d\t%s\t%s\t%.1f\t\n", r.flood, r.port, r.sources, r.said.Opened, r.said.Most, r.said.Sent>>20,
+			r.limit>>20, r.peak>>20, r.sockets>>20, r.rss>>20, r.killed, r.under.served, honest, r.under.attempts,
+			r.quiet.p99().Round(time.Millisecond), r.under.p99().Round(time.Millisecond), r.slower())
+	}
+	_ = w.Flush()
+	return b.String()
+}
+
+// Who shows nothing has no share in the TPM: machines get their tickets also where that takes its time.
+func TestChallengesOfASlowTPM(t *testing.T) {
+	delays, sources, floods := []time.Duration{40 * time.Millisecond, 150 * time.Millisecond}, []int{1, 4, 50}, []string{"challenge", "challenge-useless"}
+	if !*long {
+		delays, sources, floods = delays[:1], []int{4}, floods[:1]
+	}
+	s := setUp(t)
+	var results []*result
+	defer func() { t.Logf("\n%s", table(results)) }()
+	for _, delay := range delays {
+		for _, f := range floods {
+			for _, n := range sources {
+				t.Run(fmt.Sprintf("%s/%s/%d", delay, f, n), func(t *testing.T) {
+					s.slow.delay.Store(int64(delay))
+					res := s.run(t, row{f, "joinservice", "joinservice", n}, max(length(), honest*50*delay))
+					results = append(results, res)
+					t.Logf("%s a command:\n%s", delay, table([]*result{res}))
+					if res.killed || res.under.served != honest {
+						t.Errorf("%d of %d honest machines were served, killed: %t; %v", res.under.served, honest, res.killed, res.under.last)
+					}
+				})
+			}
+		}
+	}
+}

@@ -1,0 +1,200 @@
+package floods
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"fmt"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+const (
+	// honest is how many machines ask while a flood runs.
+	honest = 20
+	// quietApart is the time between two of them in the run before it.
+	quietApart = 500 * time.Millisecond
+	// patience is how long one of them tries before it counts as not served.
+	patience = time.Minute
+)
+
+// outcome is what became of the honest machines.
+type outcome struct {
+	served, attempts int
+	times            []time.Duration // of those that were served, from their first try on
+	last             error
+}
+
+// p99 is the nearest rank: of 20, the slowest.
+func (o *outcome) p99() time.Duration {
+	if len(o.times) == 0 {
+		return 0
+	}
+	slices.Sort(o.times)
+	return o.times[(len(o.times)*99+99)/100-1]
+}
+
+// ask has each honest machine ask until it gets what it wants, one every apart.
+func (s *stage) ask(t *testing.T, apart time.Duration, one func(t *testing.T, source string, n int) func(context.Context) error) *outcome {
+	t.Helper()
+	o := &outcome{}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	tick := time.NewTicker(apart)
+	defer tick.Stop()
+	for i := range honest {
+		s.made++
+		try := one(t, fmt.Sprintf("127.32.0.%d", i+1), s.made)
+		wg.Go(func() {
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			began := time.Now()
+			pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 4 * time.Second}
+			for {
+				err := try(ctx)
+				mu.Lock()
+				o.attempts++
+				if err == nil {
+					o.served++
+					o.times = append(o.times, time.Since(began))
+				} else {
+					o.last = err
+				}
+				mu.Unlock()
+				if err == nil || retry.Wait(ctx, pause.Next(0)) != nil {
+					return
+				}
+			}
+		})
+		select {
+		case <-tick.C:
+		case <-t.Context().Done():
+		}
+	}
+	wg.Wait()
+	return o
+}
+
+// joiner is a new machine that asks for a ticket; its disk is encrypted, so that the key service is asked too.
+func (s *stage) joiner(t *testing.T, source string, n int) func(context.Context) error {
+	t.Helper()
+	m := attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	name := fmt.Sprintf("w%d", n)
+	subject := pkix.Name{CommonName: "system:node:" + name, Organization: []string{"system:nodes"}}
+	req := &joinv1.IssueJoinTicketRequest{
+		NodeName: name, Role: joinv1.Role_ROLE_WORKER, DiskId: fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-%012x", n), DiskMode: joinv1.DiskMode_DISK_MODE_LUKS,
+		KubeletClientCsr: csr(t, &x509.CertificateRequest{Subject: subject}),
+		KubeletServingCsr: csr(t, &x509.CertificateRequest{
+			Subject: subject, DNSNames: []string{name}, IPAddresses: []net.IP{net.IPv4(10, byte(n>>16), byte(n>>8), byte(n)).To4()},
+		}),
+	}
+	cfg := atls.ClientConfig{
+		Attester: m.Attester(attest.PurposeMachine), Verifier: s.verifier(t), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{}, DialContext: from(source),
+	}
+	return func(ctx context.Context) error {
+		transport, err := atls.NewTransport(cfg)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = transport.Close() }()
+		ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+		defer cancel()
+		ticket, err := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.ports["joinservice"], rpc.ClientOptions()...).IssueJoinTicket(ctx, req)
+		if err == nil && len(ticket.GetDiskKey()) == 0 {
+			err = fmt.Errorf("a ticket without a disk key")
+		}
+		return err
+	}
+}
+
+func csr(t *testing.T, template *x509.CertificateRequest) []byte {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificateRequest(rand.Reader, template, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return der
+}
+
+// presented judges a joinservice by the policy that it presents, as a machine does that knows its owner.
+type presented struct{}
+
+func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
+	policy, err := attest.OpenPolicy(shared.Public, c.SignedPolicy())
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	return policy.Appraise(c, attest.LockedTo(shared.ID))
+}
+
+// owner asks a machine for its health over a session, after it has judged the machine: what every command of the
+// owner's begins with.
+func (s *stage) owner(port string) func(t *testing.T, source string, n int) func(context.Context) error {
+	return func(t *testing.T, source string, _ int) func(context.Context) error {
+		cfg := atls.ClientConfig{
+			Attester: atls.NoAttester, Verifier: s.verifier(t), PeerPurpose: attest.PurposeMachine, Appraiser: genuine{}, DialContext: from(source),
+		}
+		return func(ctx context.Context) error {
+			transport, err := atls.NewTransport(cfg)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = transport.Close() }()
+			ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+			defer cancel()
+			_, err = healthv1connect.NewHealthClient(rpc.HTTPClient(transport), "https://"+s.ports[port], rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
+			return err
+		}
+	}
+}
+
+// genuine accepts every genuine machine.
+type genuine struct{}
+
+func (genuine) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
+	return attest.Appraisal{}, nil
+}
+
+// scraper reads metrics.
+func (s *stage) scraper(port string) func(t *testing.T, source string, n int) func(context.Context) error {
+	return func(_ *testing.T, source string, _ int) func(context.Context) error {
+		return func(ctx context.Context) error {
+			transport := &http.Transport{DialContext: from(source), DisableKeepAlives: true}
+			req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+s.ports[port]+"/metrics", http.NoBody)
+			if err != nil {
+				return err
+			}
+			resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Do(req)
+			if err != nil {
+				return err
+			}
+			if resp.StatusCode != http.StatusOK {
+				err = fmt.Errorf("metrics: %s", resp.Status)
+			}
+			_ = resp.Body.Close()
+			return err
+		}
+	}
+}

@@ -1,0 +1,218 @@
+package floods
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/attester"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
+	"github.com/muster-k8s/muster/services/kms"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/tpm"
+	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
+)
+
+// stage is a cluster with one control plane, cp1, that has a real TPM, and joiners with TPMs in software. Muster's
+// programs are not running yet.
+type stage struct {
+	ca    *attesttest.CA
+	tpm   *tpmtest.Emulator
+	slow  *slowTPM
+	dir   string
+	short string // for sockets, whose path has at most 107 bytes
+	ports map[string]string
+	made  int // honest machines so far
+}
+
+func setUp(t *testing.T) *stage {
+	t.Helper()
+	shared.Reset(t)
+	s := &stage{ca: attesttest.NewCA(t), tpm: tpmtest.SWTPM(t), dir: t.TempDir(), ports: map[string]string{}}
+	s.slow = slow(t, s.tpm)
+	s.short = filepath.Dir(s.tpm.Socket)
+	device := s.tpm.Open()
+	if err := device.Measure(t.Context(), attest.LockPCR, shared.ID[:]); err != nil {
+		t.Fatal(err)
+	}
+	s.enroll(t, device)
+	s.policy(t, device)
+	for _, name := range []string{"joinservice", "joinservice-metrics", "kms", "kms-metrics", "attester-metrics", "init", "init-metrics", "unlock", "recover", "unlock-metrics"} {
+		s.ports[name] = free(t)
+	}
+	return s
+}
+
+// free is an address that nobody listens on now.
+func free(t *testing.T) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	return l.Addr().String()
+}
+
+// enroll makes the machine with the real TPM the control plane cp1.
+func (s *stage) enroll(t *testing.T, device *tpm.TPM) {
+	t.Helper()
+	a, err := tpm2.NewAttester(tpm2.Config{TPM: device, Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
+	if err != nil {
+		t.Fatal(err)
+	}
+	claims, err := attesttest.Claims(t.Context(), a, s.verifier(t), attest.PurposeMachine, attest.Binding{1}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claims.Machine().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+}
+
+// verifier is one that has never seen a machine before, as a joiner's is.
+func (s *stage) verifier(t testing.TB) *tpm2.Verifier {
+	t.Helper()
+	roots := append(s.ca.Roots(), s.tpm.Root)
+	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// policy accepts what cp1 and the joiners have booted.
+func (s *stage) policy(t *testing.T, device *tpm.TPM) {
+	t.Helper()
+	joiner := attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	shared.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{joiner}, func(p *attestv1.Policy) {
+		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{
+			Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.tpm.Root.Raw})), Operator: true,
+		})
+		for _, rule := range p.GetTpm2().GetPcrs() {
+			value, err := device.ReadPCR(t.Context(), tpm.SHA256, int(rule.GetIndex()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if v := hex.EncodeToString(value); !slices.Contains(rule.GetValues(), v) {
+				rule.Values = append(rule.Values, v)
+			}
+		}
+	}))
+}
+
+// image is a machine's configuration. Its event log is as long as one may be, but for some room.
+func (s *stage) image(t *testing.T, name, state string) string {
+	t.Helper()
+	log := s.write(t, "event-log", make([]byte, 400<<10))
+	return s.write(t, name+".yaml", fmt.Appendf(nil, `apiVersion: muster.dev/v1alpha1
+kind: ImageConfiguration
+stateDisk: %s
+tpm: {device: %s, eventLog: %s}
+listen: {init: %q, recover: %q, metrics: %q, attesterMetrics: %q}
+`, state, s.slow.socket, log, s.ports[name], s.ports["recover"], s.ports[name+"-metrics"], s.ports["attester-metrics"]))
+}
+
+func (s *stage) write(t *testing.T, name string, content []byte) string {
+	t.Helper()
+	path := filepath.Join(s.dir, name)
+	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, content, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func (s *stage) sockets() string { return filepath.Join(s.short, "attest") }
+
+// attester runs cp1's.
+func (s *stage) attester(t *testing.T) *process {
+	t.Helper()
+	return start(t, "attester", unit(t, "muster-attester"), s.ports["attester-metrics"],
+		filepath.Join(bin, "bootstrapper"), "attester", "--image", s.image(t, "attester", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)),
+		"--dir", s.sockets(), "--tpm-lock", s.tpm.Lock, "--journal", filepath.Join(s.dir, "journal"))
+}
+
+// kubeconfig is a service account's.
+func (s *stage) kubeconfig(t *testing.T, account string) string {
+	t.Helper()
+	api, err := shared.As(t.Context(), namespace, account)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(s.dir, account+".kubeconfig")
+	if err := envtest.WriteKubeconfig(path, api); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func owner() string { return "--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public) }
+
+func (s *stage) kms(t *testing.T) *process {
+	t.Helper()
+	root := filepath.Dir(s.write(t, "root/root", shared.Root[:]))
+	s.write(t, "root/salt", shared.Salt[:])
+	return start(t, "kms", chart(t, "kms"), s.ports["kms-metrics"],
+		filepath.Join(bin, "kms"), "--listen="+s.ports["kms"], "--metrics="+s.ports["kms-metrics"], "--node-name=cp1",
+		"--attester="+attester.Socket(s.sockets(), attest.PurposeKMS), owner(), "--root-dir="+root, "--kubeconfig="+s.kubeconfig(t, "kms"))
+}
+
+func (s *stage) joinservice(t *testing.T) *process {
+	t.Helper()
+	for _, name := range []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"} {
+		s.write(t, "pki/"+name, []byte("content of "+name))
+	}
+	pod, err := shared.Pod(t.Context(), namespace, "joinservice", "cp1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := shared.Token(t.Context(), namespace, "joinservice", kms.Audience, pod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return start(t, "joinservice", chart(t, "joinservice"), s.ports["joinservice-metrics"],
+		filepath.Join(bin, "joinservice"), "--listen="+s.ports["joinservice"], "--metrics="+s.ports["joinservice-metrics"], "--node-name=cp1",
+		"--attester="+attester.Socket(s.sockets(), attest.PurposeJoinservice), owner(), "--kms=https://"+s.ports["kms"],
+		"--kms-token="+s.write(t, "token", []byte(token+"\n")), "--pki="+filepath.Join(s.dir, "pki"), "--audit="+filepath.Join(s.dir, "audit.jsonl"),
+		"--kubeconfig="+s.kubeconfig(t, "joinservice"))
+}
+
+// bootstrapper runs a machine that waits for `muster init`.
+func (s *stage) bootstrapper(t *testing.T) *process {
+	t.Helper()
+	meta := s.write(t, "metadata.yaml", fmt.Appendf(nil, "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\ninitSecretHash: %x\n", sha256.Sum256([]byte("secret"))))
+	return start(t, "init", unit(t, "muster-bootstrapper"), s.ports["init-metrics"],
+		filepath.Join(bin, "bootstrapper"), "run", "--image", s.image(t, "init", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)), "--metadata", meta,
+		"--journal", filepath.Join(s.dir, "init-journal"), "--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
+}
+
+// unlock runs the initramfs of a control plane whose disk waits for its key, by joinservice or by its owner.
+func (s *stage) unlock(t *testing.T) *process {
+	t.Helper()
+	meta := s.write(t, "metadata.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\n"))
+	device := s.write(t, "disk", luks2test.Genuine(t, make([]byte, 32), luks2.HMACSHA256, luks2.LabelState).Bytes())
+	return start(t, "unlock", unit(t, "muster-bootstrapper"), s.ports["unlock-metrics"],
+		filepath.Join(bin, "bootstrapper"), "unlock", "--image", s.image(t, "unlock", fmt.Sprintf("{mode: luks, path: %s}", device)), "--metadata", meta,
+		"--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
+}
+
+// from dials from one address of the loopback network.
+func from(source string) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	return (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(source)}}).DialContext
+}
