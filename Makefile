@@ -113,6 +113,10 @@ test-renewal: deps kube images lab-bin ## Nodes outlive ten-minute certificates,
 test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
 	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
 
+.PHONY: test-floods
+test-floods: deps kube ## Every flood of an unauthenticated client against every listener, a minute each, with honest machines beside it (as root, four hours)
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) MUSTER_FLOODS_LONG=1 $(GOTEST) -count=1 -timeout 8h -v ./e2e/attack/floods
+
 .PHONY: test-runbooks
 test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a real cluster, in 15 minutes (as root); not part of test
 	$(GOTEST) -count=1 -timeout 40m -tags runbook -v ./e2e/runbook/

@@ -119,7 +119,8 @@ var controls = []flood{
 		}
 		if err := h.write(func(*http2.Framer) error {
 			// A kind that nobody knows: it is read whole before it is ignored (RFC 9113, section 4.1).
-			_, err := h.conn.Write([]byte{0x0f, 0xff, 0xff, 0xee, 0, 0, 0, 0, 0})
+			const size = 1<<20 - 1
+			_, err := h.conn.Write(append([]byte{0x0f, 0xff, 0xff, 0xee, 0, 0, 0, 0, 0}, zeroes[:size-1]...))
 			return err
 		}); err != nil {
 			return err

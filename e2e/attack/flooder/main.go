@@ -73,6 +73,8 @@ func (c *client) Write(b []byte) (int, error) {
 const (
 	// oneSource is how many new connections a second one source opens, and allSources what all of them do.
 	oneSource, allSources = 16, 200
+	// oneBurst and allBurst are what they begin with.
+	oneBurst, allBurst = 64, 400
 	// oneOpen and allOpen are how many they keep open, somewhat more than any listener grants.
 	oneOpen, allOpen = 600, 4400
 )
@@ -131,14 +133,14 @@ func (f flood) from(ctx context.Context, target string, sources []net.IP) *count
 	if f.open > 0 {
 		open = min(open, f.open)
 	}
+	burst := float64(min(oneBurst*len(sources), allBurst))
 	places := make(chan struct{}, open)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	began, tick := time.Now(), time.NewTicker(10*time.Millisecond)
 	defer tick.Stop()
 	for n := 0; ; {
-		// A listener lets each source begin with a burst; so does this.
-		for due := int(math.Ceil(time.Since(began).Seconds() * rate)); n < due; n++ {
+		for due := int(burst + math.Ceil(time.Since(began).Seconds()*rate)); n < due; n++ {
 			select {
 			case places <- struct{}{}:
 			default:

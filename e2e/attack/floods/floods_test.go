@@ -23,15 +23,14 @@ func (r row) String() string { return fmt.Sprintf("%s/%s/%d", r.port, r.flood, r
 // result is what a row has shown.
 type result struct {
 	row
-	said       said
-	limit      int64
-	peak       int64 // of the cgroup, bytes
-	sockets    int64
-	rss        int64
-	killed     bool
-	quiet      *outcome
-	under      *outcome
-	goMemLimit bool
+	said    said
+	limit   int64
+	peak    int64 // of the cgroup, bytes
+	sockets int64
+	rss     int64
+	killed  bool
+	quiet   *outcome
+	under   *outcome
 }
 
 // Floods of the listeners that speak TLS.
@@ -73,27 +72,27 @@ func rows() (out []row) {
 	return out
 }
 
-// length is how long a flood runs.
-func length() time.Duration {
-	if *long {
-		return time.Minute
-	}
-	return 10 * time.Second
-}
-
 // A client without a TPM neither ends a service nor keeps machines from what they ask for.
 func TestFloods(t *testing.T) {
-	s := setUp(t)
+	member, alone := setUp(t), setUp(t)
 	var results []*result
 	defer func() { t.Logf("\n%s", table(results)) }()
 	for _, r := range rows() {
 		t.Run(r.String(), func(t *testing.T) {
-			res := s.run(t, r, length())
+			res := of(r.service, member, alone).run(t, r, *length)
 			results = append(results, res)
 			t.Logf("\n%s", table([]*result{res}))
 			res.check(t)
 		})
 	}
+}
+
+// of gives the machine that runs a service: a member of a cluster, or one that is none yet.
+func of(service string, member, alone *stage) *stage {
+	if service == "init" || service == "unlock" {
+		return alone
+	}
+	return member
 }
 
 // run starts the services, asks in peace, and then asks during the flood.
@@ -110,6 +109,7 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 		}
 		one = s.owner(strings.TrimSuffix(r.port, "-metrics"))
 	default:
+		s.inCluster(t)
 		running := map[string]*process{"attester": s.attester(t)}
 		running["kms"] = s.kms(t)
 		running["joinservice"] = s.joinservice(t)
@@ -119,7 +119,7 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 		one = s.scraper(r.port)
 	}
 	res := &result{row: r, limit: victim.memory.number(t, limitFile(victim.memory))}
-	res.quiet = s.ask(t, min(quietApart, d/honest), one)
+	res.quiet = s.ask(t, min(apart(time.Duration(s.slow.delay.Load())), d/honest), one)
 	if res.quiet.served != honest {
 		t.Fatalf("without a flood %d of %d were served: %v", res.quiet.served, honest, res.quiet.last)
 	}
@@ -153,7 +153,8 @@ func (r *result) check(t *testing.T) {
 	if r.under.served != honest {
 		t.Errorf("%d of %d honest machines were served: %v", r.under.served, honest, r.under.last)
 	}
-	if r.slower() > 3 {
+	// Whoever else uses the computer in a short run is not measured.
+	if *long && r.slower() > 3 {
 		t.Errorf("the slowest took %s, %.1f times what it took in peace", r.under.p99(), r.slower())
 	}
 	if r.said.Opened == 0 {
@@ -174,28 +175,35 @@ func table(results []*result) string {
 	return b.String()
 }
 
-// Who shows nothing has no share in the TPM: machines get their tickets also where that takes its time.
+// Who shows nothing has no share in the TPM: machines and owners get what they ask for also where that takes its time.
 func TestChallengesOfASlowTPM(t *testing.T) {
-	delays, sources, floods := []time.Duration{40 * time.Millisecond, 150 * time.Millisecond}, []int{1, 4, 50}, []string{"challenge", "challenge-useless"}
+	delays, sources, floods, services := []time.Duration{40 * time.Millisecond, 150 * time.Millisecond}, []int{1, 4, 50}, []string{"challenge", "challenge-useless"}, []string{"joinservice", "init", "unlock"}
 	if !*long {
-		delays, sources, floods = delays[:1], []int{4}, floods[:1]
+		delays, sources, floods, services = delays[:1], []int{4}, floods[:1], services[:1]
 	}
-	s := setUp(t)
+	member, alone := setUp(t), setUp(t)
 	var results []*result
 	defer func() { t.Logf("\n%s", table(results)) }()
 	for _, delay := range delays {
-		for _, f := range floods {
-			for _, n := range sources {
-				t.Run(fmt.Sprintf("%s/%s/%d", delay, f, n), func(t *testing.T) {
-					s.slow.delay.Store(int64(delay))
-					res := s.run(t, row{f, "joinservice", "joinservice", n}, max(length(), honest*50*delay))
-					results = append(results, res)
-					t.Logf("%s a command:\n%s", delay, table([]*result{res}))
-					if res.killed || res.under.served != honest {
-						t.Errorf("%d of %d honest machines were served, killed: %t; %v", res.under.served, honest, res.killed, res.under.last)
-					}
-				})
+		for _, service := range services {
+			for _, f := range floods {
+				for _, n := range sources {
+					t.Run(fmt.Sprintf("%s/%s/%s/%d", delay, service, f, n), func(t *testing.T) {
+						s := of(service, member, alone)
+						s.slow.delay.Store(int64(delay))
+						res := s.run(t, row{f, service, service, n}, max(*length, honest*apart(delay)))
+						results = append(results, res)
+						t.Logf("%s a command:\n%s", delay, table([]*result{res}))
+						if res.killed || res.under.served != honest {
+							t.Errorf("%d of %d honest callers were served, killed: %t; %v", res.under.served, honest, res.killed, res.under.last)
+						}
+					})
+				}
 			}
 		}
 	}
 }
+
+// apart is how far apart callers come that a TPM of this delay can serve one after the other: evidence and the
+// answer to a challenge take about 16 commands.
+func apart(delay time.Duration) time.Duration { return max(quietApart, 20*delay) }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
@@ -19,27 +20,54 @@ const (
 )
 
 var (
-	shared *membertest.Cluster
-	bin    string // where the programs are
+	long   = flag.Bool("long", os.Getenv("MUSTER_FLOODS_LONG") != "", "every flood against every listener, each for a minute")
+	length = flag.Duration("length", 0, "how long each flood lasts; 0: a minute in a long run, ten seconds in a short one")
+	bin    = flag.String("bin", "", "folder that has the programs already; empty: they are built")
 )
 
-// long runs every flood, against every listener, from one address and from 200, for a minute each.
-var long = flag.Bool("long", os.Getenv("MUSTER_FLOODS_LONG") != "", "every flood at full length")
-
 func TestMain(m *testing.M) {
+	flag.Parse()
+	if *length == 0 {
+		*length = 10 * time.Second
+		if *long {
+			*length = time.Minute
+		}
+	}
 	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
-		if bin, err = os.MkdirTemp("", "muster-floods"); err != nil {
+		dir, err := os.MkdirTemp("", "muster-floods")
+		if err != nil {
 			return nil, err
 		}
-		build := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", bin+"/",
-			"../../../cmd/joinservice", "../../../cmd/kms", "../../../cmd/bootstrapper", "../flooder")
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			return nil, fmt.Errorf("build the programs: %w\n%s", err, out)
+		if *bin == "" {
+			*bin = dir
+			build := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-o", dir+"/",
+				"../../../cmd/joinservice", "../../../cmd/kms", "../../../cmd/bootstrapper", "../flooder")
+			build.Env = append(os.Environ(), "CGO_ENABLED=0")
+			if out, err := build.CombinedOutput(); err != nil {
+				return nil, fmt.Errorf("build the programs: %w\n%s", err, out)
+			}
 		}
-		if shared, err = membertest.Start(ctx, rendered); err != nil {
-			return nil, err
-		}
-		return func() error { return errors.Join(shared.Stop(), os.RemoveAll(bin)) }, nil
+		return func() error {
+			if shared != nil {
+				err = shared.Stop()
+			}
+			return errors.Join(err, os.RemoveAll(dir))
+		}, nil
 	})
+}
+
+// shared is nil until a test needs a cluster.
+var shared *membertest.Cluster
+
+// cluster gives the control plane that tests share.
+func cluster(t *testing.T) *membertest.Cluster {
+	t.Helper()
+	if shared == nil {
+		c, err := membertest.Start(context.WithoutCancel(t.Context()), rendered) // beyond this test
+		if err != nil {
+			t.Fatal(err)
+		}
+		shared = c
+	}
+	return shared
 }

@@ -192,7 +192,7 @@ type said struct{ Dialed, Opened, Most, Sent int64 }
 func flood(t *testing.T, name, target string, sources int, length time.Duration) said {
 	t.Helper()
 	var out, errs bytes.Buffer
-	cmd := exec.CommandContext(t.Context(), "nice", "-n", "5", filepath.Join(bin, "flooder"),
+	cmd := exec.CommandContext(t.Context(), "nice", "-n", "5", filepath.Join(*bin, "flooder"),
 		"-flood="+name, "-target="+target, fmt.Sprint("-sources=", sources), "-for="+length.String())
 	cmd.Env = append(os.Environ(), "GOMEMLIMIT=1GiB")
 	cmd.Stdout, cmd.Stderr = &out, &errs

@@ -33,31 +33,41 @@ import (
 // stage is a cluster with one control plane, cp1, that has a real TPM, and joiners with TPMs in software. Muster's
 // programs are not running yet.
 type stage struct {
-	ca    *attesttest.CA
-	tpm   *tpmtest.Emulator
-	slow  *slowTPM
-	dir   string
-	short string // for sockets, whose path has at most 107 bytes
-	ports map[string]string
-	made  int // honest machines so far
+	ca     *attesttest.CA
+	tpm    *tpmtest.Emulator
+	slow   *slowTPM
+	dir    string
+	short  string // for sockets, whose path has at most 107 bytes
+	ports  map[string]string
+	made   int // honest machines so far
+	member bool
 }
 
 func setUp(t *testing.T) *stage {
 	t.Helper()
-	shared.Reset(t)
 	s := &stage{ca: attesttest.NewCA(t), tpm: tpmtest.SWTPM(t), dir: t.TempDir(), ports: map[string]string{}}
 	s.slow = slow(t, s.tpm)
 	s.short = filepath.Dir(s.tpm.Socket)
+	for _, name := range []string{"joinservice", "joinservice-metrics", "kms", "kms-metrics", "attester-metrics", "init", "init-metrics", "unlock", "recover", "unlock-metrics"} {
+		s.ports[name] = free(t)
+	}
+	return s
+}
+
+// inCluster makes cp1 the control plane of a cluster, once.
+func (s *stage) inCluster(t *testing.T) {
+	t.Helper()
+	if s.member {
+		return
+	}
+	s.member = true
+	cluster(t).Reset(t)
 	device := s.tpm.Open()
 	if err := device.Measure(t.Context(), attest.LockPCR, shared.ID[:]); err != nil {
 		t.Fatal(err)
 	}
 	s.enroll(t, device)
 	s.policy(t, device)
-	for _, name := range []string{"joinservice", "joinservice-metrics", "kms", "kms-metrics", "attester-metrics", "init", "init-metrics", "unlock", "recover", "unlock-metrics"} {
-		s.ports[name] = free(t)
-	}
-	return s
 }
 
 // free is an address that nobody listens on now.
@@ -144,7 +154,7 @@ func (s *stage) sockets() string { return filepath.Join(s.short, "attest") }
 func (s *stage) attester(t *testing.T) *process {
 	t.Helper()
 	return start(t, "attester", unit(t, "muster-attester"), s.ports["attester-metrics"],
-		filepath.Join(bin, "bootstrapper"), "attester", "--image", s.image(t, "attester", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)),
+		filepath.Join(*bin, "bootstrapper"), "attester", "--image", s.image(t, "attester", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)),
 		"--dir", s.sockets(), "--tpm-lock", s.tpm.Lock, "--journal", filepath.Join(s.dir, "journal"))
 }
 
@@ -169,7 +179,7 @@ func (s *stage) kms(t *testing.T) *process {
 	root := filepath.Dir(s.write(t, "root/root", shared.Root[:]))
 	s.write(t, "root/salt", shared.Salt[:])
 	return start(t, "kms", chart(t, "kms"), s.ports["kms-metrics"],
-		filepath.Join(bin, "kms"), "--listen="+s.ports["kms"], "--metrics="+s.ports["kms-metrics"], "--node-name=cp1",
+		filepath.Join(*bin, "kms"), "--listen="+s.ports["kms"], "--metrics="+s.ports["kms-metrics"], "--node-name=cp1",
 		"--attester="+attester.Socket(s.sockets(), attest.PurposeKMS), owner(), "--root-dir="+root, "--kubeconfig="+s.kubeconfig(t, "kms"))
 }
 
@@ -187,7 +197,7 @@ func (s *stage) joinservice(t *testing.T) *process {
 		t.Fatal(err)
 	}
 	return start(t, "joinservice", chart(t, "joinservice"), s.ports["joinservice-metrics"],
-		filepath.Join(bin, "joinservice"), "--listen="+s.ports["joinservice"], "--metrics="+s.ports["joinservice-metrics"], "--node-name=cp1",
+		filepath.Join(*bin, "joinservice"), "--listen="+s.ports["joinservice"], "--metrics="+s.ports["joinservice-metrics"], "--node-name=cp1",
 		"--attester="+attester.Socket(s.sockets(), attest.PurposeJoinservice), owner(), "--kms=https://"+s.ports["kms"],
 		"--kms-token="+s.write(t, "token", []byte(token+"\n")), "--pki="+filepath.Join(s.dir, "pki"), "--audit="+filepath.Join(s.dir, "audit.jsonl"),
 		"--kubeconfig="+s.kubeconfig(t, "joinservice"))
@@ -198,7 +208,7 @@ func (s *stage) bootstrapper(t *testing.T) *process {
 	t.Helper()
 	meta := s.write(t, "metadata.yaml", fmt.Appendf(nil, "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\ninitSecretHash: %x\n", sha256.Sum256([]byte("secret"))))
 	return start(t, "init", unit(t, "muster-bootstrapper"), s.ports["init-metrics"],
-		filepath.Join(bin, "bootstrapper"), "run", "--image", s.image(t, "init", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)), "--metadata", meta,
+		filepath.Join(*bin, "bootstrapper"), "run", "--image", s.image(t, "init", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)), "--metadata", meta,
 		"--journal", filepath.Join(s.dir, "init-journal"), "--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
 }
 
@@ -208,7 +218,7 @@ func (s *stage) unlock(t *testing.T) *process {
 	meta := s.write(t, "metadata.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\n"))
 	device := s.write(t, "disk", luks2test.Genuine(t, make([]byte, 32), luks2.HMACSHA256, luks2.LabelState).Bytes())
 	return start(t, "unlock", unit(t, "muster-bootstrapper"), s.ports["unlock-metrics"],
-		filepath.Join(bin, "bootstrapper"), "unlock", "--image", s.image(t, "unlock", fmt.Sprintf("{mode: luks, path: %s}", device)), "--metadata", meta,
+		filepath.Join(*bin, "bootstrapper"), "unlock", "--image", s.image(t, "unlock", fmt.Sprintf("{mode: luks, path: %s}", device)), "--metadata", meta,
 		"--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
 }
 
