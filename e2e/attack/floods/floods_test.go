@@ -119,13 +119,13 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 		one = s.scraper(r.port)
 	}
 	res := &result{row: r, limit: victim.memory.number(t, limitFile(victim.memory))}
-	res.quiet = s.ask(t, min(apart(time.Duration(s.slow.delay.Load())), d/honest), one)
+	res.quiet = s.ask(t, victim, min(apart(time.Duration(s.slow.delay.Load())), d/honest), one)
 	if res.quiet.served != honest {
 		t.Fatalf("without a flood %d of %d were served: %v", res.quiet.served, honest, res.quiet.last)
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() { res.said = flood(t, r.flood, s.ports[r.port], r.sources, d) })
-	res.under = s.ask(t, d/honest, one)
+	res.under = s.ask(t, victim, d/honest, one)
 	wg.Wait()
 	res.peak, res.sockets = victim.memory.usage(t)
 	res.rss = victim.peakRSS()

@@ -51,20 +51,29 @@ func (o *outcome) p99() time.Duration {
 	return o.times[(len(o.times)*99+99)/100-1]
 }
 
-// ask has each honest machine ask until it gets what it wants, one every apart.
-func (s *stage) ask(t *testing.T, apart time.Duration, one func(t *testing.T, source string, n int) func(context.Context) error) *outcome {
+// ask has each honest machine ask until it gets what it wants, one every apart, or until the service is gone.
+func (s *stage) ask(t *testing.T, p *process, apart time.Duration, one func(t *testing.T, source string, n int) func(context.Context) error) *outcome {
 	t.Helper()
 	o := &outcome{}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	defer wg.Wait()
+	alive, gone := context.WithCancel(t.Context())
+	defer gone()
+	wg.Go(func() {
+		select {
+		case <-p.done:
+			gone()
+		case <-alive.Done():
+		}
+	})
+	var asking sync.WaitGroup
 	tick := time.NewTicker(apart)
 	defer tick.Stop()
 	for i := range honest {
 		s.made++
 		try := one(t, fmt.Sprintf("127.32.0.%d", i+1), s.made)
-		wg.Go(func() {
-			ctx, cancel := context.WithTimeout(t.Context(), patience)
+		asking.Go(func() {
+			ctx, cancel := context.WithTimeout(alive, patience)
 			defer cancel()
 			began := time.Now()
 			pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 4 * time.Second}
@@ -86,9 +95,11 @@ func (s *stage) ask(t *testing.T, apart time.Duration, one func(t *testing.T, so
 		})
 		select {
 		case <-tick.C:
-		case <-t.Context().Done():
+		case <-alive.Done():
 		}
 	}
+	asking.Wait()
+	gone()
 	wg.Wait()
 	return o
 }
