@@ -56,8 +56,7 @@ func rows() (out []row) {
 		}
 	}
 	if !*long {
-		add("joinservice", "joinservice", []string{"half-bodies", "half-bodies-session", "half-frame"}, 1)
-		add("init", "init", []string{"event-log"}, 1)
+		add("joinservice", "joinservice", []string{"half-bodies-streams", "half-bodies-session"}, 1)
 		return out
 	}
 	add("joinservice", "joinservice", all, 1, 200)
@@ -118,10 +117,12 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 	if strings.HasPrefix(r.flood, "metrics-") && r.service == "init" {
 		one = s.scraper(r.port)
 	}
-	res := &result{row: r, limit: victim.memory.number(t, limitFile(victim.memory))}
-	res.quiet = s.ask(t, victim, min(apart(time.Duration(s.slow.delay.Load())), d/honest), one)
-	if res.quiet.served != honest {
-		t.Fatalf("without a flood %d of %d were served: %v", res.quiet.served, honest, res.quiet.last)
+	res := &result{row: r, quiet: &outcome{}, limit: victim.memory.number(t, limitFile(victim.memory))}
+	if *long {
+		res.quiet = s.ask(t, victim, min(apart(time.Duration(s.slow.delay.Load())), d/honest), one)
+		if res.quiet.served != honest {
+			t.Fatalf("without a flood %d of %d were served: %v", res.quiet.served, honest, res.quiet.last)
+		}
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() { res.said = flood(t, r.flood, s.ports[r.port], r.sources, d) })

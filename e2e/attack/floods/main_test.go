@@ -21,14 +21,14 @@ const (
 
 var (
 	long   = flag.Bool("long", os.Getenv("MUSTER_FLOODS_LONG") != "", "every flood against every listener, each for a minute")
-	length = flag.Duration("length", 0, "how long each flood lasts; 0: a minute in a long run, ten seconds in a short one")
+	length = flag.Duration("length", 0, "how long each flood lasts; 0: a minute in a long run, five seconds in a short one")
 	bin    = flag.String("bin", "", "folder that has the programs already; empty: they are built")
 )
 
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if *length == 0 {
-		*length = 10 * time.Second
+		*length = 5 * time.Second
 		if *long {
 			*length = time.Minute
 		}
