@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -76,7 +77,7 @@ func newWaitingMachine(t *testing.T, ca *attesttest.CA) *waitingMachine {
 		t.Fatal(err)
 	}
 	s, err := recovery.New(recovery.Config{
-		DiskID: w.disk, Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
+		DiskID: w.disk, Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
 	})
 	if err != nil {
 		t.Fatal(err)
