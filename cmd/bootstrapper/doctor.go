@@ -23,7 +23,7 @@ var kubernetesPorts = []int{10250, 6443, 10257, 10259, 2379, 2380}
 // runDoctor looks for what is wrong on this machine. The error says how many checks failed.
 func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJSON bool, stdout io.Writer) error {
 	cfg := doctor.Config{
-		Image: image, Metadata: meta, Journal: record, Now: time.Now, Ports: kubernetesPorts,
+		Root: "/", Image: image, Metadata: meta, Journal: record, Now: time.Now, Ports: kubernetesPorts,
 		Folders: []string{"/", "/var/lib", "/var/lib/containerd", "/var/lib/muster"},
 		OpenTPM: func(img *metadata.Image) (doctor.TPM, error) { return openTPM(img, lock) },
 	}

@@ -37,6 +37,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
   run       make this machine a node: the first one of a cluster, or one more
   attester  give the services on this machine evidence of it, and its cluster too
   accepted  check that this machine's state disk was opened under no older policy than its journal knows
+  renew     keep the certificates of this control plane alive
   doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 
@@ -96,6 +97,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return err
 		}
 		return runAttester(ctx, *image, *meta, *record, *dir, *lock, logger(stderr))
+	case "renew":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		if err := noCoreDumps(); err != nil {
+			return err
+		}
+		return runRenewal(ctx, *image, *record, logger(stderr))
 	case "doctor":
 		output := flags.String("output", "plain", "plain or json")
 		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"time"
 
@@ -83,10 +84,10 @@ func (a *app) showStatus(s *cluster.Status, now time.Time) error {
 	for _, c := range s.Certificates {
 		fmt.Fprintf(a.stdout, "%-10s  ends %s\n", c.Name, c.Expires.UTC().Format(time.DateOnly))
 	}
-	tables := [][][]string{{{"NODE", "READY", "ROLE", "VERSION", "MACHINE", "VERDICT", "AGE", "POLICY", "CLIENT CERT", "SERVING CERT"}}}
+	tables := [][][]string{{{"NODE", "READY", "ROLE", "VERSION", "MACHINE", "VERDICT", "AGE", "POLICY", "CLIENT CERT", "SERVING CERT", "CONTROL PLANE"}}}
 	for _, n := range s.Nodes {
 		tables[0] = append(tables[0], []string{
-			n.Name, ready(n), dash(n.Role), dash(n.Kubelet), dash(short(n.MachineID)), verdict(n), age(n, now), nodePolicy(n), left(n.ClientExpires, now), left(n.ServingExpires, now),
+			n.Name, ready(n), dash(n.Role), dash(n.Kubelet), dash(short(n.MachineID)), verdict(n), age(n, now), nodePolicy(n), left(n.ClientExpires, now), left(n.ServingExpires, now), left(first(n.ControlPlane), now),
 		})
 	}
 	pods := [][]string{{"SERVICE", "NODE", "READY", "RESTARTS", "WAITS FOR"}}
@@ -137,6 +138,15 @@ func left(end *time.Time, now time.Time) string {
 	default:
 		return end.Sub(now).Round(time.Minute).String()
 	}
+}
+
+// first returns when the first of the certificates ends; nil if there is none.
+func first(list []cluster.Certificate) *time.Time {
+	if len(list) == 0 {
+		return nil
+	}
+	c := slices.MinFunc(list, func(a, b cluster.Certificate) int { return a.Expires.Compare(b.Expires) })
+	return &c.Expires
 }
 
 func yes(b bool) string {

@@ -134,7 +134,7 @@ func additions(o options, b base, kernel string, config []byte) (tree, error) {
 	if err := t.folder(files, "files/root", ""); err != nil {
 		return nil, err
 	}
-	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service"} {
+	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service"} {
 		c, err := os.ReadFile(filepath.Join(o.source, "deploy", "systemd", unit))
 		if err != nil {
 			return nil, err

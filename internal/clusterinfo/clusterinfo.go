@@ -24,6 +24,16 @@ const (
 	Key       = "cluster.json"
 )
 
+// What control planes agree by, beside the ConfigMap.
+const (
+	// ControlPlaneLease is the Lease in [Namespace] of the one control plane that joins or restarts its etcd for renewed certificates.
+	ControlPlaneLease = "muster-control-plane-join"
+	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
+	CertificatesAnnotation = "muster.dev/control-plane-certificates"
+	// AdministratorSigner names the signer of certificates for `muster kubeconfig renew`: the control planes' machines.
+	AdministratorSigner = "muster.dev/administrator"
+)
+
 // Info describes a cluster.
 type Info struct {
 	// ClusterID is derived from the root secret; 32 bytes.

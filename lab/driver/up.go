@@ -36,6 +36,7 @@ type Up struct {
 	OwnerKey     string   // base64 Ed25519 public key for image.yaml; may be empty
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
+	Validity     string   // how long kubeadm's certificates live, as "8m"; empty: a year
 	Audit        bool     // API servers write down every request: see [AuditLog]
 }
 
@@ -170,7 +171,7 @@ func (l *Lab) buildImage(u Up, build kube.Build) error {
 	}
 	if _, err := image.Build(filepath.Join(l.Dir, "image"), image.Spec{
 		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Preinstalled: u.Preinstalled,
-		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry, Audit: u.Audit,
+		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry, Validity: u.Validity, Audit: u.Audit,
 	}); err != nil {
 		return err
 	}

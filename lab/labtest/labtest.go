@@ -38,12 +38,18 @@ func New(t *testing.T, prefix string) (lab *driver.Lab, root string) {
 // programs named are in the machines' image; the others are components.
 func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
 	t.Helper()
+	return UpFor(t, prefix, "", preinstalled...)
+}
+
+// UpFor is [Up] with certificates of control planes that live as long as validity says, as "8m".
+func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Cluster {
+	t.Helper()
 	lab, root := New(t, prefix)
 	c := &Cluster{Lab: lab, Root: root}
 	images := filepath.Join(root, "dist", "images")
 	if err := lab.Up(t.Context(), driver.Up{
 		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: append([]string{"kubelet"}, preinstalled...),
-		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")}, Validity: validity,
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -41,6 +41,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -304,14 +305,33 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 	return nil
 }
 
-// startNode makes sure that what a node needs is running: attester and kubelet. The kubelet has usable certificates then.
+// renewControlPlane renews what has expired of a control plane's certificates. It comes after the node lock and the state disk: where that is
+// encrypted, attestation or a recovery has opened it.
+func (b *Bootstrapper) renewControlPlane() error {
+	if err := renewal.AtBoot(b.cfg.Root, b.image.Certificates(), b.cfg.Now(), b.log); err != nil {
+		return fmt.Errorf("renew the certificates of this control plane: %w", err)
+	}
+	return nil
+}
+
+// startNode makes sure that what a node needs is running: attester and kubelet, and on a control plane what renews its certificates. The kubelet has
+// usable certificates then.
 func (b *Bootstrapper) startNode(ctx context.Context) error {
+	if err := b.renewControlPlane(); err != nil {
+		// Without it the kubelet may still run what needs no certificate of these, and its unit tries again.
+		b.log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
+	}
 	// The attester first: pods that the kubelet starts ask it.
 	if err := b.startUnit(ctx, machine.UnitAttester); err != nil {
 		return err
 	}
 	if err := b.renewKubelet(ctx); err != nil {
 		return err
+	}
+	if renewal.IsControlPlane(b.cfg.Root) {
+		if err := b.cfg.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
+			return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
+		}
 	}
 	return b.startUnit(ctx, machine.UnitKubelet)
 }

@@ -11,22 +11,17 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
 // certificateFiles are the certificates that end a node's membership when they end, by the
-// value of the label certificate. Workers have the kubelet's alone.
+// value of the label certificate, beside those that package renewal names. Workers have the kubelet's alone.
 var certificateFiles = map[string]string{
-	"kubelet-client":           kubeletClient,
-	"kubelet-serving":          kubeletServing,
-	"ca":                       pkiFolder + "/ca.crt",
-	"front-proxy-ca":           pkiFolder + "/front-proxy-ca.crt",
-	"etcd-ca":                  pkiFolder + "/etcd/ca.crt",
-	"apiserver":                pkiFolder + "/apiserver.crt",
-	"apiserver-kubelet-client": pkiFolder + "/apiserver-kubelet-client.crt",
-	"apiserver-etcd-client":    pkiFolder + "/apiserver-etcd-client.crt",
-	"front-proxy-client":       pkiFolder + "/front-proxy-client.crt",
-	"etcd-server":              pkiFolder + "/etcd/server.crt",
-	"etcd-peer":                pkiFolder + "/etcd/peer.crt",
+	"kubelet-client":  kubeletClient,
+	"kubelet-serving": kubeletServing,
+	"ca":              pkiFolder + "/ca.crt",
+	"front-proxy-ca":  pkiFolder + "/front-proxy-ca.crt",
+	"etcd-ca":         pkiFolder + "/etcd/ca.crt",
 }
 
 // certificates reads the machine's certificates whenever metrics are read, since the kubelet and
@@ -55,6 +50,14 @@ func (c certificates) Collect(out chan<- prometheus.Metric) {
 		clear(b) // the kubelet's files have its keys too (K3)
 		out <- prometheus.MustNewConstMetric(notBeforeDesc, prometheus.GaugeValue, notBefore, name)
 		out <- prometheus.MustNewConstMetric(notAfterDesc, prometheus.GaugeValue, notAfter, name)
+	}
+	for _, r := range renewal.Read(c.root) {
+		notBefore, notAfter := 0.0, 0.0
+		if r.Unreadable == "" {
+			notBefore, notAfter = seconds(r.NotBefore), seconds(r.NotAfter)
+		}
+		out <- prometheus.MustNewConstMetric(notBeforeDesc, prometheus.GaugeValue, notBefore, r.Name)
+		out <- prometheus.MustNewConstMetric(notAfterDesc, prometheus.GaugeValue, notAfter, r.Name)
 	}
 }
 

@@ -52,6 +52,7 @@ func TestCertificatesAreReadAnewForEachScrape(t *testing.T) {
 	secret := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})
 	write(kubeletPKI+"/kubelet-client-current.pem", append(secret, cert(1000, 2000)...)) // the key first
 	write(pkiFolder+"/etcd/peer.crt", []byte("no PEM"))
+	write(pkiFolder+"/etcd/healthcheck-client.crt", cert(1000, 4000))
 	write(pkiFolder+"/ca.crt", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("no DER")}))
 	want := func(end string) {
 		t.Helper()
@@ -59,6 +60,7 @@ func TestCertificatesAreReadAnewForEachScrape(t *testing.T) {
 # HELP muster_certificate_not_after_timestamp_seconds When a certificate of this machine ends, in seconds since 1970; 0: the file holds none.
 # TYPE muster_certificate_not_after_timestamp_seconds gauge
 muster_certificate_not_after_timestamp_seconds{certificate="ca"} 0
+muster_certificate_not_after_timestamp_seconds{certificate="etcd-healthcheck-client"} 4000
 muster_certificate_not_after_timestamp_seconds{certificate="etcd-peer"} 0
 muster_certificate_not_after_timestamp_seconds{certificate="kubelet-client"} `+end+"\n"), "muster_certificate_not_after_timestamp_seconds"); err != nil {
 			t.Error(err)

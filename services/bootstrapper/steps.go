@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -94,6 +95,9 @@ func (b *Bootstrapper) reset(ctx context.Context, leave func(context.Context) er
 		if err := os.Remove(b.on(file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
+	}
+	if err := renewal.Discard(b.cfg.Root); err != nil {
+		return err
 	}
 	return b.lock.cleaned()
 }

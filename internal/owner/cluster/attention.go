@@ -17,6 +17,9 @@ type Attention struct {
 	Remedy  string `json:"remedy"`
 }
 
+// RenewRemedy says what to do about the certificates that no machine renews by itself.
+const RenewRemedy = "muster kubeconfig renew, for the administrator's while it is valid; afterwards copy /etc/kubernetes/admin.conf from a control plane. A CA that ends needs kubeadm's manual, in time."
+
 const (
 	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew nothing.
 	verdictOld = 15 * time.Minute
@@ -64,7 +67,7 @@ func (s *Status) attention(now time.Time) []Attention {
 	}
 	for _, c := range s.Certificates {
 		if left := c.Expires.Sub(now); left < ownCertificateSoon {
-			add("certificate "+c.Name, "Renew it on a control plane (kubeadm certs renew admin.conf for the administrator's kubeconfig; kubeadm's manual for the CA).", "%s", ends(left))
+			add("certificate "+c.Name, RenewRemedy, "%s", ends(left))
 		}
 	}
 	return out
@@ -108,6 +111,11 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "On it, look at journalctl -u muster-attester: until it attests, it gets no new certificates.", "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
 	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.JudgedAt) > verdictOld/2:
 		add(about, "On it, look at journalctl -u muster-attester.", "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+	}
+	for _, c := range n.ControlPlane {
+		if left := c.Expires.Sub(now); left < 0 || left < c.Expires.Sub(*c.Renews)/2 {
+			add(about, "On it, look at journalctl -u muster-renewal: until all control planes are healthy, none renews.", "its certificate %s %s and was not renewed", c.Name, ends(left))
+		}
 	}
 	for _, c := range []struct {
 		name string

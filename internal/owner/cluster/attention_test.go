@@ -18,10 +18,11 @@ func sound() *Status {
 		Services: map[string]string{"muster-joinservice": "", "muster-kms": ""}, Chart: &ChartStatus{Revision: 1, Status: "deployed"},
 		Policy: &PolicyStatus{Accepted: true, Serial: 3, Generation: 5, Newest: 5, Insecure: []string{"allowPlainState"}},
 		Nodes: []NodeStatus{
-			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", JudgedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour)},
+			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", JudgedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour),
+				ControlPlane: reported(`[{"name":"apiserver","notBefore":"2026-06-01T00:00:00Z","notAfter":"2027-06-01T00:00:00Z"}]`)},
 			{Name: "cp2", Enrolled: true}, // enrolled beforehand
 		},
-		Certificates: []Certificate{{"cluster CA", now.AddDate(9, 0, 0)}, {"admin.conf", now.AddDate(1, 0, 0)}},
+		Certificates: []Certificate{{Name: "cluster CA", Expires: now.AddDate(9, 0, 0)}, {Name: "admin.conf", Expires: now.AddDate(1, 0, 0)}},
 		Requests:     []Request{{Name: "csr-1", Since: now.Add(-time.Minute)}},
 	}
 }
@@ -50,9 +51,15 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"one that lasts for a year":     {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
 		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
 		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
-		"admin.conf":                    {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
-		"the CA":                        {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
-		"a request":                     {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
+		"a control plane's certificate that ended": {func(s *Status) {
+			s.Nodes[0].ControlPlane[0].Expires = now.Add(-time.Hour)
+		}, "node node1", "certificate apiserver ended 1h"},
+		"a control plane's certificate that was not renewed": {func(s *Status) {
+			s.Nodes[0].ControlPlane = reported(`[{"name":"etcd-peer","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-01T00:00:00Z"}]`)
+		}, "node node1", "certificate etcd-peer ends in"},
+		"admin.conf": {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
+		"the CA":     {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
+		"a request":  {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
 		"a machine that waits": {func(s *Status) {
 			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}
 		}, "waiting abababababab", "POLICY_REFUSED"},
@@ -65,6 +72,18 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 				t.Errorf("%+v, want one about %q that says %q", got, tt.about, tt.says)
 			}
 		})
+	}
+}
+
+// A node's root may write into its Node what it likes.
+func TestReportedCertificatesAreReadStrictly(t *testing.T) {
+	if got := reported(`[{"name":"admin.conf","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-31T00:00:00Z"}]`); len(got) != 1 || got[0].Name != "admin.conf" || got[0].Renews.Month() != time.August {
+		t.Errorf("%+v", got)
+	}
+	for _, text := range []string{"", "x", "{}", `[{"name":"a\u001b[2Jb"}]`, `[{"name":"` + strings.Repeat("a", 50) + `"}]`, `[{"name":""}]`, "[" + strings.Repeat(`{"name":"a"},`, maxReported) + `{"name":"a"}]`} {
+		if got := reported(text); len(got) > 0 {
+			t.Errorf("%q became %+v", text, got)
+		}
 	}
 }
 

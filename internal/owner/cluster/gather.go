@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"context"
 	"crypto/x509"
+	"encoding/json"
 	"encoding/pem"
 	"fmt"
+	"regexp"
 	"slices"
 	"time"
 
@@ -104,7 +106,7 @@ func (c *Client) Ends() (out []Certificate, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", f.name, err)
 		}
-		out = append(out, Certificate{f.name, end})
+		out = append(out, Certificate{Name: f.name, Expires: end})
 	}
 	return out, nil
 }
@@ -118,6 +120,31 @@ func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
 	}
 	return out, err
 }
+
+// maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
+const maxReported = 32
+
+// reported reads what a control plane's machine says of its certificates; nothing if it can't be read.
+func reported(annotation string) []Certificate {
+	var list []struct {
+		Name                string
+		NotBefore, NotAfter time.Time
+	}
+	if json.Unmarshal([]byte(annotation), &list) != nil || len(list) > maxReported {
+		return nil
+	}
+	out := make([]Certificate, 0, len(list))
+	for _, c := range list {
+		if !certificateName.MatchString(c.Name) {
+			return nil
+		}
+		renews := c.NotBefore.Add(c.NotAfter.Sub(c.NotBefore) / 3 * 2)
+		out = append(out, Certificate{Name: c.Name, Expires: c.NotAfter, Renews: &renews})
+	}
+	return out
+}
+
+var certificateName = regexp.MustCompile(`^[a-z][a-z.-]{0,40}$`)
 
 // Expiry gives the end of the first certificate in PEM.
 func Expiry(text []byte) (time.Time, error) {

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 )
 
 // Status is how a cluster stands.
@@ -73,6 +74,8 @@ type Request struct {
 type Certificate struct {
 	Name    string    `json:"name"`
 	Expires time.Time `json:"expires"`
+	// Renews is when its machine renews it, if one does.
+	Renews *time.Time `json:"renews,omitempty"`
 }
 
 // NodeStatus is a Node with its enrolment.
@@ -97,6 +100,8 @@ type NodeStatus struct {
 	// machine reports them.
 	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
+	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
+	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
 }
 
 // PolicyStatus is the policy as the services see it.
@@ -188,7 +193,9 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		return byName[name]
 	}
 	for _, n := range nodes.Items {
-		at(n.Name).see(&n)
+		s := at(n.Name)
+		s.see(&n)
+		s.ControlPlane = reported(n.Annotations[clusterinfo.CertificatesAnnotation])
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {

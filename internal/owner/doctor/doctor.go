@@ -170,9 +170,9 @@ func (d *doctor) kubeconfig() bool {
 	for _, c := range ends {
 		switch left := c.Expires.Sub(d.Now()); {
 		case left < 0:
-			d.Add(CheckKubeconfig, checkup.Fail, renew, "the certificate of %s ended on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
+			d.Add(CheckKubeconfig, checkup.Fail, cluster.RenewRemedy, "the certificate of %s ended on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
 		case left < 30*24*time.Hour:
-			d.Add(CheckKubeconfig, checkup.Warn, renew, "the certificate of %s ends on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
+			d.Add(CheckKubeconfig, checkup.Warn, cluster.RenewRemedy, "the certificate of %s ends on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
 		}
 	}
 	if d.Clean(CheckKubeconfig) {
@@ -181,8 +181,6 @@ func (d *doctor) kubeconfig() bool {
 	d.kube = kube
 	return true
 }
-
-const renew = "On a control plane: kubeadm certs renew admin.conf, then copy /etc/kubernetes/admin.conf here. A CA that ends needs kubeadm's manual, in time."
 
 // Clocks that are further apart than warnSkew are worth a word; further than failSkew, certificates
 // that were just made are not yet valid, and verdicts are too old when they arrive.

@@ -54,6 +54,7 @@ type Spec struct {
 	EKRoots      []byte     // PEM: the CAs that vouch for TPMs, for image.yaml
 	OwnerKey     string     // base64 Ed25519 public key for image.yaml; may be empty
 	Mirror       string     // host:port of the registry mirror
+	Validity     string     // certificateValidityPeriod of kubeadm's certificates, as "8m"; empty: a year
 	Audit        bool       // API servers write down every request, at [AuditLog]
 }
 
@@ -164,6 +165,9 @@ func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 	conf["ekRoots"] = string(s.EKRoots)
 	if s.OwnerKey != "" {
 		conf["ownerKey"] = s.OwnerKey
+	}
+	if s.Validity != "" {
+		b.fail(unstructured.SetNestedField(conf, s.Validity, "kubeadm", "clusterConfiguration", "certificateValidityPeriod"))
 	}
 	if s.Audit {
 		b.fail(unstructured.SetNestedField(conf, map[string]any{

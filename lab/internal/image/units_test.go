@@ -10,7 +10,7 @@ import (
 // The lab's units are small, since hardening needs a real systemd; what they start, and when it
 // is started again, is what the shipped ones say.
 func TestTheLabStartsWhatTheShippedUnitsStart(t *testing.T) {
-	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service"} {
+	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service"} {
 		shipped, err := os.ReadFile(filepath.Join("..", "..", "..", "deploy", "systemd", name))
 		if err != nil {
 			t.Fatal(err)

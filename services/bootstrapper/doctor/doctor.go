@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -36,6 +37,7 @@ const (
 	CheckJoinservices = "joinservices"
 	CheckDisk         = "disk space"
 	CheckPorts        = "ports"
+	CheckCertificates = "certificates"
 )
 
 // Bounds of disk space, in bytes. Kubernetes' images and a journal that must not fail to be written.
@@ -58,6 +60,8 @@ type TPM interface {
 
 // Config says what to look at. All fields are required but Roots.
 type Config struct {
+	// Root stands for the root of the file system, below which a control plane's certificates are.
+	Root string
 	// Image and Metadata are the paths of the two files, Journal that of the journal.
 	Image, Metadata, Journal string
 	// OpenTPM opens the TPM that the image names.
@@ -102,6 +106,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	}
 	d.space()
 	d.ports(ctx)
+	d.certificates()
 	return &d.Report
 }
 
@@ -337,5 +342,31 @@ func (d *doctor) ports(ctx context.Context) {
 	}
 	if d.Clean(CheckPorts) {
 		d.OK(CheckPorts, "those that Kubernetes needs are free")
+	}
+}
+
+// certificates are those of a control plane. The kubelet looks after its own.
+func (d *doctor) certificates() {
+	list := renewal.Read(d.Root)
+	if len(list) == 0 {
+		return // a worker, or no node yet
+	}
+	const remedy = "Look at journalctl -u muster-renewal. A machine whose certificates have expired renews them when its bootstrapper starts."
+	first := list[0]
+	for _, c := range list {
+		switch now := d.Now(); {
+		case c.Unreadable != "":
+			d.Add(CheckCertificates, checkup.Fail, "Restore it from a backup of this machine, or have kubeadm make it anew (kubeadm init phase).", "%s", c.Unreadable)
+		case now.After(c.NotAfter):
+			d.Add(CheckCertificates, checkup.Fail, remedy, "%s ended at %s", c.Name, c.NotAfter.UTC().Format(time.RFC3339))
+		case c.NotAfter.Sub(now) < c.NotAfter.Sub(c.DueAt())/2:
+			d.Add(CheckCertificates, checkup.Warn, remedy, "%s ends at %s, and should have been renewed at %s", c.Name, c.NotAfter.UTC().Format(time.RFC3339), c.DueAt().UTC().Format(time.RFC3339))
+		}
+		if c.NotAfter.Before(first.NotAfter) {
+			first = c
+		}
+	}
+	if d.Clean(CheckCertificates) {
+		d.OK(CheckCertificates, "%d of this control plane; the first to end is %s, at %s", len(list), first.Name, first.NotAfter.UTC().Format(time.RFC3339))
 	}
 }

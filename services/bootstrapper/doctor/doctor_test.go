@@ -2,10 +2,15 @@ package doctor
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/x509"
 	"encoding/base64"
+	"encoding/pem"
 	"errors"
 	"fmt"
+	"math/big"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -69,7 +74,7 @@ func newMachine(t *testing.T) *machine {
 		m.EventLog(), base64.StdEncoding.EncodeToString(make([]byte, 32)))
 	m.meta = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node2\nrole: worker\naddresses: [192.0.2.12]\njoinEndpoints: [%q]\n", s.Listener.Addr())
 	m.cfg = Config{
-		Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Journal: filepath.Join(m.dir, "journal"),
+		Root: m.dir, Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Journal: filepath.Join(m.dir, "journal"),
 		OpenTPM: func(*metadata.Image) (TPM, error) { return m.Machine, nil }, Roots: ca.Roots(), Folders: []string{m.dir}, Built: time.Now(), Now: time.Now,
 	}
 	return m
@@ -134,6 +139,16 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints")+fmt.Sprintf("joinEndpoints: [%q]\n", l.Addr()))
 		}},
 		"a disk that is full": {CheckDisk, checkup.Fail, "0 MiB", func(_ *testing.T, m *machine) { m.cfg.Folders = []string{"/proc"} }},
+		"a control plane's certificate that has ended": {CheckCertificates, checkup.Fail, "apiserver ended at", func(t *testing.T, m *machine) {
+			m.certificate(t, time.Now().Add(-2*time.Hour), time.Now().Add(-time.Hour))
+		}},
+		"a control plane's certificate that was not renewed": {CheckCertificates, checkup.Warn, "should have been renewed", func(t *testing.T, m *machine) {
+			m.certificate(t, time.Now().Add(-9*time.Hour), time.Now().Add(time.Hour))
+		}},
+		"a control plane's certificate that can't be read": {CheckCertificates, checkup.Fail, "apiserver.crt", func(t *testing.T, m *machine) {
+			m.certificate(t, time.Now(), time.Now())
+			m.write(t, "etc/kubernetes/pki/apiserver.crt", "x")
+		}},
 		"a port that is taken": {CheckPorts, checkup.Fail, "not free", func(t *testing.T, m *machine) {
 			_, port, err := net.SplitHostPort(listen(t).Addr().String())
 			if err != nil {
@@ -162,6 +177,24 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 			}
 		})
 	}
+}
+
+// certificate gives the machine a control plane's.
+func (m *machine) certificate(t *testing.T, from, to time.Time) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: from, NotAfter: to}
+	der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(m.dir, "etc/kubernetes/pki"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	m.write(t, "etc/kubernetes/pki/apiserver.crt", string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})))
 }
 
 func (m *machine) opens(d TPM) {

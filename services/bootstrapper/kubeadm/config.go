@@ -27,6 +27,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	kubeproxyv1 "k8s.io/kube-proxy/config/v1alpha1"
 	kubeletv1 "k8s.io/kubelet/config/v1beta1"
+	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
 	"sigs.k8s.io/yaml"
 
@@ -92,6 +93,14 @@ func strict(b []byte, into any) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
 	return d.Decode(into)
+}
+
+// Certificates returns how this image wants certificates renewed: their algorithm and validity period, and nothing else; what it does not
+// name is kubeadm's default.
+func (i *Image) Certificates() kubeadmapi.ClusterConfiguration {
+	return kubeadmapi.ClusterConfiguration{
+		EncryptionAlgorithm: kubeadmapi.EncryptionAlgorithmType(i.cluster.EncryptionAlgorithm), CertificateValidityPeriod: i.cluster.CertificateValidityPeriod,
+	}
 }
 
 // Node is the machine that is to become a node.

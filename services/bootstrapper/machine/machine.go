@@ -37,6 +37,8 @@ var Verbs = []string{"enable", "start", "stop", "restart"}
 const (
 	UnitKubelet  = "kubelet.service"
 	UnitAttester = "muster-attester.service"
+	// UnitRenewal runs on control planes alone.
+	UnitRenewal = "muster-renewal.service"
 )
 
 // unitTimeout bounds one systemctl.

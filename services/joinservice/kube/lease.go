@@ -20,8 +20,8 @@ import (
 
 const (
 	// JoinLease is the Lease that gives machines their turn to become a control plane, one after
-	// another: etcd takes one new member at a time.
-	JoinLease = "muster-control-plane-join"
+	// another: etcd takes one new member at a time. A control plane that renews its certificates holds it as well.
+	JoinLease = clusterinfo.ControlPlaneLease
 	// LeaseLife is how long a turn lasts that is not renewed.
 	LeaseLife = 40 * time.Second
 
@@ -81,7 +81,7 @@ func (k *Kube) Turn(ctx context.Context, m attest.MachineID, node, ticket string
 	}
 	age, life := k.turns.age(l, time.Now()), lifeOf(l)
 	if age <= life { // J8
-		return nil, attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "machine %s is becoming a control plane; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
+		return nil, attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
 	}
 	t.abandoned = holder
 	return t, nil

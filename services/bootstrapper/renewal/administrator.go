@@ -1,0 +1,155 @@
+package renewal
+
+import (
+	"context"
+	"crypto"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	certutil "k8s.io/client-go/util/cert"
+	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
+	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
+	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+)
+
+// maxRequest bounds a request, in bytes of PEM.
+const maxRequest = 8 << 10
+
+// administrators signs requests of [clusterinfo.AdministratorSigner]. The signers of Kubernetes itself would not do: they give nothing
+// that lives longer than a node's certificates.
+type administrators struct {
+	requests requests
+	root     string
+	cfg      kubeadmapi.ClusterConfiguration
+	now      func() time.Time
+	log      *slog.Logger
+}
+
+// requests are the CertificateSigningRequests of the cluster.
+type requests interface {
+	List(ctx context.Context, o metav1.ListOptions) (*certificatesv1.CertificateSigningRequestList, error)
+	UpdateApproval(ctx context.Context, name string, r *certificatesv1.CertificateSigningRequest, o metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error)
+	UpdateStatus(ctx context.Context, r *certificatesv1.CertificateSigningRequest, o metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error)
+}
+
+// sign decides on all requests that nobody has decided on.
+func (a administrators) sign(ctx context.Context) error {
+	list, err := a.requests.List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + clusterinfo.AdministratorSigner, ResourceVersion: "0"})
+	if err != nil {
+		return err
+	}
+	var errs error
+	for i := range list.Items {
+		r := &list.Items[i]
+		denied := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+			return c.Type == certificatesv1.CertificateDenied || c.Type == certificatesv1.CertificateFailed
+		})
+		if r.Spec.SignerName != clusterinfo.AdministratorSigner || denied || len(r.Status.Certificate) > 0 {
+			continue
+		}
+		if err := a.decide(ctx, r); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // another control plane was faster
+			errs = errors.Join(errs, fmt.Errorf("request %s: %w", r.Name, err))
+		}
+	}
+	return errs
+}
+
+func (a administrators) decide(ctx context.Context, r *certificatesv1.CertificateSigningRequest) error {
+	log := a.log.With("request", r.Name, "by", r.Spec.Username)
+	request, err := renewalOf(r)
+	if err != nil {
+		log.WarnContext(ctx, "a request for an administrator's certificate is denied", "err", err)
+		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateDenied, "NotARenewal", err.Error()))
+		_, err := a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{})
+		return err
+	}
+	if !slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateApproved
+	}) {
+		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateApproved, "Renewal", "The requester has the identity that is asked for."))
+		if r, err = a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{}); err != nil {
+			return err
+		}
+	}
+	cert, err := a.issue(request)
+	if err != nil {
+		return err
+	}
+	r.Status.Certificate = pkiutil.EncodeCertPEM(cert)
+	if _, err := a.requests.UpdateStatus(ctx, r, metav1.UpdateOptions{}); err != nil {
+		return err
+	}
+	log.InfoContext(ctx, "an administrator's certificate is renewed", "serial", cert.SerialNumber.Text(16), "ends", cert.NotAfter.UTC().Format(time.RFC3339))
+	return nil
+}
+
+func condition(kind certificatesv1.RequestConditionType, reason, message string) certificatesv1.CertificateSigningRequestCondition {
+	return certificatesv1.CertificateSigningRequestCondition{Type: kind, Status: corev1.ConditionTrue, Reason: reason, Message: message, LastUpdateTime: metav1.Now()}
+}
+
+// renewalOf returns what r asks for, if that is the identity of who filed it and nothing else. The API server writes who that is, and
+// whoever is an administrator already gets no right by it that they have not.
+func renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRequest, error) {
+	block, rest := pem.Decode(r.Spec.Request)
+	if block == nil || block.Type != "CERTIFICATE REQUEST" || len(rest) > 0 || len(r.Spec.Request) > maxRequest {
+		return nil, errors.New("it is no single request in PEM of 8 KiB at most")
+	}
+	c, err := x509.ParseCertificateRequest(block.Bytes)
+	if err == nil {
+		err = c.CheckSignature()
+	}
+	if err != nil {
+		return nil, err
+	}
+	group := kubeadmconstants.ClusterAdminsGroupAndClusterRoleBinding
+	switch {
+	case !slices.Contains(r.Spec.Groups, group):
+		return nil, fmt.Errorf("who filed it is not in the group %s", group)
+	case c.Subject.CommonName != r.Spec.Username || !slices.Equal(c.Subject.Organization, []string{group}) || len(c.Subject.Names) != 2:
+		return nil, fmt.Errorf("it is for %s, and was filed by %s", c.Subject, r.Spec.Username)
+	case len(c.DNSNames)+len(c.IPAddresses)+len(c.EmailAddresses)+len(c.URIs) > 0:
+		return nil, errors.New("a client's certificate has no further names")
+	case len(r.Spec.Usages) != 1 || r.Spec.Usages[0] != certificatesv1.UsageClientAuth:
+		return nil, errors.New("it is not for client authentication alone")
+	}
+	return c, nil
+}
+
+// requested is a public key where kubeadm's code wants a key pair; it signs nothing.
+type requested struct{ public crypto.PublicKey }
+
+func (r requested) Public() crypto.PublicKey { return r.public }
+
+func (requested) Sign(io.Reader, []byte, crypto.SignerOpts) ([]byte, error) {
+	return nil, errors.New("the key is another machine's")
+}
+
+// issue signs with the cluster's authority on this control plane's disk.
+func (a administrators) issue(c *x509.CertificateRequest) (*x509.Certificate, error) {
+	ca, key, err := certsphase.LoadCertificateAuthority(filepath.Join(a.root, folder), withoutExt(clusterCA))
+	if err != nil {
+		return nil, err
+	}
+	now := a.now().UTC()
+	return pkiutil.NewSignedCert(&pkiutil.CertConfig{
+		Config: certutil.Config{
+			CommonName: c.Subject.CommonName, Organization: c.Subject.Organization,
+			Usages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, NotBefore: now.Add(-kubeadmconstants.CertificateBackdate),
+		},
+		NotAfter: now.Add(lifeOf(a.cfg)),
+	}, requested{c.PublicKey}, ca, key, false)
+}

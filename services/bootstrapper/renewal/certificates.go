@@ -1,0 +1,145 @@
+// Package renewal keeps the certificates of a control plane alive: those that kubeadm has issued for a year to
+// API server, etcd and their clients, and those in the kubeconfigs of the administrator, the controller manager and the scheduler.
+//
+// A machine renews its own, with the authorities on its disk and with kubeadm's own code, at two thirds of their life. New
+// certificates are prepared beside the old ones and become the machine's by one rename, so a crash at any step leaves the old
+// ones, or new ones that the next start puts in their places. Then the static pods restart one after another, and on one control
+// plane after another: the lease by which machines become control planes is held meanwhile (J8). Certificates that have
+// expired are renewed without the lease, since a cluster whose control planes were all off has none to give.
+package renewal
+
+import (
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+)
+
+// Where a control plane's files are.
+const (
+	folder    = "/etc/kubernetes"
+	pki       = folder + "/pki"
+	manifests = folder + "/manifests"
+	// Folder holds renewed certificates and keys until they are in their places and in use.
+	Folder = folder + "/muster-renewal"
+)
+
+// file is one certificate of a control plane. Its name is kubeadm's.
+type file struct {
+	name string
+	// certificate and key are relative to [folder]; a kubeconfig, which has both, has no key.
+	certificate, key string
+	// ca is the authority's certificate.
+	ca string
+	// component is the static pod that has to be restarted to use it; empty for none.
+	component string
+}
+
+const (
+	clusterCA    = "pki/ca.crt"
+	etcdCA       = "pki/etcd/ca.crt"
+	frontProxyCA = "pki/front-proxy-ca.crt"
+)
+
+// files are all certificates of a control plane that its machine renews.
+var files = []file{
+	{"etcd-server", "pki/etcd/server.crt", "pki/etcd/server.key", etcdCA, "etcd"},
+	{"etcd-peer", "pki/etcd/peer.crt", "pki/etcd/peer.key", etcdCA, "etcd"},
+	{"etcd-healthcheck-client", "pki/etcd/healthcheck-client.crt", "pki/etcd/healthcheck-client.key", etcdCA, "etcd"},
+	{"apiserver", "pki/apiserver.crt", "pki/apiserver.key", clusterCA, "kube-apiserver"},
+	{"apiserver-kubelet-client", "pki/apiserver-kubelet-client.crt", "pki/apiserver-kubelet-client.key", clusterCA, "kube-apiserver"},
+	{"apiserver-etcd-client", "pki/apiserver-etcd-client.crt", "pki/apiserver-etcd-client.key", etcdCA, "kube-apiserver"},
+	{"front-proxy-client", "pki/front-proxy-client.crt", "pki/front-proxy-client.key", frontProxyCA, "kube-apiserver"},
+	{"controller-manager.conf", "controller-manager.conf", "", clusterCA, "kube-controller-manager"},
+	{"scheduler.conf", "scheduler.conf", "", clusterCA, "kube-scheduler"},
+	{"admin.conf", "admin.conf", "", clusterCA, ""},
+	{"super-admin.conf", "super-admin.conf", "", clusterCA, ""},
+}
+
+// components are the static pods in the order in which they restart: what others depend on comes first.
+var components = []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"}
+
+// Certificate is one certificate of this control plane.
+type Certificate struct {
+	Name      string    `json:"name"`
+	NotBefore time.Time `json:"notBefore"`
+	NotAfter  time.Time `json:"notAfter"`
+	// Unreadable says why the file holds no certificate; the times are zero then.
+	Unreadable string `json:"unreadable,omitempty"`
+}
+
+// Due reports whether two thirds of the certificate's life are over, or it can't be used now.
+func (c Certificate) Due(now time.Time) bool {
+	return c.invalid(now) || !now.Before(c.DueAt())
+}
+
+// DueAt returns when two thirds of the certificate's life are over.
+func (c Certificate) DueAt() time.Time { return c.NotBefore.Add(c.NotAfter.Sub(c.NotBefore) / 3 * 2) }
+
+// slack is how far a clock may have been ahead when it issued a certificate.
+const slack = time.Hour
+
+// invalid reports whether the certificate has expired. One that begins later than in an hour was issued while the clock was far ahead, and
+// is as unusable.
+func (c Certificate) invalid(now time.Time) bool {
+	return c.Unreadable == "" && (now.After(c.NotAfter) || now.Before(c.NotBefore.Add(-slack)))
+}
+
+// IsControlPlane reports whether the machine below root has the cluster's authority.
+func IsControlPlane(root string) bool {
+	_, err := os.Stat(filepath.Join(root, pki, "ca.key"))
+	return err == nil
+}
+
+// Read returns the certificates of the control plane below root; what is not there is left out, as a super-admin.conf on all but the first,
+// and all of them on a worker.
+func Read(root string) []Certificate {
+	var out []Certificate
+	for _, f := range files {
+		leaf, err := load(filepath.Join(root, folder, f.certificate))
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+		case err != nil:
+			out = append(out, Certificate{Name: f.name, Unreadable: err.Error()})
+		default:
+			out = append(out, Certificate{Name: f.name, NotBefore: leaf.NotBefore, NotAfter: leaf.NotAfter})
+		}
+	}
+	return out
+}
+
+// load reads the first certificate of a PEM file, or that of the user of a kubeconfig's current context. Its errors quote nothing of the
+// file, which may have a key (K3).
+func load(path string) (*x509.Certificate, error) {
+	text, err := os.ReadFile(filepath.Clean(path))
+	if err != nil {
+		return nil, err
+	}
+	defer clear(text)
+	if filepath.Ext(path) == ".conf" {
+		c, err := clientcmd.Load(text)
+		if err != nil {
+			return nil, fmt.Errorf("%s is no kubeconfig", filepath.Base(path))
+		}
+		current := c.Contexts[c.CurrentContext]
+		if current == nil || c.AuthInfos[current.AuthInfo] == nil {
+			return nil, fmt.Errorf("%s has no user", filepath.Base(path))
+		}
+		text = c.AuthInfos[current.AuthInfo].ClientCertificateData
+	}
+	block, _ := pem.Decode(text)
+	if block == nil || block.Type != "CERTIFICATE" {
+		return nil, fmt.Errorf("%s has no certificate", filepath.Base(path))
+	}
+	leaf, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", filepath.Base(path), err)
+	}
+	return leaf, nil
+}

@@ -1,0 +1,178 @@
+package renewal
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/leaderelection"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
+	"k8s.io/klog/v2"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+)
+
+// Cluster is what a renewal needs of the API.
+type Cluster interface {
+	// Exclusively runs do while this control plane holds the lease, and returns its error. The context of do ends when the lease is lost.
+	Exclusively(ctx context.Context, do func(context.Context) error) error
+	// Unhealthy lists the static pods of control planes that are not Ready, as "etcd-node2".
+	Unhealthy(ctx context.Context) ([]string, error)
+	// Runs reports whether this control plane's pod of the component is Ready and has the annotation.
+	Runs(ctx context.Context, component, annotation string) (bool, error)
+	// Publish writes this control plane's certificates to where the owner's program looks.
+	Publish(ctx context.Context, list []Certificate) error
+	// SignAdministrators decides on requests for an administrator's certificate.
+	SignAdministrators(ctx context.Context, cfg Config) error
+	Close()
+}
+
+const (
+	requestTimeout = 20 * time.Second
+	// A lease that nobody renews is free after leaseLife. It has to outlast a restart of the API server, through which it is renewed.
+	leaseLife, leaseDeadline, leaseRetry = 3 * time.Minute, 2 * time.Minute, 5 * time.Second
+)
+
+type cluster struct {
+	kubernetes.Interface
+	node  string
+	log   *slog.Logger
+	close func()
+}
+
+// Connect returns the cluster as this control plane's admin.conf leads to it.
+func Connect(root, node string, log *slog.Logger) (Cluster, error) {
+	text, err := os.ReadFile(filepath.Join(root, folder, "admin.conf"))
+	if err != nil {
+		return nil, err
+	}
+	config, err := clientcmd.RESTConfigFromKubeConfig(text)
+	clear(text)
+	if err != nil {
+		return nil, errors.New("admin.conf cannot be read") // the cause could quote the key
+	}
+	config.Timeout, config.UserAgent = requestTimeout, "muster-bootstrapper"
+	client, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return nil, err
+	}
+	k, err := kubernetes.NewForConfigAndClient(config, client)
+	if err != nil {
+		return nil, err
+	}
+	return &cluster{Interface: k, node: node, log: log, close: client.CloseIdleConnections}, nil
+}
+
+func (c *cluster) Close() { c.close() }
+
+// Exclusively implements [Cluster] with the lease of machines that become control planes: no member of etcd is restarted while another
+// is added (J8). client-go's election measures by its own clock whether a lease has run out, as joinservice does.
+func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) error) error {
+	ctx, cancel := context.WithCancel(klog.NewContext(ctx, logr.FromSlogHandler(c.log.Handler())))
+	defer cancel()
+	var (
+		mu             sync.Mutex
+		started, ended bool
+	)
+	done := make(chan error, 1)
+	e, err := leaderelection.NewLeaderElector(leaderelection.LeaderElectionConfig{
+		Lock: &resourcelock.LeaseLock{
+			LeaseMeta:  metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: clusterinfo.ControlPlaneLease},
+			Client:     c.CoordinationV1(),
+			LockConfig: resourcelock.ResourceLockConfig{Identity: "renewal/" + c.node},
+		},
+		LeaseDuration: leaseLife, RenewDeadline: leaseDeadline, RetryPeriod: leaseRetry, ReleaseOnCancel: true, Name: clusterinfo.ControlPlaneLease,
+		Callbacks: leaderelection.LeaderCallbacks{
+			OnStartedLeading: func(ctx context.Context) {
+				mu.Lock()
+				started = !ended
+				mu.Unlock()
+				if started {
+					done <- do(ctx)
+					cancel()
+				}
+			},
+			OnStoppedLeading: func() {},
+		},
+	})
+	if err != nil {
+		return err
+	}
+	e.Run(ctx)
+	mu.Lock()
+	ended = true
+	begun := started
+	mu.Unlock()
+	if !begun {
+		return errors.Join(errors.New("the lease of control planes was not to be had"), context.Cause(ctx))
+	}
+	return <-done
+}
+
+// Unhealthy implements [Cluster].
+func (c *cluster) Unhealthy(ctx context.Context) ([]string, error) {
+	list, err := c.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: "tier=control-plane"})
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	for i := range list.Items {
+		if !ready(&list.Items[i]) {
+			out = append(out, list.Items[i].Name)
+		}
+	}
+	slices.Sort(out)
+	return out, nil
+}
+
+// Runs implements [Cluster].
+func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool, error) {
+	pod, err := c.CoreV1().Pods(metav1.NamespaceSystem).Get(ctx, component+"-"+c.node, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return false, nil // between two pods
+	}
+	return err == nil && pod.Annotations[Annotation] == annotation && pod.DeletionTimestamp == nil && ready(pod), err
+}
+
+// SignAdministrators implements [Cluster].
+func (c *cluster) SignAdministrators(ctx context.Context, cfg Config) error {
+	return administrators{c.CertificatesV1().CertificateSigningRequests(), cfg.Root, cfg.Kubeadm, cfg.Now, cfg.Log}.sign(ctx)
+}
+
+func ready(p *corev1.Pod) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// Publish implements [Cluster] with an annotation of the Node.
+func (c *cluster) Publish(ctx context.Context, list []Certificate) error {
+	value, err := json.Marshal(list)
+	if err != nil {
+		return err
+	}
+	node, err := c.CoreV1().Nodes().Get(ctx, c.node, metav1.GetOptions{})
+	if err != nil || node.Annotations[clusterinfo.CertificatesAnnotation] == string(value) {
+		return err
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]string{clusterinfo.CertificatesAnnotation: string(value)}}})
+	if err != nil {
+		return err
+	}
+	_, err = c.CoreV1().Nodes().Patch(ctx, c.node, types.MergePatchType, patch, metav1.PatchOptions{})
+	return err
+}

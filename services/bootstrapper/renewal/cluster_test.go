@@ -1,0 +1,199 @@
+package renewal
+
+import (
+	"context"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/envtest"
+)
+
+// What a renewal asks of a cluster, at a real API server.
+func TestClusterOfARealAPIServer(t *testing.T) {
+	ctx := t.Context()
+	api, err := envtest.Start(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := api.Stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := api.Namespace(ctx, clusterinfo.Namespace); err != nil {
+		t.Fatal(err)
+	}
+	root := newControlPlane(t)
+	text, err := os.ReadFile(api.Kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(root, folder, "admin.conf"), text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	connect := func(node string) Cluster {
+		t.Helper()
+		c, err := Connect(root, node, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(c.Close)
+		return c
+	}
+	a, b := connect("node1"), connect("node2")
+
+	t.Run("the lease is one control plane's at a time", func(t *testing.T) {
+		var inside atomic.Int32
+		var wg sync.WaitGroup
+		for _, c := range []Cluster{a, b} {
+			wg.Go(func() {
+				err := c.Exclusively(ctx, func(ctx context.Context) error {
+					if inside.Add(1) != 1 {
+						return errors.New("two have it")
+					}
+					defer inside.Add(-1)
+					_, err := c.Unhealthy(ctx) // something that takes a moment
+					return err
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+	})
+	t.Run("a machine that joins keeps it", func(t *testing.T) {
+		var l coordinationv1.Lease
+		key := client.ObjectKey{Namespace: clusterinfo.Namespace, Name: clusterinfo.ControlPlaneLease}
+		get := func() {
+			t.Helper()
+			if err := api.Client.Get(ctx, key, &l); err != nil {
+				t.Fatal(err)
+			}
+		}
+		get()
+		if h := l.Spec.HolderIdentity; h != nil && *h != "" {
+			t.Fatalf("given back, and held by %q", *h)
+		}
+		l.Spec.HolderIdentity, l.Spec.LeaseDurationSeconds, l.Spec.RenewTime = new("aaaa/node3"), new(int32(40)), new(metav1.NowMicro())
+		if err := api.Client.Update(ctx, &l); err != nil {
+			t.Fatal(err)
+		}
+		short, cancel := context.WithTimeout(ctx, 3*time.Second)
+		defer cancel()
+		if err := a.Exclusively(short, func(context.Context) error { t.Error("renewed while a machine joins"); return nil }); err == nil {
+			t.Error("no error")
+		}
+		get()
+		if *l.Spec.HolderIdentity != "aaaa/node3" {
+			t.Errorf("held by %q", *l.Spec.HolderIdentity)
+		}
+		l.Spec.HolderIdentity = nil
+		if err := api.Client.Update(ctx, &l); err != nil {
+			t.Fatal(err)
+		}
+		done := false
+		if err := a.Exclusively(ctx, func(context.Context) error { done = true; return nil }); err != nil || !done {
+			t.Errorf("%v, done: %v", err, done)
+		}
+	})
+	t.Run("a part runs once its pod is Ready with the annotation", func(t *testing.T) {
+		pod := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "etcd-node1", Labels: map[string]string{"tier": "control-plane"}, Annotations: map[string]string{Annotation: "new"}},
+			Spec:       corev1.PodSpec{NodeName: "node1", Containers: []corev1.Container{{Name: "etcd", Image: "etcd"}}},
+		}
+		want := func(annotation string, runs bool, unhealthy ...string) {
+			t.Helper()
+			got, err := a.Runs(ctx, "etcd", annotation)
+			if err != nil || got != runs {
+				t.Errorf("with %q: runs %v, %v", annotation, got, err)
+			}
+			bad, err := a.Unhealthy(ctx)
+			if err != nil || !slices.Equal(bad, unhealthy) {
+				t.Errorf("unhealthy %q, %v", bad, err)
+			}
+		}
+		want("new", false)
+		if err := api.Client.Create(ctx, pod); err != nil {
+			t.Fatal(err)
+		}
+		want("new", false, "etcd-node1")
+		pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
+		if err := api.Client.Status().Update(ctx, pod); err != nil {
+			t.Fatal(err)
+		}
+		want("old", false)
+		want("new", true)
+	})
+	t.Run("certificates are published on the Node", func(t *testing.T) {
+		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}); err != nil {
+			t.Fatal(err)
+		}
+		list := Read(root)
+		for range 2 {
+			if err := a.Publish(ctx, list); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var n corev1.Node
+		if err := api.Client.Get(ctx, client.ObjectKey{Name: "node1"}, &n); err != nil {
+			t.Fatal(err)
+		}
+		var got []Certificate
+		if err := json.Unmarshal([]byte(n.Annotations[clusterinfo.CertificatesAnnotation]), &got); err != nil || len(got) != len(files) || !got[0].NotAfter.Equal(list[0].NotAfter) {
+			t.Errorf("%+v, %v", got, err)
+		}
+	})
+	t.Run("an administrator's certificate is renewed, and a node gets none", func(t *testing.T) {
+		if err := api.Client.Create(ctx, &rbacv1.ClusterRoleBinding{
+			ObjectMeta: metav1.ObjectMeta{Name: admins}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: admins}},
+		}); err != nil {
+			t.Fatal(err)
+		}
+		for user, group := range map[string]string{"kubernetes-admin": admins, "system:node:node2": "system:nodes"} {
+			config := rest.CopyConfig(api.Admin)
+			config.Impersonate = rest.ImpersonationConfig{UserName: user, Groups: []string{group, "system:authenticated"}}
+			k, err := kubernetes.NewForConfig(config)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, r := request(t, &x509.CertificateRequest{Subject: pkix.Name{CommonName: "kubernetes-admin", Organization: []string{admins}}})
+			r.Name = map[string]string{admins: "of-an-administrator", "system:nodes": "of-a-node"}[group]
+			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these itself
+			if r, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.SignAdministrators(ctx, Config{Root: root, Kubeadm: image, Now: time.Now, Log: slog.New(slog.DiscardHandler)}); err != nil {
+				t.Fatal(err)
+			}
+			var got certificatesv1.CertificateSigningRequest
+			if err := api.Client.Get(ctx, client.ObjectKey{Name: r.Name}, &got); err != nil {
+				t.Fatal(err)
+			}
+			if issued := len(got.Status.Certificate) > 0; issued != (group == admins) {
+				t.Errorf("%s: issued %v, %v", user, issued, got.Status.Conditions)
+			}
+		}
+	})
+}

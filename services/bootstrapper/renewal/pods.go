@@ -1,0 +1,77 @@
+package renewal
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// Annotation of a static pod says with which certificates it runs: a digest of their files. The kubelet restarts a static pod
+// whose manifest changes, as `kubeadm upgrade` relies on, and copies its annotations to the pod's mirror in the API.
+const Annotation = "muster.dev/certificates"
+
+// digest returns what the annotation of a component should be.
+func (p plane) digest(component string) (string, error) {
+	h := sha256.New()
+	for _, f := range files {
+		if f.component != component {
+			continue
+		}
+		leaf, err := load(p.on(filepath.Join(folder, f.certificate)))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return "", err
+		}
+		h.Write(leaf.Raw)
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// restart has the kubelet restart a component with the certificates that are on the disk now, and returns the annotation that the
+// new pod has; it is empty if this machine does not run the component. A component that runs with them already is left alone.
+func (p plane) restart(component string) (string, error) {
+	path := p.on(filepath.Join(manifests, component+".yaml"))
+	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	want, err := p.digest(component)
+	if err != nil {
+		return "", err
+	}
+	pod := &unstructured.Unstructured{}
+	if err := yaml.Unmarshal(text, &pod.Object); err != nil {
+		return "", fmt.Errorf("%s: %w", path, err)
+	}
+	if pod.GetAnnotations()[Annotation] == want {
+		return want, nil
+	}
+	annotations := pod.GetAnnotations()
+	if annotations == nil {
+		annotations = map[string]string{}
+	}
+	annotations[Annotation] = want
+	pod.SetAnnotations(annotations)
+	if text, err = yaml.Marshal(pod.Object); err != nil {
+		return "", err
+	}
+	// By rename, and the kubelet ignores names that begin with a dot: it never reads half of a manifest.
+	if err := machine.WriteFile(path, text, 0o600, 0o700); err != nil {
+		return "", err
+	}
+	return want, p.step("restarted " + component)
+}

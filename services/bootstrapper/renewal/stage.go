@@ -1,0 +1,234 @@
+package renewal
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+	certutil "k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
+	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
+	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
+	kubeadmrenewal "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs/renewal"
+	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
+)
+
+// plane is the files of one control plane.
+type plane struct {
+	root string
+	cfg  kubeadmapi.ClusterConfiguration // its algorithm and validity period alone
+	// sync is [machine.Sync].
+	sync func(dirs ...string) error
+	// step is told what was done; tests end the program there by an error.
+	step func(what string) error
+}
+
+func (p plane) on(path string) string { return filepath.Join(p.root, path) }
+
+// pending reports whether a renewal was begun and not finished.
+func (p plane) pending() bool {
+	_, err := os.Stat(p.on(Folder))
+	return err == nil
+}
+
+// prepare renews all certificates into [Folder], which appears with all of them or not at all.
+func (p plane) prepare(now time.Time) error {
+	if err := p.checkAuthorities(now); err != nil {
+		return err
+	}
+	part := p.on(Folder + ".part")
+	if err := os.RemoveAll(part); err != nil { // an earlier try, cut off
+		return err
+	}
+	if err := os.MkdirAll(filepath.Join(part, "pki", "etcd"), 0o700); err != nil {
+		return err
+	}
+	for _, f := range files {
+		was, err := load(p.on(filepath.Join(folder, f.certificate)))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err == nil {
+			err = p.renew(f, was, part, now)
+		}
+		if err != nil {
+			return fmt.Errorf("renew %s: %w", f.name, err)
+		}
+		if err := p.step("renewed " + f.name); err != nil {
+			return err
+		}
+	}
+	if err := p.check(part, now); err != nil {
+		return err
+	}
+	if err := p.sync(part); err != nil {
+		return err
+	}
+	if err := os.Rename(part, p.on(Folder)); err != nil {
+		return err
+	}
+	if err := p.sync(p.on(folder)); err != nil {
+		return err
+	}
+	return p.step("prepared")
+}
+
+// renew writes a successor of the certificate was, with a key of its own, below dir, as `kubeadm certs renew` does. That itself takes the time
+// at which its process was started for now.
+func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) error {
+	ca, key, err := certsphase.LoadCertificateAuthority(p.on(folder), withoutExt(f.ca))
+	if err != nil {
+		return err
+	}
+	next, nextKey, err := kubeadmrenewal.NewFileRenewer(ca, key).Renew(&pkiutil.CertConfig{
+		Config: certutil.Config{
+			CommonName: was.Subject.CommonName, Organization: was.Subject.Organization,
+			AltNames: certutil.AltNames{DNSNames: was.DNSNames, IPs: was.IPAddresses}, Usages: was.ExtKeyUsage, NotBefore: now.UTC().Add(-kubeadmconstants.CertificateBackdate),
+		},
+		NotAfter: now.UTC().Add(lifeOf(p.cfg)), EncryptionAlgorithm: p.cfg.EncryptionAlgorithmType(),
+	})
+	if err != nil {
+		return err
+	}
+	if f.key != "" {
+		return pkiutil.WriteCertAndKey(dir, withoutExt(f.certificate), next, nextKey)
+	}
+	c, err := clientcmd.LoadFromFile(p.on(filepath.Join(folder, f.certificate)))
+	if err != nil {
+		return errors.New("it is no kubeconfig") // the cause could quote the key
+	}
+	u := c.AuthInfos[c.Contexts[c.CurrentContext].AuthInfo]
+	if u.ClientKeyData, err = keyutil.MarshalPrivateKeyToPEM(nextKey); err != nil {
+		return err
+	}
+	u.ClientCertificateData = pkiutil.EncodeCertPEM(next)
+	return clientcmd.WriteToFile(*c, filepath.Join(dir, f.certificate))
+}
+
+// lifeOf returns how long new certificates live.
+func lifeOf(cfg kubeadmapi.ClusterConfiguration) time.Duration {
+	if cfg.CertificateValidityPeriod != nil {
+		return cfg.CertificateValidityPeriod.Duration
+	}
+	return kubeadmconstants.CertificateValidityPeriod
+}
+
+func withoutExt(path string) string { return strings.TrimSuffix(path, filepath.Ext(path)) }
+
+func authorities() []string { return []string{clusterCA, etcdCA, frontProxyCA} }
+
+// checkAuthorities refuses to renew while an authority is not valid: with a clock that is far off, what is issued now would be of no use.
+func (p plane) checkAuthorities(now time.Time) error {
+	for _, ca := range authorities() {
+		c, err := load(p.on(filepath.Join(folder, ca)))
+		if err != nil {
+			return err
+		}
+		if now.Before(c.NotBefore) || now.After(c.NotAfter) {
+			return fmt.Errorf("%s is valid from %s to %s, and this machine's clock says %s: nothing is renewed",
+				ca, c.NotBefore.UTC().Format(time.RFC3339), c.NotAfter.UTC().Format(time.RFC3339), now.UTC().Format(time.RFC3339))
+		}
+	}
+	return nil
+}
+
+// check refuses renewed certificates that would not do: without their key, of another authority than the one on the disk, for another
+// subject, or due again at once, which would restart everything for ever.
+func (p plane) check(dir string, now time.Time) error {
+	for _, f := range files {
+		was, err := load(p.on(filepath.Join(folder, f.certificate)))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		c, err := f.verified(dir, p.on(folder))
+		if err != nil {
+			return fmt.Errorf("the renewed %s: %w", f.name, err)
+		}
+		if c.Subject.String() != was.Subject.String() {
+			return fmt.Errorf("the renewed %s is for %s, and was for %s", f.name, c.Subject, was.Subject)
+		}
+		if (Certificate{NotBefore: c.NotBefore, NotAfter: c.NotAfter}).Due(now) {
+			return fmt.Errorf("the renewed %s would be valid from %s to %s only: look at certificateValidityPeriod of the image and at the clock", f.name, c.NotBefore.UTC().Format(time.RFC3339), c.NotAfter.UTC().Format(time.RFC3339))
+		}
+	}
+	return nil
+}
+
+// verified returns the certificate below dir if it has its key and was signed by the authority below authorities.
+func (f file) verified(dir, authorities string) (*x509.Certificate, error) {
+	path := filepath.Join(dir, f.certificate)
+	c, err := load(path)
+	if err != nil {
+		return nil, err
+	}
+	ca, err := load(filepath.Join(authorities, f.ca))
+	if err != nil {
+		return nil, err
+	}
+	if err := c.CheckSignatureFrom(ca); err != nil {
+		return nil, err
+	}
+	if f.key != "" {
+		_, err = tls.LoadX509KeyPair(path, filepath.Join(dir, f.key))
+	} else {
+		err = pairOf(path)
+	}
+	return c, err
+}
+
+// pairOf checks that a kubeconfig's certificate has its key.
+func pairOf(path string) error {
+	c, err := clientcmd.LoadFromFile(path)
+	if err != nil {
+		return errors.New("it is no kubeconfig") // the cause could quote the key
+	}
+	u := c.AuthInfos[c.Contexts[c.CurrentContext].AuthInfo]
+	_, err = tls.X509KeyPair(u.ClientCertificateData, u.ClientKeyData)
+	return err
+}
+
+// place moves what was prepared to where it is used, each file by rename. Whatever a crash has left to move, the next call moves.
+func (p plane) place() error {
+	for _, f := range files {
+		for _, name := range []string{f.key, f.certificate} {
+			if name == "" {
+				continue
+			}
+			err := os.Rename(p.on(filepath.Join(Folder, name)), p.on(filepath.Join(folder, name)))
+			if errors.Is(err, fs.ErrNotExist) {
+				continue // moved before, or not there on this machine
+			}
+			if err != nil {
+				return err
+			}
+			if err := p.step("placed " + name); err != nil {
+				return err
+			}
+		}
+	}
+	return p.sync(p.on(folder))
+}
+
+// finish forgets the renewal: all of it is in use.
+func (p plane) finish() error {
+	if err := os.RemoveAll(p.on(Folder)); err != nil {
+		return err
+	}
+	return p.sync(p.on(folder))
+}
+
+// Discard removes a renewal that was begun, for a machine whose certificates are about to be removed.
+func Discard(root string) error {
+	return errors.Join(os.RemoveAll(filepath.Join(root, Folder)), os.RemoveAll(filepath.Join(root, Folder+".part")))
+}
