@@ -65,7 +65,7 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 		w.off(t, "node5")
 		w.on(t, "node5")
 		labtest.Eventually(t, func(ctx context.Context) error {
-			out, err := w.At(ctx, "node1", "", "grep", "-h", `"connection refused"\|"renewal refused"`, "/var/log/muster/audit.jsonl")
+			out, err := w.At(ctx, "node1", "", "grep", "-h", `"connection refused"\|"renewal refused"`, "/var/log/muster/audit.jsonl", "/var/log/muster/audit-refused.jsonl")
 			if err != nil || !strings.Contains(out, "BANNED") {
 				return fmt.Errorf("no record of a refusal: %q, %w", out, err)
 			}

@@ -157,7 +157,7 @@ const (
 )
 
 func (r *run) audit(ctx context.Context) ([]record, error) {
-	out, err := r.at(ctx, "node1", "cat", "/var/log/muster/audit.jsonl")
+	out, err := r.at(ctx, "node1", "cat", "/var/log/muster/audit.jsonl", "/var/log/muster/audit-refused.jsonl")
 	if err != nil {
 		return nil, err
 	}
