@@ -19,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/services/joinservice/limit"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -30,7 +31,8 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	tickets := ticketRate.Most(day)
 	records := 2*tickets + // "ticket decided", "ticket issued"
 		min(tickets, leaseRate.Most(day)) + // "turn ended", once for each ticket
-		returnRate.Most(day) + rejoinRate.Most(day) + 2*renewalRate.Most(day)
+		returnRate.Most(day) + rejoinRate.Most(day) + 2*renewalRate.Most(day) +
+		kube.MostApproved(day)
 	bytes := float64(records) * audit.MaxRecord
 	text, err := os.ReadFile("../../docs/operate.md")
 	if err != nil {

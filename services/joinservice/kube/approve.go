@@ -414,3 +414,7 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	a.kube.log.InfoContext(ctx, "a kubelet's certificate request is decided", "event", record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
 	return nil
 }
+
+// MostApproved returns how many certificate requests of one node are approved at most in that time: one that was approved counts
+// until it is deleted.
+func MostApproved(in time.Duration) int { return maxRequests * (1 + int(in/keepApproved)) }
