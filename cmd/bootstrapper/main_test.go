@@ -109,6 +109,7 @@ func imageFile(t *testing.T, dir string, e *tpmtest.Emulator) string {
 kind: ImageConfiguration
 stateDisk: {mode: plain, path: %s/state}
 tpm: {device: %s, eventLog: %s/none}
+insecure: {noOwnerKey: true}
 listen: {init: "127.0.0.1:0", metrics: "127.0.0.1:0", attesterMetrics: "127.0.0.1:0"}
 `, dir, e.Socket, dir))
 }
@@ -204,7 +205,7 @@ func TestRunServesInitProbesAndMetricsWithARealTPM(t *testing.T) {
 		t.Errorf("readyz: %d %s", code, body)
 	}
 	_, body := get(t, base+"/metrics")
-	for _, want := range []string{`muster_init_attempts_total{reason="INIT_SECRET_INVALID"} 1`, "muster_node_locked 0", `muster_bootstrap_phase{phase="waiting"} 1`, `muster_quote_seconds_count{purpose="machine"} 1`, "muster_rpc_requests_total"} {
+	for _, want := range []string{`muster_init_attempts_total{reason="INIT_SECRET_INVALID"} 1`, "muster_node_locked 0", `muster_bootstrap_phase{phase="waiting"} 1`, `muster_quote_seconds_count{purpose="machine"} 1`, "muster_rpc_requests_total", `muster_insecure_config{reason="owner_key_unknown"} 1`} {
 		if !strings.Contains(body, want) {
 			t.Errorf("no %s in the metrics", want)
 		}

@@ -36,9 +36,20 @@ type controlPlane struct {
 	joinv1connect.JoinServiceClient
 }
 
+// controlMachine gives a machine that the policy lists as a control plane.
+func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
+	t.Helper()
+	if len(s.planned) == 0 {
+		t.Fatal("the policy lists no more control planes")
+	}
+	m := s.planned[0]
+	s.planned = s.planned[1:]
+	return m
+}
+
 func (s *stage) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
 	t.Helper()
-	m := s.machine(t)
+	m := s.controlMachine(t)
 	s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	c := &controlPlane{
 		Machine: m, JoinServiceClient: s.dial(t, m.Attester(attest.PurposeMachine)),
@@ -344,4 +355,21 @@ func TestOfFiveWhoAskAtOnceAllGetTheirTurn(t *testing.T) {
 	if most != 1 {
 		t.Errorf("%d had their turn at once", most)
 	}
+}
+
+// J6, A7: that an object of the cluster says so is not enough, the owner's signature has to.
+func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	client := s.dial(t, m.Attester(attest.PurposeMachine))
+	s.seen(t, client, m)
+	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	s.refused(t, client, m, w, attestv1.Reason_REASON_SERVER_NOT_LISTED)
+	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || len(s.Listed(t)) > 0 {
+		t.Errorf("enrolment %+v, listed %v", n.Spec, s.Listed(t))
+	}
+	s.listed = append(s.listed, m)
+	s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 2 }))
+	s.ticketFor(t, m, w)
 }

@@ -42,7 +42,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 	if err := ask(next); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED {
 		t.Fatalf("%v, want POLICY_REFUSED", err)
 	}
-	both := attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1, next}, func(p *attestv1.Policy) {
+	both := attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1, next}, attesttest.ControlPlanes(s.listed...), func(p *attestv1.Policy) {
 		p.Serial, p.Insecure = 2, &attestv1.InsecureSwitches{AllowPlainState: true}
 	})
 	s.inForce(t, s.SetPolicy(t, both))
@@ -59,7 +59,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	text := func(change func(*attestv1.Policy)) string {
-		return string(attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, change))
+		return string(attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, attesttest.ControlPlanes(s.listed...), change))
 	}
 	sign := func(json string) string {
 		return base64.StdEncoding.EncodeToString(attest.SignPolicy(s.Owner, []byte(json)).GetSignature())

@@ -135,6 +135,9 @@ func TestRefusedRequests(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s.forget(t, "w1")
 			m := s.machine(t)
+			if tt.enrolled != nil && tt.enrolled.Role == v1alpha1.RoleControlPlane {
+				m = s.controlMachine(t)
+			}
 			if tt.enrolled != nil {
 				tt.enrolled.MachineID = m.ID().String()
 				s.Enrol(t, "w1", *tt.enrolled)
@@ -288,7 +291,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		s.forget(t, "w1")
 	})
 	t.Run("a control plane's file that is missing", func(t *testing.T) {
-		m := s.machine(t)
+		m := s.controlMachine(t)
 		s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 		client := s.dial(t, m.Attester(attest.PurposeMachine))
 		s.seen(t, client, m)

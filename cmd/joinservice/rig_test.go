@@ -83,8 +83,10 @@ type stage struct {
 	token     string
 	sockets   string
 	kubeconf  string
-	flags     []string // beside the usual ones
-	image     string   // that cp1 boots; empty: the usual one
+	flags     []string              // beside the usual ones
+	image     string                // that cp1 boots; empty: the usual one
+	listed    []*attesttest.Machine // the policy's control planes: cp1, and planned
+	planned   []*attesttest.Machine // those that controlMachine has not given away
 }
 
 type option func(*stage)
@@ -108,6 +110,10 @@ func setUp(t *testing.T, options ...option) *stage {
 	}
 	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{Image: s.image})
 	s.cp1.LockTo(s.ID)
+	for range 8 {
+		s.planned = append(s.planned, s.machine(t))
+	}
+	s.listed = append([]*attesttest.Machine{s.cp1}, s.planned...)
 	s.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
 	s.policy(t)
 	s.writeFiles(t)
@@ -120,7 +126,7 @@ func setUp(t *testing.T, options ...option) *stage {
 // policy puts a policy in force that accepts what cp1 booted.
 func (s *stage) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
 	t.Helper()
-	changes = append([]func(*attestv1.Policy){func(p *attestv1.Policy) {
+	changes = append([]func(*attestv1.Policy){attesttest.ControlPlanes(s.listed...), func(p *attestv1.Policy) {
 		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
 	}}, changes...)
 	return s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, changes...))
@@ -257,7 +263,7 @@ func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisa
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	return policy.Appraise(c, attest.LockedTo(p.s.ID))
+	return policy.AppraiseServer(c, attest.LockedTo(p.s.ID))
 }
 
 // wish is a request with the keys that stay on the machine.

@@ -299,7 +299,7 @@ func TestATicketThatIsTooOldIsNotReturned(t *testing.T) {
 
 func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	s := setUp(t)
-	m := s.machine(t)
+	m := s.controlMachine(t)
 	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	client := s.dial(t, m.Attester(attest.PurposeMachine))

@@ -167,7 +167,7 @@ func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 			accept := func(machines ...*attesttest.Machine) {
 				t.Helper()
 				serial++
-				s.inForce(t, s.SetPolicy(t, attesttest.Policy(t, s.ca, append(machines, s.cp1), func(p *attestv1.Policy) {
+				s.inForce(t, s.SetPolicy(t, attesttest.Policy(t, s.ca, append(machines, s.cp1), attesttest.ControlPlanes(s.listed...), func(p *attestv1.Policy) {
 					p.Serial, p.Insecure = serial, &attestv1.InsecureSwitches{AllowPlainState: true}
 				})))
 			}

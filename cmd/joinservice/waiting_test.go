@@ -53,7 +53,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	s := setUp(t)
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
 	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
-	late := s.machine(t)
+	late := s.controlMachine(t)
 	ask := func(m *attesttest.Machine, w *wish) attestv1.Reason {
 		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return rpc.ReasonFrom(err)

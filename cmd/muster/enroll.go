@@ -25,7 +25,10 @@ func (a *app) enrollCommand() *cobra.Command {
 		Use:   "enroll NAME --role worker|control-plane --machine-id ID",
 		Short: "Give a node name to a machine before it joins; control planes need it",
 		Long: `A name belongs to one machine from then on. A worker enrols itself by passing attestation; a control plane gets the
-cluster's keys, so you say which machine that is. muster verify shows a machine's ID.`,
+cluster's keys, so you say which machine that is. muster verify shows a machine's ID.
+
+A control plane is also listed in the policy, which is signed anew with the next serial: no machine believes a joinservice or
+kms on a machine that the policy does not list. After an interruption the same command finishes.`,
 		Args:              cobra.ExactArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -33,14 +36,18 @@ cluster's keys, so you say which machine that is. muster verify shows a machine'
 			if err != nil {
 				return err
 			}
-			dir, err := a.view()
+			open := a.view
+			if spec.Role == v1alpha1.RoleControlPlane {
+				open = a.open // its policy changes
+			}
+			dir, err := open()
 			if err != nil {
 				return err
 			}
 			defer func() { _ = dir.Close() }()
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			created, err := owner.Enrol(ctx, dir, args[0], spec)
+			created, err := owner.Enrol(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
 			if err != nil {
 				return err
 			}

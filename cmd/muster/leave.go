@@ -98,7 +98,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
 		return fmt.Errorf("node name %q: %s", name, msgs[0])
 	}
-	dir, err := a.view()
+	dir, err := a.open() // a control plane's leaving changes the policy
 	if err != nil {
 		return err
 	}

@@ -27,6 +27,7 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	var (
 		t                         policyfile.Template
 		roots, machines, networks []string
+		control                   []string
 		operator                  bool
 		key, out                  string
 	)
@@ -37,6 +38,13 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 		RunE: func(_ *cobra.Command, args []string) error {
 			if err := fill(&t, args, roots, machines, networks, operator, attest.EKKind(key)); err != nil {
 				return err
+			}
+			for _, s := range control {
+				id, err := attest.ParseMachineID(s)
+				if err != nil {
+					return fmt.Errorf("--control-plane: %w", err)
+				}
+				t.ControlPlanes = append(t.ControlPlanes, policyfile.ControlPlane{Machine: id})
 			}
 			text, err := policyfile.Build(t)
 			if err != nil {
@@ -54,6 +62,7 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	f.BoolVar(&operator, "operator", false, "the authorities of --ek-root issue for your machines only")
 	f.StringVar(&key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
+	f.StringSliceVar(&control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
 	f.StringSliceVar(&networks, "node-cidr", nil, "network of node addresses")
 	f.StringSliceVar(&t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
 	f.Uint64Var(&t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
@@ -179,7 +188,7 @@ func (a *app) applyCommand() *cobra.Command {
 			}
 			defer func() { _ = dir.Close() }()
 			if len(args) == 1 {
-				if err := replacePolicy(dir, args[0]); err != nil {
+				if err := a.replacePolicy(dir, args[0]); err != nil {
 					return err
 				}
 			}
@@ -200,13 +209,27 @@ func (a *app) applyCommand() *cobra.Command {
 	return cmd
 }
 
-func replacePolicy(dir *ownerdir.Dir, path string) error {
+// replacePolicy puts the file into the folder. One that lists no control planes, as from-measurements makes it, gets those of before.
+func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
 		return err
 	}
-	if _, _, err := policyfile.Parse(text); err != nil {
+	p, _, err := policyfile.Parse(text)
+	if err != nil {
 		return fmt.Errorf("%s: %w", path, err)
+	}
+	if len(p.ControlPlanes()) == 0 {
+		kept, err := owner.ControlPlanesOf(dir)
+		if err != nil {
+			return err
+		}
+		if len(kept) > 0 {
+			if text, err = policyfile.ListControlPlanes(text, p.Serial(), kept, nil); err != nil {
+				return fmt.Errorf("%s: %w", path, err)
+			}
+			fmt.Fprintf(a.stderr, "%s lists no control planes: the %d of before stay listed.\n", path, len(kept))
+		}
 	}
 	return dir.Write(ownerdir.PolicyFile, text)
 }

@@ -101,6 +101,15 @@ func (a *app) view() (*ownerdir.Dir, error) {
 	return ownerdir.View(path)
 }
 
+// open opens the owner's folder to read and to write.
+func (a *app) open() (*ownerdir.Dir, error) {
+	path, err := a.folder()
+	if err != nil {
+		return nil, err
+	}
+	return ownerdir.Open(path)
+}
+
 // report gives the reporter that --output asks for: lines for people go to standard error, lines
 // for programs to standard output.
 func (a *app) report(steps int) progress.Reporter {

@@ -46,6 +46,8 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 	dir := t.TempDir()
 	const head = "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"
 	plain := place(t, dir, "plain.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\n")
+	owned := place(t, dir, "owned.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\nownerKey: "+base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))+"\n")
+	unowned := place(t, dir, "unowned.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\ninsecure: {noOwnerKey: true}\n")
 	good := place(t, dir, "good.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\n")
 	for name, tt := range map[string]struct {
 		options configOptions
@@ -55,6 +57,8 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 		"an unknown field":            {configOptions{file: place(t, dir, "bad.yaml", head+"stateDisk: {mode: luks, path: /d}\ncolour: red\n")}, "colour"},
 		"no owner":                    {configOptions{}, "-allow-no-owner-key"},
 		"no owner in the file":        {configOptions{file: good}, "-allow-no-owner-key"},
+		"no owner on purpose":         {configOptions{file: unowned}, "-allow-no-owner-key"},
+		"no owner, allowed here only": {configOptions{file: good, noOwner: true}, "insecure: {noOwnerKey: true}"},
 		"no file":                     {configOptions{file: filepath.Join(dir, "none")}, "none"},
 		"a key that is none":          {configOptions{ownerKey: "x"}, "ownerKey"},
 		"roots that are none":         {configOptions{ekRoots: good}, "ekRoots"},
@@ -64,7 +68,7 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	for _, o := range []configOptions{{file: plain, plain: true}, {file: good, noOwner: true}, {noOwner: true}} {
+	for _, o := range []configOptions{{file: owned, plain: true}, {file: unowned, noOwner: true}, {noOwner: true}} {
 		if _, err := o.make(); err != nil {
 			t.Error(err)
 		}

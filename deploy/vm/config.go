@@ -30,8 +30,11 @@ func (c configOptions) make() ([]byte, error) {
 	if img.StateDisk.Mode != metadata.DiskLUKS && !c.plain {
 		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that anybody can read; -allow-plain-state builds such an image")
 	}
-	if img.StateDisk.Mode == metadata.DiskLUKS && img.OwnerKey == nil && !c.noOwner {
-		return nil, errors.New("image.yaml: ownerKey is missing: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-key KEY names the owner, -allow-no-owner-key builds such an image")
+	if img.NoOwnerKey && !c.noOwner {
+		return nil, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-key KEY names the owner, -allow-no-owner-key builds such an image")
+	}
+	if err := img.KnowsOwner(); err != nil {
+		return nil, fmt.Errorf("image.yaml: %w; -owner-key KEY names the owner, -allow-no-owner-key builds an image without", err)
 	}
 	return b, nil
 }
@@ -53,6 +56,8 @@ func (c configOptions) text() ([]byte, error) {
 	}
 	if c.ownerKey != "" {
 		conf["ownerKey"] = c.ownerKey
+	} else if c.noOwner {
+		conf["insecure"] = map[string]any{"noOwnerKey": true}
 	}
 	if c.ekRoots != "" {
 		roots, err := os.ReadFile(c.ekRoots)

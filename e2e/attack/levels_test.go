@@ -16,16 +16,6 @@ import (
 // Every RPC that there is, called by everybody: a plain HTTPS client, one with a session that did not
 // attest, an attested machine.
 func TestEveryRPCFromEveryLevel(t *testing.T) {
-	x := newTarget(t, nil)
-	callers := map[string]struct {
-		client *http.Client
-		level  rpc.Level
-		want   attestv1.Reason // of a call that its level does not allow
-	}{
-		"plain":    {refusaltest.Plain(t), rpc.Plain, attestv1.Reason_REASON_SESSION_REQUIRED},
-		"session":  {x.transport(t, func(c *atls.ClientConfig) { c.Attester = atls.NoAttester }), rpc.Session, attestv1.Reason_REASON_PEER_NOT_ATTESTED},
-		"attested": {x.transport(t, nil), rpc.Attested, attestv1.Reason_REASON_UNSPECIFIED},
-	}
 	all := refusaltest.Procedures()
 	if len(all) < 8 {
 		t.Fatalf("only %d RPCs are linked in", len(all))
@@ -35,6 +25,16 @@ func TestEveryRPCFromEveryLevel(t *testing.T) {
 		if !ok {
 			t.Errorf("%s has no level", p.Path)
 			continue
+		}
+		x := newTarget(t, nil) // each with its own ration of records
+		callers := map[string]struct {
+			client *http.Client
+			level  rpc.Level
+			want   attestv1.Reason // of a call that its level does not allow
+		}{
+			"plain":    {refusaltest.Plain(t), rpc.Plain, attestv1.Reason_REASON_SESSION_REQUIRED},
+			"session":  {x.transport(t, func(c *atls.ClientConfig) { c.Attester = atls.NoAttester }), rpc.Session, attestv1.Reason_REASON_PEER_NOT_ATTESTED},
+			"attested": {x.transport(t, nil), rpc.Attested, attestv1.Reason_REASON_UNSPECIFIED},
 		}
 		for who, c := range callers {
 			for protocol, options := range refusaltest.Protocols {

@@ -70,7 +70,7 @@ func newJoinservice(t *testing.T, b *bench) *joinservice {
 	vendor := attesttest.NewCA(t)
 	on := attesttest.NewMachine(t, vendor, attesttest.Options{})
 	on.LockTo(joinCluster)
-	signed := attest.SignPolicy(priv, attesttest.Policy(t, vendor, []*attesttest.Machine{on}))
+	signed := attest.SignPolicy(priv, attesttest.Policy(t, vendor, []*attesttest.Machine{on}, attesttest.ControlPlanes(on)))
 	attester, err := evidence.WithPolicy(on.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy { return signed })
 	if err != nil {
 		t.Fatal(err)

@@ -117,6 +117,8 @@ func (b *bench) newHostIn(t *testing.T, dir string, m meta, ownerKey []byte, sta
 	}
 	if ownerKey != nil {
 		image["ownerKey"] = base64.StdEncoding.EncodeToString(ownerKey)
+	} else {
+		image["insecure"] = map[string]bool{"noOwnerKey": true}
 	}
 	write("image.yaml", image)
 	h.meta = m

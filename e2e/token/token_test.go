@@ -195,7 +195,7 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 func (c *cluster) install(t *testing.T, more ...string) {
 	t.Helper()
 	c.Muster(t, append([]string{
-		"install", "--name", "token", "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--control-plane-endpoint", driver.ControlPlaneEndpoint,
+		"install", "--name", "token", "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--owner-key-file", driver.OwnerKeyFile, "--control-plane-endpoint", driver.ControlPlaneEndpoint,
 		"--components", "components.yaml", "--images", filepath.Join(c.Root, "dist", "images", "digests.json"),
 	}, more...)...)
 }

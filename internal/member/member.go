@@ -118,15 +118,22 @@ func (cfg Config) record(r policy.Report) {
 // Refused is for [rpc.Config].
 func (m *Member) Refused(r rpc.Refused) { m.Strangers.Call(r.Procedure, r.Remote, r.Machine, r.Err) }
 
-// JudgeMembers judges machines that belong to this cluster: those of other services.
+// JudgeMembers judges machines that belong to this cluster: those of its nodes.
 func (m *Member) JudgeMembers() (*policy.Judge, error) {
-	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
-		info, err := m.Cluster.Info()
-		if err != nil {
-			return nil, err
-		}
-		return []attest.Lock{attest.LockedTo(info.ClusterID)}, nil
-	})
+	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, m.lockedToOurs)
+}
+
+// JudgeServers judges the machines of this cluster's joinservices and kms, which the owner's policy lists (A7).
+func (m *Member) JudgeServers() (*policy.Judge, error) {
+	return m.Policy.NewServerJudge(m.Cluster.Nodes.Banned, m.lockedToOurs)
+}
+
+func (m *Member) lockedToOurs() ([]attest.Lock, error) {
+	info, err := m.Cluster.Info()
+	if err != nil {
+		return nil, err
+	}
+	return []attest.Lock{attest.LockedTo(info.ClusterID)}, nil
 }
 
 // JudgeJoiners judges machines that ask to join: unlocked, or locked to this cluster by an attempt

@@ -26,13 +26,21 @@ func Connect(d *ownerdir.Dir) (*cluster.Client, error) {
 	return cluster.Connect(kubeconfig)
 }
 
-// Enrol gives a name to a machine before it comes, as control planes need it.
-func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec) (created bool, err error) {
+// Enrol gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
+// the enrolment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
+func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
 	kube, err := Connect(d)
 	if err != nil {
 		return false, err
 	}
-	if err := kube.Free(ctx, name, spec.MachineID); err != nil {
+	if err := kube.Free(ctx, name, spec); err != nil {
+		return false, err
+	}
+	l, err := enrollListing(name, spec)
+	if err != nil {
+		return false, err
+	}
+	if err := l.apply(ctx, d, kube, say); err != nil {
 		return false, err
 	}
 	return kube.Enrol(ctx, name, spec)
@@ -70,9 +78,11 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPol
 	if err != nil {
 		return nil, err
 	}
-	if have.Spec.Policy != string(signed.GetPolicy()) && have.Status.Serial > 0 && uint64(have.Status.Serial) >= p.Serial() {
-		err := attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), have.Status.Serial)
-		return nil, withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", have.Status.Serial+1, d.File(ownerdir.PolicyFile)))
+	if err := higher(d, have, p, string(signed.GetPolicy())); err != nil {
+		return nil, err
+	}
+	if err := mustList(ctx, d, kube, p); err != nil {
+		return nil, err
 	}
 	if err := kube.PutPolicy(ctx, signed); err != nil {
 		return nil, err

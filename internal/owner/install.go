@@ -192,6 +192,9 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 }
 
 func (i *initialiser) setPolicy(ctx context.Context, kube *cluster.Client) error {
+	if err := i.listFirst(); err != nil { // A7
+		return err
+	}
 	key, err := i.Dir.OwnerKey()
 	if err != nil {
 		return err

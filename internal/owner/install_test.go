@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -30,6 +31,7 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -230,6 +232,9 @@ func checkCluster(t *testing.T, o *owned, m *attesttest.Machine) {
 	if err != nil || p.Spec.Policy != string(signed.GetPolicy()) {
 		t.Errorf("the policy is not the owner's, byte for byte: %v", err)
 	}
+	if in, err := attest.ParsePolicy([]byte(p.Spec.Policy)); err != nil || !slices.Equal(in.ControlPlanes(), []attest.MachineID{m.ID()}) { // A7
+		t.Errorf("the policy does not list the first machine: %v", err)
+	}
 	var csrs certificatesv1.CertificateSigningRequestList
 	if err := shared.Client.List(ctx, &csrs); err != nil {
 		t.Fatal(err)
@@ -298,7 +303,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 	other := attest.MachineID{1}
 	spec := v1alpha1.AttestedNodeSpec{MachineID: other.String(), Role: v1alpha1.RoleControlPlane}
 	for i, want := range []bool{true, false} {
-		if created, err := Enrol(ctx, o.Dir, "node2", spec); err != nil || created != want {
+		if created, err := Enrol(ctx, o.Dir, "node2", spec, func(string) {}); err != nil || created != want {
 			t.Errorf("enrolment %d: %v, %v", i, created, err)
 		}
 	}
@@ -313,7 +318,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 		"a machine with another disk":  {"node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: "0191e0a8-7b1c-7000-8000-000000000000"}, "DISK_MISMATCH"},
 		"a machine with other address": {"node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.99"}}, "ADDRESS_REFUSED"},
 	} {
-		if _, err := Enrol(ctx, o.Dir, tt.node, tt.spec); err == nil || Explain(err).Reason != tt.want || Explain(err).Remedy == "" {
+		if _, err := Enrol(ctx, o.Dir, tt.node, tt.spec, func(string) {}); err == nil || Explain(err).Reason != tt.want || Explain(err).Remedy == "" {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -343,10 +348,10 @@ func checkApply(t *testing.T, o *owned) {
 		change(&p.Status)
 		return shared.Client.Status().Update(t.Context(), &p)
 	}
-	if err := judge(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 1 }); err != nil {
+	if err := judge(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 2 }); err != nil {
 		t.Fatal(err)
 	}
-	if p, err := ApplyPolicy(t.Context(), o.Dir); err != nil || p.Status.Serial != 1 {
+	if p, err := ApplyPolicy(t.Context(), o.Dir); err != nil || p.Status.Serial != 2 {
 		t.Errorf("the same policy again: %v", err)
 	}
 	text, err := o.Read(ownerdir.PolicyFile)
@@ -357,17 +362,20 @@ func checkApply(t *testing.T, o *owned) {
 	if err := o.Write(ownerdir.PolicyFile, changed); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ApplyPolicy(t.Context(), o.Dir); err == nil || !strings.Contains(Explain(err).Remedy, "Set serial to 2") {
+	if _, err := ApplyPolicy(t.Context(), o.Dir); err == nil || !strings.Contains(Explain(err).Remedy, "Set serial to 3") {
 		t.Errorf("another policy of the same serial: %v", err)
 	}
-	next := []byte(strings.NewReplacer(`"serial":"1"`, `"serial":"2"`, `"serial": "1"`, `"serial": "2"`).Replace(string(changed)))
+	next, err := policyfile.ListControlPlanes(changed, 3, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := o.Write(ownerdir.PolicyFile, next); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
 	go func() { done <- refuseNext(t.Context(), judge) }()
 	_, err = ApplyPolicy(t.Context(), o.Dir)
-	if p := Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "serial 1 stays in force") {
+	if p := Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "serial 2 stays in force") {
 		t.Errorf("a policy that the services refuse: %v", err)
 	}
 	if err := <-done; err != nil {

@@ -24,8 +24,10 @@ type Departure struct {
 	// Nothing is true if there is nothing to do.
 	Nothing bool
 
+	dir    *ownerdir.Dir
 	kube   *cluster.Client
 	found  *cluster.Presence
+	listed listing              // what changes in the owner's policy
 	to     *cluster.Replacement // nil: forget
 	resets bool                 // the machine is the same, and its TPM was cleared: only that is written
 }
@@ -51,7 +53,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 	if err != nil {
 		return nil, err
 	}
-	out := &Departure{kube: kube, found: p, Nothing: p.Nothing()}
+	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing()}
 	if out.Nothing {
 		return out, nil
 	}
@@ -62,6 +64,9 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 		if !memberGone {
 			return nil, withRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum", name), removeMember(name, p.OtherControlPlanes[0]))
 		}
+	}
+	if err := out.unlist(); err != nil {
+		return nil, err
 	}
 	out.shutOut()
 	if p.Node != nil {
@@ -119,7 +124,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	if err := kube.FreeFor(ctx, p, to); err != nil {
 		return nil, err
 	}
-	out := &Departure{kube: kube, found: p, to: &to}
+	out := &Departure{dir: d, kube: kube, found: p, to: &to}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
 	if sameMachine && sameDisk && !have.Banned {
@@ -128,6 +133,9 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 		}
 		out.Nothing = !out.resets
 		return out, nil
+	}
+	if err := out.unlist(); err != nil {
+		return nil, err
 	}
 	out.shutOut()
 	if !sameMachine {
@@ -147,6 +155,21 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	}
 	out.certificates()
 	return out, nil
+}
+
+// unlist plans what changes in the owner's policy.
+func (d *Departure) unlist() (err error) {
+	if d.listed, err = leaveListing(d.found.Enrolment, d.to); err != nil {
+		return err
+	}
+	_, p, _, err := folderPolicy(d.dir)
+	if err != nil {
+		return err
+	}
+	if line := d.listed.plan(p); line != "" {
+		d.Plan = append(d.Plan, line)
+	}
+	return nil
 }
 
 func (d *Departure) shutOut() {
@@ -187,6 +210,11 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error)
 	}
 	if d.resets {
 		return out, d.kube.ForgetResets(ctx, d.found, note)
+	}
+	// The policy comes first: from then on no machine believes the old one, and what follows names it as long as it is not done, so that
+	// the same command goes on.
+	if err := d.listed.apply(ctx, d.dir, d.kube, note); err != nil {
+		return nil, err
 	}
 	var end time.Time
 	var err error

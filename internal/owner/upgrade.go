@@ -40,7 +40,7 @@ type UpgradeConfig struct {
 }
 
 // UpgradeSteps is how many steps [Upgrade] reports at most.
-const UpgradeSteps = 4
+const UpgradeSteps = 5
 
 // Upgraded is what an upgrade did.
 type Upgraded struct {
@@ -92,11 +92,12 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	}
 	out := &Upgraded{Plan: u.plan, Revision: u.last.Version}
 	if u.plan.Empty() {
-		return out, u.init.step("judge Muster's services", func() (string, error) {
+		err := u.init.step("judge Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, u.Patience, "Muster's services are not ready")
 			defer cancel()
 			return "", u.ready(ctx)
 		})
+		return out, errors.Join(err, u.listControlPlanes(ctx))
 	}
 	steps := []struct {
 		name string
@@ -123,7 +124,29 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			return out, err
 		}
 	}
-	return out, nil
+	return out, u.listControlPlanes(ctx)
+}
+
+// listControlPlanes puts the folder's policy into the cluster if the one there lists nobody, as policies were before they listed control planes:
+// services of then refuse the new one, those of now serve nobody by the old one, so it follows the services.
+func (u *upgrader) listControlPlanes(ctx context.Context) error {
+	have, err := u.kube.Policy(ctx)
+	if err != nil {
+		return err
+	}
+	if p, err := attest.ParsePolicy([]byte(have.Spec.Policy)); err == nil && len(p.ControlPlanes()) > 0 {
+		return nil
+	}
+	return u.init.step("set the policy", func() (string, error) {
+		p, signed, err := SignedPolicy(u.Dir)
+		if err != nil {
+			return "", err
+		}
+		if err := higher(u.Dir, have, p, string(signed.GetPolicy())); err != nil {
+			return "", err
+		}
+		return fmt.Sprintf("serial %d", p.Serial()), u.kube.PutPolicy(ctx, signed)
+	})
 }
 
 func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
@@ -161,6 +184,9 @@ func (u *upgrader) look(ctx context.Context) error {
 	case errors.Is(err, cluster.ErrDowngrade):
 		return withRemedy(err, "Use the muster of that version or a newer one. If you want to go back all the same, read docs/upgrade.md and give --allow-downgrade.")
 	case err != nil:
+		return err
+	}
+	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
 		return err
 	}
 	key, err := u.Dir.OwnerKey()

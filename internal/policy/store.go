@@ -252,18 +252,29 @@ func (g guarded) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.St
 
 // Judge is an [attest.Appraiser] by the policy in force.
 type Judge struct {
-	store  *Store
-	banned func(attest.Claims) bool
-	locks  func() ([]attest.Lock, error)
+	store    *Store
+	banned   func(attest.Claims) bool
+	locks    func() ([]attest.Lock, error)
+	appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)
 }
 
 // NewJudge gives a Judge that refuses banned machines, and those whose node lock is in none of
 // the states.
 func (s *Store) NewJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
+	return s.newJudge(banned, locks, (*attest.Policy).Appraise)
+}
+
+// NewServerJudge is NewJudge for the machines of joinservices and kms: it also refuses those that the policy does not list
+// as control planes, with SERVER_NOT_LISTED (A7).
+func (s *Store) NewServerJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
+	return s.newJudge(banned, locks, (*attest.Policy).AppraiseServer)
+}
+
+func (s *Store) newJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error), appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)) (*Judge, error) {
 	if banned == nil || locks == nil {
 		return nil, errors.New("policy: a judge needs to know bans and lock states")
 	}
-	return &Judge{store: s, banned: banned, locks: locks}, nil
+	return &Judge{store: s, banned: banned, locks: locks, appraise: appraise}, nil
 }
 
 // Appraise implements [attest.Appraiser]. Beside the refusals of [attest.Policy.Appraise] there
@@ -280,7 +291,7 @@ func (j *Judge) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, 
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	a, err := p.Policy.Appraise(c, locks...)
+	a, err := j.appraise(p.Policy, c, locks...)
 	if err != nil {
 		return attest.Appraisal{}, err
 	}

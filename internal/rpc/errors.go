@@ -44,6 +44,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
 	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
 	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "Reboot the machine to clear its node lock, if it should change clusters."},
+	attestv1.Reason_REASON_SERVER_NOT_LISTED:    {connect.CodePermissionDenied, false, "If the machine is meant to be a control plane, let the owner list it: `muster enroll NAME --role control-plane --machine-id ID`. If it is not, find out why it answers."},
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},

@@ -85,6 +85,7 @@ func Run(ctx context.Context, o Options) (res Results, err error) {
 	defer func() { err = errors.Join(err, o.Lab.Down(context.WithoutCancel(ctx))) }()
 	if err := o.Lab.Up(ctx, driver.Up{
 		Lab: filepath.Join(o.Bin, "lab"), Bootstrapper: filepath.Join(o.Bin, "bootstrapper"), Preinstalled: []string{"kubelet", "kubeadm", "kubectl"}, Audit: true,
+		Muster: r.tool(),
 		Images: []string{filepath.Join(o.Images, "joinservice.tar"), filepath.Join(o.Images, "kms.tar")},
 	}); err != nil {
 		return res, err

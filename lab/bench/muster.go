@@ -53,7 +53,7 @@ func (r *run) muster(ctx context.Context) (Sample, error) {
 	var readyErr error
 	wg.Go(func() { s.Init.Ready, readyErr = r.whenReady(ctx, start, admin) })
 	out, err := r.at(ctx, driver.Owner, nil, r.tool(), "init", "--output", "json", "--name", name, "--endpoint", "192.168.77.11:9000",
-		"--init-secret-file", initSecretFile, "--policy", policyFile, "--control-plane-endpoint", driver.ControlPlaneEndpoint,
+		"--init-secret-file", initSecretFile, "--owner-key-file", driver.OwnerKeyFile, "--policy", policyFile, "--control-plane-endpoint", driver.ControlPlaneEndpoint,
 		"--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet, "--components", "components.yaml", "--manifests", network,
 		"--images", filepath.Join(r.Images, "digests.json"))
 	if err != nil {

@@ -29,6 +29,7 @@ func (r *run) up(ctx context.Context) error {
 		Lab:          filepath.Join(r.Bin, "lab"),
 		Bootstrapper: filepath.Join(r.Bin, "bootstrapper"),
 		Preinstalled: []string{"kubelet"},
+		Muster:       r.muster(),
 		Images:       []string{filepath.Join(r.Images, "joinservice.tar"), filepath.Join(r.Images, "kms.tar")},
 	})
 }
@@ -73,7 +74,7 @@ func (r *run) boot(ctx context.Context) error {
 
 func (r *run) init(ctx context.Context) error {
 	return r.show(ctx, driver.Owner, r.muster(), "init",
-		"--name", cluster, "--endpoint", node1Init, "--init-secret-file", initSecretFile, "--policy", policyFile,
+		"--name", cluster, "--endpoint", node1Init, "--init-secret-file", initSecretFile, "--owner-key-file", driver.OwnerKeyFile, "--policy", policyFile,
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
 		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"),
 		"--images", filepath.Join(r.Images, "digests.json"))

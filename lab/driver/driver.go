@@ -46,6 +46,9 @@ const DefaultDir = "/var/lib/muster-lab"
 // the lab's network with the address [OwnerAddress].
 const Owner = "owner"
 
+// OwnerKeyFile is the owner's key in the owner's folder, of a lab that was brought up with Muster.
+const OwnerKeyFile = "owner.key"
+
 // AuditLog is where a control plane's API server writes its audit log (audit.k8s.io/v1, a JSON
 // line for each request, level Metadata) if the lab was brought up with Audit.
 const AuditLog = image.AuditLog

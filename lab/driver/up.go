@@ -33,7 +33,8 @@ type Up struct {
 	Lab          string   // the program lab; empty: this program
 	Bootstrapper string   // the program that makes machines nodes; empty: machines have none
 	Preinstalled []string // of kubelet, kubeadm and kubectl, what the image has already; the others are fetched as components
-	OwnerKey     string   // base64 Ed25519 public key for image.yaml; may be empty
+	OwnerKey     string   // base64 Ed25519 public key for image.yaml; empty: the image is insecure.noOwnerKey
+	Muster       string   // the program muster, instead of OwnerKey: it makes the key owner.key in the owner's folder, whose public one the image gets
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
 	Validity     string   // how long kubeadm's certificates live, as "8m"; empty: a year
@@ -127,12 +128,29 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 	if !u.NoPreload {
 		cfg.Golden = filepath.Join(cache, "containerd", id+"-"+kube.ContainerdVersion)
 	}
+	if u.Muster != "" {
+		if u.OwnerKey, err = l.newOwnerKey(ctx, u.Muster); err != nil {
+			return cfg, err
+		}
+	}
 	done = l.step("machine image")
 	if err := l.buildImage(u, build); err != nil {
 		return cfg, err
 	}
 	done()
 	return cfg, errors.Join(l.ownerFiles(build), l.writeConfig(cfg))
+}
+
+// newOwnerKey makes the owner's key, which is older than the machines' image.
+func (l *Lab) newOwnerKey(ctx context.Context, muster string) (public string, err error) {
+	cmd := exec.CommandContext(ctx, muster, "key", "new", filepath.Join(l.OwnerDir(), OwnerKeyFile))
+	var problems bytes.Buffer
+	cmd.Stderr = &problems
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("muster key new: %w: %s", err, problems.Bytes())
+	}
+	return string(bytes.TrimSpace(out)), nil
 }
 
 func (l *Lab) layouts(path string) ([]string, error) {

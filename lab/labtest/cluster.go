@@ -73,7 +73,7 @@ func (c *Cluster) Init(t *testing.T, name string) {
 // InitArgs is what [Cluster.Init] calls the owner's program with.
 func (c *Cluster) InitArgs(name string) []string {
 	return []string{
-		"init", "--name", name, "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--policy", "policy.yaml",
+		"init", "--name", name, "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--owner-key-file", driver.OwnerKeyFile, "--policy", "policy.yaml",
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
 		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(c.Root, "dist", "images", "digests.json"),
 	}

@@ -49,6 +49,7 @@ func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Clust
 	images := filepath.Join(root, "dist", "images")
 	if err := lab.Up(t.Context(), driver.Up{
 		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: append([]string{"kubelet"}, preinstalled...),
+		Muster: filepath.Join(root, "bin", "muster"),
 		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")}, Validity: validity,
 	}); err != nil {
 		t.Fatal(err)

@@ -190,7 +190,7 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if b.lock, err = openLock(cfg.Journal, cfg.TPM, b.bank, b.machineID.String(), func(r journal.Record) { m.seen(r); b.steps.seen(r) }); err != nil {
 		return nil, err
 	}
-	if b.ownerKey == nil {
+	if b.ownerKey == nil && cfg.Image.NoOwnerKey { // it knew its owner with an earlier image
 		b.ownerKey = ed25519.PublicKey(b.lock.record().OwnerKey)
 	}
 	b.log = b.log.With("machine", b.machineID.String())

@@ -74,6 +74,9 @@ func (b *Bootstrapper) admit(kind journal.Kind, req *initv1.InitRequest) (*initR
 	if meta.InitSecretHash == nil || meta.Role != metadata.RoleControlPlane {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INIT_NOT_ALLOWED, "the metadata of %s have no initSecretHash, or not the role %s", meta.Name, metadata.RoleControlPlane)
 	}
+	if err := b.cfg.Image.KnowsOwner(); err != nil { // as a node it could not believe any joinservice (A7)
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
 	order, err := parseInit(kind, req)
 	if err != nil {
 		return nil, err

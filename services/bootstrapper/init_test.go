@@ -169,6 +169,24 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 	}
 }
 
+// As a node it could not believe any joinservice.
+func TestAnImageThatKnowsNoOwnerBecomesNoFirstMachine(t *testing.T) {
+	w := first(t)
+	w.image.OwnerKey = nil
+	r := w.boot()
+	_ = w.refused(t, r, w.request(), attestv1.Reason_REASON_MACHINE_CONFIG)
+	r.kill(t)
+	w.image.NoOwnerKey = true // repaired, insecurely
+	r = w.boot()
+	defer r.kill(t)
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Error(out.err)
+	}
+	if counter(t, r.metrics, "muster_insecure_config", "owner_key_unknown") != 1 {
+		t.Error("no metric says so")
+	}
+}
+
 // Wrong secrets are anybody's to send: they must neither keep the owner out nor fill the log.
 func TestWrongSecretsDoNotKeepTheRightOneOut(t *testing.T) {
 	w := first(t)

@@ -143,6 +143,7 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 	for name, tt := range map[string]struct {
 		setUp func(t *testing.T, w *world) *attesttest.Machine // the joinservice's machine
 		other bool                                             // signed by another owner
+		lists func(w *world) []*attesttest.Machine             // the policy's control planes; nil: the joinservice's machine
 		want  attestv1.Reason                                  // 0: accepted
 	}{
 		"the same image, the owner's policy": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
@@ -157,20 +158,40 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 		"a policy of another owner": {want: attestv1.Reason_REASON_POLICY_SIGNATURE, other: true, setUp: func(t *testing.T, w *world) *attesttest.Machine {
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
-		"no owner's key, the same image": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		// What root on a worker has, a banned one too: a genuine machine of the cluster, its attester's socket of the purpose joinservice, and the
+		// policy in force.
+		"a worker, with the real policy": {
+			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(w *world) []*attesttest.Machine {
+				return []*attesttest.Machine{attesttest.NewMachine(w.t, w.ca, attesttest.Options{})}
+			},
+			setUp: func(t *testing.T, w *world) *attesttest.Machine {
+				return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+			},
+		},
+		"a policy that lists nobody": {
+			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(*world) []*attesttest.Machine { return []*attesttest.Machine{} },
+			setUp: func(t *testing.T, w *world) *attesttest.Machine {
+				return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+			},
+		},
+		"no owner's key, and no switch": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *world) *attesttest.Machine {
 			w.image.OwnerKey = nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
+		"no owner's key, the same image": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
+		}},
 		"no owner's key, another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *world) *attesttest.Machine {
-			w.image.OwnerKey = nil
+			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
 		}},
 		"no owner's key, another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, w *world) *attesttest.Machine {
-			w.image.OwnerKey = nil
+			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 		}},
 		"no owner's key, no roots": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *world) *attesttest.Machine {
-			w.image.OwnerKey, w.image.EKRoots = nil, nil
+			w.image.OwnerKey, w.image.NoOwnerKey, w.image.EKRoots = nil, true, nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
 	} {
@@ -182,9 +203,13 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 			if tt.other {
 				_, priv = ownerKey(t)
 			}
-			j := newJoinservice(t, w, tt.setUp(t, w), priv)
+			var changes []func(*attestv1.Policy)
+			if tt.lists != nil {
+				changes = append(changes, attesttest.ControlPlanes(tt.lists(w)...))
+			}
+			j := newJoinservice(t, w, tt.setUp(t, w), priv, changes...)
 			w.meta.JoinEndpoints = []string{j.addr}
-			unknown := w.image.OwnerKey == nil
+			unknown := w.image.NoOwnerKey
 			r := w.start(tt.want)
 			defer r.kill(t)
 			if tt.want == attestv1.Reason_REASON_UNSPECIFIED {

@@ -65,10 +65,10 @@ type joinservice struct {
 }
 
 // newJoinservice starts one that admits what the world's machine has booted. It runs on
-// host, and presents a policy that owner signed.
-func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey) *joinservice {
+// host, and presents a policy that owner signed and that lists the host, with the changes.
+func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
 	t.Helper()
-	policy := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm})
+	policy := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, slices.Insert(changes, 0, attesttest.ControlPlanes(host))...)
 	j := &joinservice{t: t, host: host, lease: time.Minute, signed: attest.SignPolicy(owner, policy), world: w}
 	var err error
 	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {

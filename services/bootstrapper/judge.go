@@ -18,16 +18,8 @@ func (b *Bootstrapper) open(ctx context.Context, endpoint string, first net.Conn
 	if rec := b.lock.record(); rec.Locked() {
 		lock = attest.LockedTo([32]byte(rec.ClusterID))
 	}
-	if b.ownerKey != nil {
-		b.metrics.insecure.DeleteLabelValues(ownerKeyUnknown)
-	} else {
-		b.metrics.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
-	}
 	return seek.Open(ctx, seek.SessionConfig{
 		Attester: b.cfg.Attester, Lock: lock, Dial: b.cfg.Timing.Dial, Log: b.log,
-		Judges: seek.Judges{OwnerKey: b.ownerKey, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest},
+		Judges: seek.Judges{OwnerKey: b.ownerKey, NoOwnerKey: b.cfg.Image.NoOwnerKey, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest},
 	}, endpoint, first)
 }
-
-// ownerKeyUnknown is a label of muster_insecure_config.
-const ownerKeyUnknown = "owner_key_unknown"

@@ -20,6 +20,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
 const (
@@ -306,6 +307,37 @@ func TestAWorkerWithoutCertificatesWaits(t *testing.T) {
 				t.Error("its kubelet does not run, or has no new certificate")
 			}
 		})
+	}
+}
+
+// A7: after it was off for long, too, it asks no machine that the owner's policy does not list.
+func TestAWorkerAsksOnlyAControlPlaneForNewCertificates(t *testing.T) {
+	w, j := joined(t)
+	before := w.kubeletPair(t, clientFile)
+	w.later(2 * time.Hour)
+	j.ahead.Store(int64(2 * time.Hour))
+	pub, priv := ownerKey(t)
+	w.image.OwnerKey = pub
+	lists := func(m *attesttest.Machine) {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(m)))
+	}
+	lists(w.tpm)
+	r := w.boot()
+	eventually(t, "its console says why", func() bool {
+		b, err := os.ReadFile(w.screen)
+		return err == nil && strings.Contains(string(b), "SERVER_NOT_LISTED")
+	})
+	if len(j.renewedCSRs()) > 0 || w.machine.Running(machine.UnitKubelet) || !w.kubeletPair(t, clientFile).Equal(before) {
+		t.Error("it asked, its kubelet runs, or it has another certificate")
+	}
+	lists(j.host)
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	if !w.machine.Running(machine.UnitKubelet) || w.kubeletPair(t, clientFile).Equal(before) {
+		t.Error("its kubelet does not run, or has no new certificate")
 	}
 }
 

@@ -207,13 +207,13 @@ func endpoints(meta *metadata.Machine) []string {
 // verdict of now.
 func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, rec journal.Record) (time.Duration, error) {
 	owner := r.cfg.Image.OwnerKey
-	if owner == nil && len(rec.OwnerKey) > 0 {
+	if owner == nil && r.cfg.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
 		owner = ed25519.PublicKey(rec.OwnerKey)
 	}
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
 		Judges: seek.Judges{
-			OwnerKey: owner, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier,
+			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier,
 			Newest: seek.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)

@@ -222,10 +222,19 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 		spoil func(w *world, j *joinservice)
 		want  string
 	}{
-		"one that booted something else":   {func(_ *world, j *joinservice) { j.host.SetPCR(9, clusterID[:]) }, "POLICY_REFUSED"},
-		"one of another cluster":           {func(_ *world, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "LOCK_FOREIGN"},
-		"one of another owner":             {func(w *world, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
-		"another boot, and no owner's key": {func(w *world, j *joinservice) { w.image.OwnerKey = nil; j.host.SetPCR(9, clusterID[:]) }, "POLICY_REFUSED"},
+		"one that booted something else": {func(_ *world, j *joinservice) { j.host.SetPCR(9, clusterID[:]) }, "POLICY_REFUSED"},
+		"one of another cluster":         {func(_ *world, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "LOCK_FOREIGN"},
+		"one of another owner":           {func(w *world, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
+		"another boot, and no owner's key": {func(w *world, j *joinservice) {
+			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			j.host.SetPCR(9, clusterID[:])
+		}, "POLICY_REFUSED"},
+		"no owner's key, and no switch": {func(w *world, _ *joinservice) { w.image.OwnerKey = nil }, "MACHINE_CONFIG"},
+		"one that is no control plane": {func(w *world, j *joinservice) {
+			_, key := ownerKey(w.t)
+			w.image.OwnerKey = key.Public().(ed25519.PublicKey)
+			j.signed = attest.SignPolicy(key, attesttest.Policy(w.t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(w.tpm)))
+		}, "SERVER_NOT_LISTED"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := node(t)
@@ -239,7 +248,7 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 	}
 	t.Run("the same boot, and no owner's key", func(t *testing.T) {
 		w, j := node(t)
-		w.image.OwnerKey = nil
+		w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 		metrics := w.reattest()
 		eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 && len(j.reattested()) > 0 })
 	})

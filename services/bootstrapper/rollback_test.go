@@ -3,6 +3,7 @@ package bootstrapper_test
 import (
 	"bytes"
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"path/filepath"
 	"testing"
@@ -37,7 +38,7 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 			w.image.OwnerKey = pub
 			j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 			present := func(p presented) {
-				json := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, func(m *attestv1.Policy) { m.Serial = p.serial })
+				json := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = p.serial })
 				if p.other {
 					json = append(bytes.Clone(json), ' ')
 				}
@@ -83,7 +84,7 @@ func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
 	present := func(serial uint64) {
 		j.mu.Lock()
 		defer j.mu.Unlock()
-		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, func(m *attestv1.Policy) { m.Serial = serial }))
+		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial }))
 	}
 	w.meta.JoinEndpoints = []string{j.addr}
 	w.tpm.LockTo(clusterID)
@@ -204,5 +205,33 @@ func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
 	}
 	if len(seen) != 3 || seen[0] == seen[1] || seen[1] == seen[2] {
 		t.Errorf("it came with the evidence %x", seen)
+	}
+}
+
+// A control plane that its owner has removed is refused by the policy in force, and an older one that listed it is refused by a machine that has
+// seen a newer one.
+func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
+	w, j := worker(t)
+	_, priv := ownerKey(t)
+	w.image.OwnerKey = priv.Public().(ed25519.PublicKey)
+	sign := func(serial uint64, control ...*attesttest.Machine) *attestv1.SignedPolicy {
+		return attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
+	}
+	old := sign(1, j.host)
+	j.signed = sign(2, attesttest.NewMachine(t, w.ca, attesttest.Options{}))
+	r := w.start(attestv1.Reason_REASON_SERVER_NOT_LISTED)
+	r.kill(t)
+	if j.asked() != 0 || w.record().Locked() || w.record().Policy != nil {
+		t.Errorf("something was sent, or done, or a policy remembered by the word of who is not believed: %+v", w.record())
+	}
+	if err := w.journal.Save(journal.Record{Policy: &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKey), Serial: 2, Digest: bytes.Repeat([]byte{1}, 32)}}); err != nil {
+		t.Fatal(err)
+	}
+	j.signed = old
+	w.logged = &logBuffer{}
+	r = w.start(attestv1.Reason_REASON_POLICY_INVALID)
+	r.kill(t)
+	if j.asked() != 0 || w.record().Locked() {
+		t.Error("something was sent, or done")
 	}
 }

@@ -79,8 +79,9 @@ func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	w, _ := joiner(t)
 	pub, priv := ownerKey(t)
 	w.image.OwnerKey = pub
-	first := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
-	second := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
+	on := []*attesttest.Machine{attesttest.NewMachine(t, w.ca, attesttest.Options{}), attesttest.NewMachine(t, w.ca, attesttest.Options{})}
+	first := newJoinservice(t, w, on[0], priv, attesttest.ControlPlanes(on...))
+	second := newJoinservice(t, w, on[1], priv, attesttest.ControlPlanes(on...))
 	first.lease, second.lease = 300*time.Millisecond, 300*time.Millisecond
 	first.renewal = func(int) error {
 		return attest.RefuseFor(time.Millisecond, attestv1.Reason_REASON_API_UNAVAILABLE, "the API server restarts")

@@ -99,6 +99,7 @@ func newWorld(t testing.TB, name string) *world {
 	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
 	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
+	w.image.OwnerKey, _ = ownerKey(t)
 	w.image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
 	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
 	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))

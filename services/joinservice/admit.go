@@ -237,7 +237,15 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 		Addresses: w.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount,
 		AK: hex.EncodeToString(peer.Claims().AKName()),
 	}
-	return w, claim, s.cfg.Kube.Check(ctx, claim)
+	if err := s.cfg.Kube.Check(ctx, claim); err != nil {
+		return nil, none, err
+	}
+	if w.role == v1alpha1.RoleControlPlane { // J6: by the owner's signature, not by an object of the cluster alone
+		if err := p.Policy.MayServe(peer.Machine()); err != nil {
+			return nil, none, err
+		}
+	}
+	return w, claim, nil
 }
 
 // finish gets the certificates signed and the ticket recorded.

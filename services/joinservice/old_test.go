@@ -46,7 +46,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{})}
 	cp1.LockTo(shared.ID)
 	lock(l.machine)
-	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}))
+	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}, attesttest.ControlPlanes(cp1)))
 	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
 	if err != nil {
@@ -152,5 +152,5 @@ func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal,
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	return p.Appraise(c, attest.LockedTo(shared.ID))
+	return p.AppraiseServer(c, attest.LockedTo(shared.ID))
 }

@@ -103,6 +103,10 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
+	servers, err := m.JudgeServers()
+	if err != nil {
+		return err
+	}
 	joiners, err := m.JudgeJoiners()
 	if err != nil {
 		return err
@@ -116,7 +120,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	toKMS, err := atls.NewTransport(atls.ClientConfig{
-		Attester: o.Attester, Verifier: m.Verifier, Appraiser: members, PeerPurpose: attest.PurposeKMS, Observe: m.RPC.SetUp,
+		Attester: o.Attester, Verifier: m.Verifier, Appraiser: servers /* A7 */, PeerPurpose: attest.PurposeKMS, Observe: m.RPC.SetUp,
 		DialContext: k.DialService(&net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}),
 	})
 	if err != nil {

@@ -52,6 +52,7 @@ type stage struct {
 	*membertest.Cluster
 	ca       *attesttest.CA
 	cp1, cp2 *attesttest.Machine
+	w1       *attesttest.Machine // a worker, which the policy does not list
 	rootDir  string
 	audit    *membertest.Buffer
 	kms      *membertest.Service
@@ -68,7 +69,10 @@ func setUp(t *testing.T) *stage {
 		m.LockTo(s.ID)
 		s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	}
-	s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}))
+	s.w1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
+	s.w1.LockTo(s.ID)
+	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: s.w1.ID().String(), Role: v1alpha1.RoleWorker})
+	s.setPolicy(t, 1, s.cp1, s.cp2)
 	s.mount(t, s.Root[:], s.Salt[:])
 	api, err := s.As(t.Context(), namespace, "kms")
 	if err != nil {
@@ -84,6 +88,12 @@ func setUp(t *testing.T) *stage {
 		})
 	})
 	return s
+}
+
+// setPolicy puts a policy in force that accepts them all and lists these as control planes.
+func (s *stage) setPolicy(t *testing.T, serial uint64, control ...*attesttest.Machine) {
+	t.Helper()
+	s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
 }
 
 // mount writes the Secret as a kubelet does: into a new folder, then a link is swapped.
@@ -296,6 +306,7 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		"a machine that is not locked":      {unlocked.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a machine of another cluster":      {elsewhere.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a machine that booted another way": {tampered.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_POLICY_REFUSED},
+		"a worker of this cluster":          {s.w1.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"a machine no root vouches for":     {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -368,12 +379,33 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	}
 }
 
+// A7: a control plane that the owner's policy lists no more gets no key, on a session that it has already neither.
+func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
+	s := setUp(t)
+	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+	token := s.token(t, "joinservice", kms.Audience, s.pod)
+	ask := func() error {
+		_, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		return err
+	}
+	if err := ask(); err != nil {
+		t.Fatal(err)
+	}
+	s.setPolicy(t, 2, s.cp2)
+	membertest.Eventually(t, func() error {
+		n := s.kms.Metric(t, "muster_policy_serial")
+		return membertest.Want(n == 2, "serial %v is in force", n)
+	})
+	refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_SERVER_NOT_LISTED, s.keyRefused(), ask)
+	s.setPolicy(t, 3, s.cp1, s.cp2)
+	membertest.Eventually(t, ask)
+}
+
 // A worker is an accepted machine too, but runs no joinservice.
 func TestAWorkersTokenIsNotEnough(t *testing.T) {
 	s := setUp(t)
-	m := attesttest.NewMachine(t, s.ca, attesttest.Options{})
-	m.LockTo(s.ID)
-	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker})
+	m := s.w1
+	s.setPolicy(t, 2, s.cp1, s.cp2, m) // else it gets no session
 	pod, err := s.Pod(t.Context(), namespace, "joinservice", "w1")
 	if err != nil {
 		t.Fatal(err)

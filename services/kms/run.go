@@ -49,7 +49,7 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	judge, err := m.JudgeMembers()
+	judge, err := m.JudgeServers() // A7
 	if err != nil {
 		return err
 	}

@@ -23,6 +23,9 @@ import (
 // MaxPolicySize is the limit of a policy's JSON, in bytes.
 const MaxPolicySize = 256 << 10
 
+// MaxControlPlanes is how many control planes a policy may list.
+const MaxControlPlanes = 64
+
 // bootPCRs must have an enforced rule in every policy: 4, 9 and 11 hold what was booted,
 // the others stay zero on a machine that nobody tampered with.
 var bootPCRs = []int{4, 8, 9, 11, 12, 13, 14}
@@ -40,6 +43,7 @@ type Policy struct {
 	message    *attestv1.Policy
 	bank       crypto.Hash
 	machines   map[MachineID]bool // empty: any that a root vouches for
+	servers    []MachineID        // control planes; empty: none
 	roots      []ekRoot
 	rules      []pcrRule
 	nodeCIDRs  []netip.Prefix
@@ -104,11 +108,31 @@ func ParsePolicy(json []byte) (*Policy, error) {
 		}
 		p.nodeCIDRs = append(p.nodeCIDRs, c)
 	}
+	if err := p.parseControlPlanes(m.GetControlPlanes()); err != nil {
+		return nil, err
+	}
 	if m.GetTpm2() == nil {
 		return p, nil
 	}
 	p.acceptsTPM = true
 	return p, p.parseTPM(m.GetTpm2())
+}
+
+func (p *Policy) parseControlPlanes(list []string) error {
+	if len(list) > MaxControlPlanes {
+		return invalid("controlPlanes lists %d machines, more than %d", len(list), MaxControlPlanes)
+	}
+	for _, s := range list {
+		id, err := ParseMachineID(s)
+		if err != nil {
+			return invalid("controlPlanes: %w", err)
+		}
+		if slices.Contains(p.servers, id) {
+			return invalid("controlPlanes lists machine %s twice", id)
+		}
+		p.servers = append(p.servers, id)
+	}
+	return nil
 }
 
 func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
@@ -350,16 +374,44 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	return a, nil
 }
 
+// AppraiseServer is [Policy.Appraise] for the machine of a joinservice or kms, which the policy must also list as a
+// control plane (A7). It refuses one that is not listed with SERVER_NOT_LISTED.
+func (p *Policy) AppraiseServer(c Claims, locks ...Lock) (Appraisal, error) {
+	a, err := p.Appraise(c, locks...)
+	if err != nil {
+		return Appraisal{}, err
+	}
+	if err := p.MayServe(c.Machine()); err != nil { // A7
+		return Appraisal{}, err
+	}
+	return a, nil
+}
+
+// MayServe returns nil if the policy lists the machine as a control plane, otherwise a refusal with
+// SERVER_NOT_LISTED (A7).
+func (p *Policy) MayServe(m MachineID) error {
+	if p == nil || !slices.Contains(p.servers, m) {
+		return Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list machine %s in controlPlanes", m)
+	}
+	return nil
+}
+
+// ControlPlanes returns the machines that may serve joinservice and kms, in the policy's order.
+func (p *Policy) ControlPlanes() []MachineID { return slices.Clone(p.servers) }
+
 // For gives an Appraiser that judges by p and expects one of the lock states.
-func (p *Policy) For(locks ...Lock) Appraiser { return policyAppraiser{p, locks} }
+func (p *Policy) For(locks ...Lock) Appraiser { return policyAppraiser{p.Appraise, locks} }
+
+// ForServer returns an Appraiser that judges by [Policy.AppraiseServer] and expects one of the lock states.
+func (p *Policy) ForServer(locks ...Lock) Appraiser { return policyAppraiser{p.AppraiseServer, locks} }
 
 type policyAppraiser struct {
-	policy *Policy
-	locks  []Lock
+	appraise func(Claims, ...Lock) (Appraisal, error)
+	locks    []Lock
 }
 
 func (a policyAppraiser) Appraise(_ context.Context, c Claims) (Appraisal, error) {
-	return a.policy.Appraise(c, a.locks...)
+	return a.appraise(c, a.locks...)
 }
 
 // MismatchesOf gives the PCRs that a refusal is about, nil if it is about something else.

@@ -157,7 +157,7 @@ func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal,
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	return policy.Appraise(c, attest.LockedTo(shared.ID))
+	return policy.AppraiseServer(c, attest.LockedTo(shared.ID))
 }
 
 // owner asks a machine for its health over a session, after it has judged the machine: what every command of the

@@ -66,8 +66,7 @@ func (s *stage) inCluster(t *testing.T) {
 	if err := device.Measure(t.Context(), attest.LockPCR, shared.ID[:]); err != nil {
 		t.Fatal(err)
 	}
-	s.enroll(t, device)
-	s.policy(t, device)
+	s.policy(t, device, s.enroll(t, device))
 }
 
 // free is an address that nobody listens on now.
@@ -81,8 +80,8 @@ func free(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// enroll makes the machine with the real TPM the control plane cp1.
-func (s *stage) enroll(t *testing.T, device *tpm.TPM) {
+// enroll makes the machine with the real TPM the control plane cp1, and returns who it is.
+func (s *stage) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: device, Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
@@ -93,6 +92,7 @@ func (s *stage) enroll(t *testing.T, device *tpm.TPM) {
 		t.Fatal(err)
 	}
 	shared.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claims.Machine().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+	return claims.Machine()
 }
 
 // verifier is one that has never seen a machine before, as a joiner's is.
@@ -106,12 +106,13 @@ func (s *stage) verifier(t testing.TB) *tpm2.Verifier {
 	return v
 }
 
-// policy accepts what cp1 and the joiners have booted.
-func (s *stage) policy(t *testing.T, device *tpm.TPM) {
+// policy accepts what cp1 and the joiners have booted, and lists cp1 as a control plane.
+func (s *stage) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 	t.Helper()
 	joiner := attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	shared.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{joiner}, func(p *attestv1.Policy) {
 		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+		p.ControlPlanes = []string{cp1.String()}
 		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{
 			Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.tpm.Root.Raw})), Operator: true,
 		})
@@ -135,6 +136,7 @@ func (s *stage) image(t *testing.T, name, state string) string {
 kind: ImageConfiguration
 stateDisk: %s
 tpm: {device: %s, eventLog: %s}
+insecure: {noOwnerKey: true}
 listen: {init: %q, recover: %q, metrics: %q, attesterMetrics: %q}
 `, state, s.slow.socket, log, s.ports[name], s.ports["recover"], s.ports[name+"-metrics"], s.ports["attester-metrics"]))
 }

@@ -69,17 +69,31 @@ func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	return nil
 }
 
-// Free says whether neither a name nor a machine is enrolled as something else, before the owner
-// enrols it: a clash found later would refuse the machine when it is already in the rack.
-func (c *Client) Free(ctx context.Context, name, machineID string) error {
+// Free says whether name, machine and disk of an enrolment are not enrolled as something else, before anything is written
+// for it: a clash found later would refuse the machine when it is already in the rack.
+func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
 	return once(ctx, func(ctx context.Context) error {
+		if spec.DiskID != "" {
+			d, err := c.diskOf(ctx, spec.DiskID)
+			if err == nil {
+				err = mayTake(d, spec.MachineID)
+			}
+			if err != nil {
+				return err
+			}
+		}
 		var all v1alpha1.AttestedNodeList
 		if err := c.client.List(ctx, &all); err != nil {
 			return err
 		}
 		for _, n := range all.Items {
-			if n.Spec.MachineID == machineID && n.Name != name {
+			if n.Spec.MachineID == spec.MachineID && n.Name != name {
 				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already", n.Name)
+			}
+			if n.Name == name {
+				if err := same(name, n.Spec, spec); err != nil {
+					return err
+				}
 			}
 		}
 		return nil

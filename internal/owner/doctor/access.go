@@ -138,10 +138,38 @@ func (d *doctor) joinservices(ctx context.Context) error {
 			asked++
 		}
 	})
+	if err == nil && d.policy != nil {
+		err = d.listed(ctx)
+	}
 	if err == nil && d.policy != nil && d.Clean(CheckJoinservice) {
 		d.OK(CheckJoinservice, "%d, reached from here and accepted by the policy", asked)
 	}
 	return err
+}
+
+// listed finds machines that the policy lists as control planes and that the cluster does not have as such: they could still pose as a
+// joinservice (A7).
+func (d *doctor) listed(ctx context.Context) error {
+	var nodes v1alpha1.AttestedNodeList
+	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
+		return err
+	}
+	is := map[string]v1alpha1.AttestedNode{}
+	for _, n := range nodes.Items {
+		is[n.Spec.MachineID] = n
+	}
+	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", count serial up, and run muster policy apply: machines believe a joinservice or kms on it."
+	for _, m := range d.policy.ControlPlanes() {
+		switch n, ok := is[m.String()]; {
+		case !ok:
+			d.Add(CheckJoinservice, checkup.Warn, remedy, "the policy lists machine %s as a control plane, and it is enrolled as none", m)
+		case n.Spec.Banned:
+			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is banned, and the policy lists its machine %s as a control plane", n.Name, m)
+		case n.Spec.Role != v1alpha1.RoleControlPlane:
+			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is a worker, and the policy lists its machine %s as a control plane", n.Name, m)
+		}
+	}
+	return nil
 }
 
 // controlPlanes judges the joinservice of each control plane that is not banned. One that is refused or out of reach is

@@ -91,7 +91,7 @@ func newPatient(t *testing.T) *patient {
 	endpoint := strings.TrimPrefix(shared.Admin.Host, "https://")
 	d, err := ownerdir.Create(p.folder, ownerdir.New{
 		Cluster: ownerdir.Cluster{Name: "prod", Endpoint: "192.168.77.11:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint, PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}},
-		Secrets: secrets, OwnerKey: key, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{m}),
+		Secrets: secrets, OwnerKey: key, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{m}, attesttest.ControlPlanes(m)),
 	})
 	try(t, err)
 	t.Cleanup(func() { _ = d.Close() })

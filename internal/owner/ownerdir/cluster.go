@@ -8,7 +8,9 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Stage says how far init got.
@@ -129,6 +131,27 @@ func (c Cluster) differences(other Cluster) []string {
 		}
 	}
 	return diff
+}
+
+// listing returns the policy as init leaves it in the folder once it knows the first machine, which it lists as a control plane; nil
+// if there is none, or the text is no policy.
+func (c Cluster) listing(policy []byte) []byte {
+	if c.FirstMachine == nil {
+		return nil
+	}
+	id, err := attest.ParseMachineID(c.FirstMachine.ID)
+	if err != nil {
+		return nil
+	}
+	p, _, err := policyfile.Parse(policy)
+	if err != nil {
+		return nil
+	}
+	out, err := policyfile.ListControlPlanes(policy, p.Serial(), []policyfile.ControlPlane{{Machine: id, Name: c.FirstMachine.NodeName}}, nil)
+	if err != nil {
+		return nil
+	}
+	return out
 }
 
 func join(flags []string) string { return strings.Join(flags, " and ") }

@@ -198,7 +198,7 @@ func (d *Dir) same(n New) error {
 	if err != nil {
 		return err
 	}
-	if n.Policy != nil && !bytes.Equal(policy, n.Policy) {
+	if n.Policy != nil && !bytes.Equal(policy, n.Policy) && !bytes.Equal(policy, d.cluster.listing(n.Policy)) {
 		return fmt.Errorf("%w: %s is not the policy that was given; to change it, edit that file and leave out --policy", ErrOtherCluster, d.File(PolicyFile))
 	}
 	return nil

@@ -69,11 +69,15 @@ func Open(t Target) (*Session, error) {
 	if err != nil {
 		return nil, err
 	}
+	inner := t.Policy.For(t.Locks...)
+	if t.Purpose != attest.PurposeMachine {
+		inner = t.Policy.ForServer(t.Locks...) // A7
+	}
 	s := &Session{url: "https://" + t.Addr}
 	s.transport, err = atls.NewTransport(atls.ClientConfig{
 		Attester:    atls.NoAttester,
 		Verifier:    verifier,
-		Appraiser:   &judge{inner: t.Policy.For(t.Locks...), only: t.Only, keep: s.keep},
+		Appraiser:   &judge{inner: inner, only: t.Only, keep: s.keep},
 		PeerPurpose: t.Purpose,
 		EventLog:    t.EventLog,
 		DialContext: t.DialContext,

@@ -54,6 +54,9 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	if m.GetTpm2() == nil {
 		add(Warning, "tpm2", "no TPM rules: nobody is accepted")
 	}
+	if len(p.ControlPlanes()) == 0 {
+		add(Warning, "controlPlanes", "empty: no machine may serve joinservice or kms, so none can join; muster init lists the first machine, muster enroll --role control-plane the others")
+	}
 	if len(m.GetRoles()) == 0 {
 		add(Warning, "roles", "empty: no machine may join as anything; list worker, control-plane")
 	}

@@ -105,8 +105,10 @@ type Template struct {
 	Roots        []Root
 	// MachineIDs may be empty if every root is the operator's.
 	MachineIDs []attest.MachineID
-	NodeCIDRs  []netip.Prefix
-	Roles      []string
+	// ControlPlanes may be empty: muster init and muster enroll list them.
+	ControlPlanes []ControlPlane
+	NodeCIDRs     []netip.Prefix
+	Roles         []string
 	// Serial of the policy; 0 means 1.
 	Serial uint64
 	// AllowPlainState and AnyMachine are insecure switches.
@@ -141,6 +143,9 @@ func Build(t Template) ([]byte, error) {
 	for _, c := range t.NodeCIDRs {
 		line("  - %s", c)
 	}
+	line("# Machine IDs of the control planes: no machine believes a joinservice or kms on another one. muster init,")
+	line("# enroll --role control-plane, replace and forget keep the list.")
+	writeControlPlanes(line, t.ControlPlanes)
 	line("tpm2:")
 	writeMachines(line, t)
 	line("  # Who vouches that a TPM is one. operator: true means that the authority issues for your machines only;")
@@ -175,6 +180,17 @@ func Build(t Template) ([]byte, error) {
 		return nil, err
 	}
 	return b.Bytes(), nil
+}
+
+func writeControlPlanes(line func(string, ...any), list []ControlPlane) {
+	if len(list) == 0 {
+		line("controlPlanes: []")
+		return
+	}
+	line("controlPlanes:")
+	for _, c := range list {
+		line("  - %q", c.Machine.String())
+	}
 }
 
 func writeMachines(line func(string, ...any), t Template) {

@@ -210,13 +210,13 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	for _, f := range found {
 		got = append(got, string(f.Level)+" "+f.Field)
 	}
-	want := "insecure insecure.allowPlainState, warning roles, warning nodeCidrs, warning tpm2.pcrs[7], warning tpm2.machineIds, " +
+	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.pcrs[7], warning tpm2.machineIds, " +
 		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)
 	}
 	p = template(t)
-	p.MachineIDs = []attest.MachineID{{1}}
+	p.MachineIDs, p.ControlPlanes = []attest.MachineID{{1}}, []policyfile.ControlPlane{{Machine: attest.MachineID{1}}}
 	if text, err = policyfile.Build(p); err != nil {
 		t.Fatal(err)
 	}

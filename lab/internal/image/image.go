@@ -165,6 +165,8 @@ func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 	conf["ekRoots"] = string(s.EKRoots)
 	if s.OwnerKey != "" {
 		conf["ownerKey"] = s.OwnerKey
+	} else {
+		conf["insecure"] = map[string]any{"noOwnerKey": true}
 	}
 	if s.Validity != "" {
 		b.fail(unstructured.SetNestedField(conf, s.Validity, "kubeadm", "clusterConfiguration", "certificateValidityPeriod"))

@@ -116,8 +116,11 @@ func (d *doctor) files() {
 		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
 	} else {
 		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
-		if d.image.OwnerKey == nil {
-			d.Add(CheckImage, checkup.Warn, "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy.", "it has no ownerKey: joinservices are judged by what this machine booted itself")
+		const remedy = "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy."
+		if err := d.image.KnowsOwner(); err != nil {
+			d.Err(CheckImage, remedy, err)
+		} else if d.image.NoOwnerKey {
+			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are judged by what this machine booted itself, so a worker could pose as one")
 		}
 		if d.image.StateDisk.Integrity == metadata.IntegrityNone {
 			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: who writes to the state disk is not noticed")

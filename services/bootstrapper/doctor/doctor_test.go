@@ -103,8 +103,11 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		harm  func(t *testing.T, m *machine)
 	}{
 		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
-		"an image that knows no owner": {CheckImage, checkup.Warn, "ownerKey", func(t *testing.T, m *machine) {
+		"an image that knows no owner": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
+		}},
+		"an image that knows no owner, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
+			m.write(t, "image.yaml", upTo(m.image, "ownerKey")+"insecure: {noOwnerKey: true}\n")
 		}},
 		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not noticed", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))

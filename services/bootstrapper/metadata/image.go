@@ -64,7 +64,10 @@ type Image struct {
 	TPM TPM
 	// OwnerKey is the owner's public key, nil if the image does not know its owner.
 	OwnerKey ed25519.PublicKey
-	// EKRoots are the EK roots that a joiner without OwnerKey falls back to.
+	// NoOwnerKey is insecure: without OwnerKey, a machine believes a joinservice on any machine that booted the same as
+	// itself, under one of EKRoots. Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
+	NoOwnerKey bool
+	// EKRoots are the EK roots for NoOwnerKey.
 	EKRoots []*x509.Certificate
 	// Kubeadm is what the image adds to kubeadm's configuration.
 	Kubeadm Kubeadm
@@ -133,6 +136,9 @@ type imageFile struct {
 	EKRoots    string    `json:"ekRoots,omitempty"`
 	Kubeadm    Kubeadm   `json:"kubeadm,omitempty"`
 	Listen     Listen    `json:"listen,omitempty"`
+	Insecure   struct {
+		NoOwnerKey bool `json:"noOwnerKey,omitempty"`
+	} `json:"insecure,omitzero"`
 }
 
 // LoadImage reads an image's configuration.
@@ -144,7 +150,7 @@ func ParseImage(b []byte) (*Image, error) {
 	if err := strict(b, &f, "ImageConfiguration", func() (string, string) { return f.APIVersion, f.Kind }); err != nil {
 		return nil, err
 	}
-	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen}
+	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen, NoOwnerKey: f.Insecure.NoOwnerKey}
 	if img.StateDisk.Mode == DiskLUKS {
 		setDefault(&img.StateDisk.Integrity, IntegrityHMAC)
 	}
@@ -165,6 +171,9 @@ func ParseImage(b []byte) (*Image, error) {
 			return nil, fmt.Errorf("ownerKey: want the base64 form of an Ed25519 public key of %d bytes", ed25519.PublicKeySize)
 		}
 		img.OwnerKey = key
+	}
+	if img.OwnerKey != nil && img.NoOwnerKey {
+		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {
@@ -219,14 +228,33 @@ func (d StateDisk) validateIntegrity() error {
 	return nil
 }
 
-// InsecureIntegrity is the label of muster_insecure_config for [IntegrityNone].
-const InsecureIntegrity = "state_integrity_none"
+// ErrNoOwner says that an image names no owner, and does not say that it may go without.
+var ErrNoOwner = errors.New("ownerKey is missing, so no joinservice could be told from any other machine that poses as one: " +
+	"put the owner's public key into image.yaml (muster key), or insecure: {noOwnerKey: true}")
 
-// Insecure gives the labels of muster_insecure_config for what of the image's configuration weakens the machine
-// whatever it does. That it lacks ownerKey is told where a machine has to do without.
+// KnowsOwner returns nil if the image names its owner, or says that it need not; otherwise [ErrNoOwner].
+func (img *Image) KnowsOwner() error {
+	if img.OwnerKey == nil && !img.NoOwnerKey {
+		return ErrNoOwner
+	}
+	return nil
+}
+
+// Labels of muster_insecure_config.
+const (
+	// InsecureIntegrity is that of [IntegrityNone].
+	InsecureIntegrity = "state_integrity_none"
+	// InsecureOwner is that of NoOwnerKey.
+	InsecureOwner = "owner_key_unknown"
+)
+
+// Insecure returns the labels of muster_insecure_config for what of the image's configuration weakens the machine.
 func (img *Image) Insecure() (labels []string) {
 	if img.StateDisk.Integrity == IntegrityNone {
 		labels = append(labels, InsecureIntegrity)
+	}
+	if img.NoOwnerKey {
+		labels = append(labels, InsecureOwner)
 	}
 	return labels
 }

@@ -8,6 +8,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/base64"
 	"encoding/pem"
+	"errors"
 	"math/big"
 	"os"
 	"path/filepath"
@@ -80,6 +81,27 @@ func TestAnEncryptedDiskHasIntegrityUnlessTold(t *testing.T) {
 	}
 }
 
+func TestAnImageKnowsItsOwnerUnlessTold(t *testing.T) {
+	disk := imageHead + "stateDisk: {mode: plain, path: /state}\n"
+	for yaml, want := range map[string]struct {
+		err      error
+		insecure []string
+	}{
+		disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\n": {},
+		disk + "insecure: {noOwnerKey: true}\n":                                          {nil, []string{InsecureOwner}},
+		disk + "insecure: {noOwnerKey: false}\n":                                         {ErrNoOwner, nil},
+		disk:                                                                             {ErrNoOwner, nil},
+	} {
+		img, err := ParseImage([]byte(yaml))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := img.KnowsOwner(); !errors.Is(got, want.err) || !slices.Equal(img.Insecure(), want.insecure) {
+			t.Errorf("%s: %v, insecure in %q", yaml, got, img.Insecure())
+		}
+	}
+}
+
 func TestAnImageIsRefused(t *testing.T) {
 	disk := "stateDisk: {mode: plain, path: /state}\n"
 	for name, tt := range map[string]struct{ yaml, want string }{
@@ -96,6 +118,8 @@ func TestAnImageIsRefused(t *testing.T) {
 		"a path that climbs":        {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
 		"another bank":              {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},
 		"an owner's key cut short":  {imageHead + disk + "ownerKey: AAAA\n", "ownerKey"},
+		"an owner and none":         {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\ninsecure: {noOwnerKey: true}\n", "insecure.noOwnerKey"},
+		"an unknown switch":         {imageHead + disk + "insecure: {anything: true}\n", "anything"},
 		"roots that are no PEM":     {imageHead + disk + "ekRoots: hello\n", "ekRoots"},
 		"a root that is no CA":      {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
 		"a runtime over TCP":        {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},

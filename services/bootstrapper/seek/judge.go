@@ -11,17 +11,19 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // Judges makes what a machine judges joinservices with before it asks them for anything. A
 // joinservice presents its cluster's signed policy with its evidence. A machine that knows the
-// owner's public key accepts what that policy accepts; one that does not accepts a machine that
-// booted the same as itself, under the EK roots of its image. Serials only go up: an older policy
-// could accept what the owner has since shut out.
+// owner's public key accepts what that policy accepts and lists as a control plane (A7). Serials only go up: an older
+// policy could accept what the owner has since shut out. A machine that doesn't know the key accepts nobody, unless its image says
+// insecure.noOwnerKey: then it accepts a machine that booted the same as itself, under the EK roots of its image.
 type Judges struct {
 	OwnerKey    ed25519.PublicKey // nil: unknown
+	NoOwnerKey  bool              // as [metadata.Image] has it
 	EKRoots     []*x509.Certificate
 	Bank        tpm.Bank
 	PCRs        PCRReader
@@ -45,6 +47,9 @@ func (j Judges) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, atte
 		}
 		o.formats = v.Formats()
 		return o, o, nil
+	}
+	if !j.NoOwnerKey {
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", metadata.ErrNoOwner) // A3, A7
 	}
 	hash, ok := j.Bank.Hash()
 	if !ok {
@@ -99,7 +104,7 @@ func (o ownersPolicy) Appraise(_ context.Context, c attest.Claims) (attest.Appra
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	a, err := p.Appraise(c, o.lock)
+	a, err := p.AppraiseServer(c, o.lock) // A7
 	if err != nil {
 		return attest.Appraisal{}, err
 	}

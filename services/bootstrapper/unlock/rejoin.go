@@ -120,14 +120,13 @@ func (s *search) identify(ctx context.Context) error {
 
 // askAt asks one joinservice for the key, and tries it.
 func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine) error {
-	s.warn()
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: s.cfg.Attester, Dial: s.cfg.Timing.Dial, Log: s.cfg.Log,
 		// Which cluster the machine belongs to stands in the journal on the disk. What the joinservice says of it is
 		// compared with its own machine's lock once it has answered.
 		Lock: attest.AnyLock(),
 		Judges: seek.Judges{
-			OwnerKey: s.cfg.Image.OwnerKey, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
+			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
 		},
 	}, endpoint, first)
 	if err != nil {
@@ -201,13 +200,4 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 			s.cfg.Log.ErrorContext(ctx, "recovery is not served any more", "err", err)
 		}
 	})
-}
-
-// ownerKeyUnknown is a label of muster_insecure_config.
-const ownerKeyUnknown = "owner_key_unknown"
-
-func (u *Unlocker) warn() {
-	if u.cfg.Image.OwnerKey == nil {
-		u.insecure.WithLabelValues(ownerKeyUnknown).Set(1)
-	}
 }

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -147,6 +148,9 @@ type world struct {
 	timing   unlock.Timing
 	judged   *journal.File // the policy that the key came under
 
+	planes []*attesttest.Machine // that the cluster's policy lists as control planes
+	next   int                   // which of them like gives next
+
 	mu         sync.Mutex
 	meta       metadata.Machine
 	unreadable error
@@ -164,6 +168,7 @@ func newWorld(t testing.TB) *world {
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
 		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")),
+		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
 	w.image.Listen.Init, w.image.Listen.Metrics, w.image.Listen.Recover = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
@@ -337,14 +342,18 @@ func refuses(r attestv1.Reason, again time.Duration) func(*joinv1.IssueRejoinTic
 	}
 }
 
-// cluster starts a joinservice on a machine, which presents a policy that owner signed. It accepts what the
+// cluster starts a joinservice on a machine, which presents a policy that owner signed and that lists the machine, with the changes. It accepts what the
 // policy does, and the world's machine knows of it.
 func (w *world) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
 	t := w.t
 	t.Helper()
 	j := &joinservice{answer: gives(right)}
 	accepted := []*attesttest.Machine{w.machine}
-	signed := attest.SignPolicy(owner, attesttest.Policy(t, w.ca, accepted, changes...))
+	planes := w.planes
+	if !slices.Contains(planes, on) {
+		planes = append(slices.Clone(planes), on)
+	}
+	signed := attest.SignPolicy(owner, attesttest.Policy(t, w.ca, accepted, slices.Insert(changes, 0, attesttest.ControlPlanes(planes...))...))
 	on.LockTo(clusterID)
 	attester, err := evidence.WithPolicy(on.Attester(attest.PurposeJoinservice), func() *attestv1.SignedPolicy { return signed })
 	if err != nil {
@@ -383,10 +392,14 @@ func (w *world) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, change
 	return j
 }
 
-// like gives another machine that boots the same.
+// like gives another machine that boots the same, a control plane.
 func (w *world) like() *attesttest.Machine {
 	w.t.Helper()
-	return attesttest.NewMachine(w.t, w.ca, attesttest.Options{})
+	if w.next == len(w.planes) {
+		w.t.Fatal("there are no more control planes")
+	}
+	w.next++
+	return w.planes[w.next-1]
 }
 
 // logged waits for a line of the log that has the attribute, and gives its value.

@@ -63,6 +63,16 @@ func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1
 	return b
 }
 
+// ControlPlanes returns a change for [Policy] that lists the machines as control planes, and no others.
+func ControlPlanes(machines ...*Machine) func(*attestv1.Policy) {
+	return func(p *attestv1.Policy) {
+		p.ControlPlanes = nil
+		for _, m := range machines {
+			p.ControlPlanes = append(p.ControlPlanes, m.ID().String())
+		}
+	}
+}
+
 // ParsedPolicy is [Policy], parsed.
 func ParsedPolicy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1.Policy)) *attest.Policy {
 	t.Helper()

@@ -827,7 +827,12 @@ type Policy struct {
 	NodeCidrs []string `protobuf:"bytes,5,rep,name=node_cidrs,json=nodeCidrs,proto3" json:"node_cidrs,omitempty"`
 	// Switches that weaken the cluster. Each that is on is reported in the metric
 	// muster_insecure_config, the log and `muster status`.
-	Insecure      *InsecureSwitches `protobuf:"bytes,6,opt,name=insecure,proto3" json:"insecure,omitempty"`
+	Insecure *InsecureSwitches `protobuf:"bytes,6,opt,name=insecure,proto3" json:"insecure,omitempty"`
+	// Machine IDs of the control planes: the machines that may serve joinservice and kms, and that may be
+	// given the cluster's CA keys. 64 lower-case hexadecimal digits each, at most 64 of them, none twice,
+	// else POLICY_INVALID. A joinservice or kms on a machine that is not listed is refused with
+	// SERVER_NOT_LISTED. Empty: no machine may serve.
+	ControlPlanes []string `protobuf:"bytes,7,rep,name=control_planes,json=controlPlanes,proto3" json:"control_planes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -900,6 +905,13 @@ func (x *Policy) GetNodeCidrs() []string {
 func (x *Policy) GetInsecure() *InsecureSwitches {
 	if x != nil {
 		return x.Insecure
+	}
+	return nil
+}
+
+func (x *Policy) GetControlPlanes() []string {
+	if x != nil {
+		return x.ControlPlanes
 	}
 	return nil
 }
@@ -1234,7 +1246,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"retryAfter\"D\n" +
 	"\fSignedPolicy\x12\x16\n" +
 	"\x06policy\x18\x01 \x01(\fR\x06policy\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xe1\x01\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x88\x02\n" +
 	"\x06Policy\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x16\n" +
 	"\x06serial\x18\x02 \x01(\x04R\x06serial\x120\n" +
@@ -1242,7 +1254,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x05roles\x18\x04 \x03(\tR\x05roles\x12\x1d\n" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
-	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\"\xa5\x01\n" +
+	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xa5\x01\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +

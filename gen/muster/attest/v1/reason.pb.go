@@ -68,6 +68,9 @@ const (
 	Reason_REASON_PEER_NOT_ATTESTED Reason = 27
 	// PCR 15 says that the machine belongs to another cluster.
 	Reason_REASON_LOCK_FOREIGN Reason = 28
+	// The owner's signed policy does not list the machine as a control plane, so it may neither serve
+	// joinservice or kms nor get the cluster's CA keys.
+	Reason_REASON_SERVER_NOT_LISTED Reason = 29
 	// A field is missing, too long or otherwise wrong; the error's text names it.
 	Reason_REASON_REQUEST_INVALID Reason = 40
 	// The service cannot serve yet: try again later.
@@ -175,6 +178,7 @@ var (
 		26:  "REASON_SESSION_REQUIRED",
 		27:  "REASON_PEER_NOT_ATTESTED",
 		28:  "REASON_LOCK_FOREIGN",
+		29:  "REASON_SERVER_NOT_LISTED",
 		40:  "REASON_REQUEST_INVALID",
 		41:  "REASON_NOT_READY",
 		42:  "REASON_POLICY_INVALID",
@@ -236,6 +240,7 @@ var (
 		"REASON_SESSION_REQUIRED":        26,
 		"REASON_PEER_NOT_ATTESTED":       27,
 		"REASON_LOCK_FOREIGN":            28,
+		"REASON_SERVER_NOT_LISTED":       29,
 		"REASON_REQUEST_INVALID":         40,
 		"REASON_NOT_READY":               41,
 		"REASON_POLICY_INVALID":          42,
@@ -308,7 +313,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xb3\f\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xd1\f\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -331,7 +336,8 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x0fREASON_INTERNAL\x10\x19\x12\x1b\n" +
 	"\x17REASON_SESSION_REQUIRED\x10\x1a\x12\x1c\n" +
 	"\x18REASON_PEER_NOT_ATTESTED\x10\x1b\x12\x17\n" +
-	"\x13REASON_LOCK_FOREIGN\x10\x1c\x12\x1a\n" +
+	"\x13REASON_LOCK_FOREIGN\x10\x1c\x12\x1c\n" +
+	"\x18REASON_SERVER_NOT_LISTED\x10\x1d\x12\x1a\n" +
 	"\x16REASON_REQUEST_INVALID\x10(\x12\x14\n" +
 	"\x10REASON_NOT_READY\x10)\x12\x19\n" +
 	"\x15REASON_POLICY_INVALID\x10*\x12\x1b\n" +
