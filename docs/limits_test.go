@@ -6,15 +6,15 @@ import (
 	"strings"
 	"testing"
 
+	"k8s.io/apimachinery/pkg/api/resource"
+	"sigs.k8s.io/yaml"
+
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
-	sigsyaml "sigs.k8s.io/yaml"
-
-	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 // The table of docs/limits.md has the sums that follow from the limits, and they fit the memory that
@@ -60,16 +60,16 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 		Resources struct{ Limits struct{ Memory string } }
 	}
 	var chart map[string]any
-	if err := sigsyaml.Unmarshal(values, &chart); err != nil {
+	if err := yaml.Unmarshal(values, &chart); err != nil {
 		t.Fatal(err)
 	}
 	for name, l := range map[string]atls.Limits{"joinservice": joinservice.Limits, "kms": kms.Limits} {
-		raw, err := sigsyaml.Marshal(chart[name])
+		raw, err := yaml.Marshal(chart[name])
 		if err != nil {
 			t.Fatal(err)
 		}
 		var s service
-		if err := sigsyaml.Unmarshal(raw, &s); err != nil {
+		if err := yaml.Unmarshal(raw, &s); err != nil {
 			t.Fatal(err)
 		}
 		limit := resource.MustParse(s.Resources.Limits.Memory)

@@ -87,10 +87,10 @@ func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 			o.Spec.Extra = map[string]certificatesv1.ExtraValue{"a": {text}}
 		}, true}, // the API server writes its own
 		"fields that others manage": {func(o *certificatesv1.CertificateSigningRequest) {
-			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: strings.Repeat("x", 100), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: []byte(`{"f:` + strings.Repeat("x", 1<<20) + `":{}}`)}}}
+			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: strings.Repeat("x", 100), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(`{"f:` + strings.Repeat("x", 1<<20) + `":{}}`)}}
 		}, false},
 		"deep fields that others manage": {func(o *certificatesv1.CertificateSigningRequest) {
-			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "x", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: []byte(`{"f:a":{"f:b":{"f:c":{"f:` + strings.Repeat("x", 1<<20) + `":{}}}}}`)}}}
+			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "x", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(`{"f:a":{"f:b":{"f:c":{"f:` + strings.Repeat("x", 1<<20) + `":{}}}}}`)}}
 		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {

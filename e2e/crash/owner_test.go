@@ -328,11 +328,12 @@ func TestAnInitWhoseConnectionIsCutIsResumed(t *testing.T) {
 func cutsOf(chance *mathrand.Rand) []cut {
 	var out []cut
 	for i := range 1 + chance.IntN(3) {
-		if i == 0 {
+		switch {
+		case i == 0:
 			out = append(out, cut{bytes: 1 + chance.Int64N(4<<10)})
-		} else if chance.IntN(2) == 0 {
+		case chance.IntN(2) == 0:
 			out = append(out, cut{bytes: 1 + chance.Int64N(16<<10)})
-		} else {
+		default:
 			out = append(out, cut{after: 1 + within(chance, 300*time.Millisecond)})
 		}
 	}

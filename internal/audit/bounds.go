@@ -11,8 +11,10 @@ import (
 // Bounds of a record, in bytes of the line that it takes in the file. A disk has room for a number of lines that can be
 // told beforehand, so that nobody who is recorded decides how long records are kept.
 const (
-	// MaxRecord bounds every record, MaxRefusal one of a refusal.
-	MaxRecord, MaxRefusal = 2048, 1280
+	// MaxRecord bounds every record.
+	MaxRecord = 2048
+	// MaxRefusal bounds the record of a refusal.
+	MaxRefusal = 1280
 	// MaxChosen bounds what of a refusal's record the peer has chosen: names, and what error texts quote of it. IDs and
 	// digests, whose form and length are fixed, are not counted.
 	MaxChosen = 128

@@ -19,7 +19,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func source(i int) Source {
 	var ip [4]byte
-	binary.BigEndian.PutUint32(ip[:], uint32(i)) //nolint:gosec // small
+	binary.BigEndian.PutUint32(ip[:], uint32(i))
 	return netip.PrefixFrom(netip.AddrFrom4(ip), 32)
 }
 

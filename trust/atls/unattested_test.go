@@ -222,13 +222,6 @@ func (retrying) Attest(context.Context, attestv1.Format, attest.Binding, bool) (
 	return nil, attest.RefuseFor(10*time.Minute, attestv1.Reason_REASON_BUSY, "come back tomorrow")
 }
 
-// slow is an appraiser that is busy, behind a server that the client has accepted.
-type slow struct{ attest.Appraiser }
-
-func (slow) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
-	return attest.Appraisal{}, attest.RefuseFor(7*time.Minute, attestv1.Reason_REASON_BUSY, "come back later")
-}
-
 func TestWhoCanAnswerForAServerHoldsAClientUpForSeconds(t *testing.T) {
 	w := newWorld(t)
 	sc := w.serverConfig(t)

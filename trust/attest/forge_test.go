@@ -12,11 +12,11 @@ import (
 
 // The functions below could stand in any module: they name no type of an internal package, but infer it.
 
-// forge calls make with whatever change makes of the zero argument.
-func forge[In, Out any](make func(In) Out, change func(reflect.Value)) Out {
+// forge calls the constructor with whatever change makes of the zero argument.
+func forge[In, Out any](constructor func(In) Out, change func(reflect.Value)) Out {
 	var in In
 	change(reflect.ValueOf(&in).Elem())
-	return make(in)
+	return constructor(in)
 }
 
 // fill sets all that reflection can, whole trees of it, without package unsafe.
@@ -40,6 +40,7 @@ func fill(v reflect.Value) {
 		v.SetString("ecc-p256")
 	case reflect.Int32:
 		v.SetInt(int64(attestv1.Format_FORMAT_TPM2))
+	default: // no field has another kind
 	}
 }
 
@@ -74,8 +75,8 @@ func TestClaimsAndPeersCannotBeForged(t *testing.T) {
 	}
 }
 
-func forgePeer[S any](make func(attest.Claims, attest.Appraisal, S) attest.Peer, c attest.Claims, change func(reflect.Value)) attest.Peer {
+func forgePeer[S any](constructor func(attest.Claims, attest.Appraisal, S) attest.Peer, c attest.Claims, change func(reflect.Value)) attest.Peer {
 	var s S
 	change(reflect.ValueOf(&s).Elem())
-	return make(c, attest.Appraisal{}, s)
+	return constructor(c, attest.Appraisal{}, s)
 }

@@ -52,12 +52,6 @@ func (w *world) session(t *testing.T, ip string) (net.Conn, error) {
 	return conn, nil
 }
 
-// preface begins HTTP/2 on a session.
-func (w *world) preface(conn net.Conn) {
-	_, _ = io.WriteString(conn, http2.ClientPreface) // whether it went out, the answer tells
-	_ = http2.NewFramer(conn, nil).WriteSettings()
-}
-
 // deaf asks for a recovery with wrong secrets, and takes so many bytes of the answer, no more.
 func (w *world) deaf(t *testing.T, ip string, window uint32) net.Conn {
 	t.Helper()

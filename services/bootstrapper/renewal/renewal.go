@@ -133,7 +133,7 @@ func (r *Renewer) Run(ctx context.Context) error {
 		wait, err := r.once(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil // it was told to end
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "certificates of this control plane could not be renewed", "err", err, "again_in", wait.String())
@@ -141,7 +141,7 @@ func (r *Renewer) Run(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil // it was told to end
 		}
 	}
 }
@@ -166,7 +166,7 @@ func (r *Renewer) RunAdministrators(ctx context.Context) error {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil // it was told to end
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "requests for an administrator's certificate could not be looked at", "err", err, "again_in", wait.String())
@@ -178,7 +178,7 @@ func (r *Renewer) RunAdministrators(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil // it was told to end
 		}
 	}
 }

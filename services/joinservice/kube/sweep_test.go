@@ -457,7 +457,7 @@ func request(t *testing.T) []byte {
 // A machine that attests although its Node is gone may have renewed a certificate: nothing ends before that.
 func TestNoEnrolmentEndsWhileACertificateCanLive(t *testing.T) {
 	b := newBroom(t)
-	b.Sweeper.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
+	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
 	enrol(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.after(t, 5*time.Minute)

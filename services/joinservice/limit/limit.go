@@ -52,8 +52,7 @@ func (b *ByMachine[K]) Take(machine K, now time.Time) error {
 		return nil
 	}
 	r.CancelAt(now)
-	const ms = time.Millisecond
-	wait = (wait + ms - 1) / ms * ms // up, since the bucket counts in fractions
+	wait = (wait + time.Millisecond - 1).Truncate(time.Millisecond) // up, since the bucket counts in fractions
 	return attest.RefuseFor(wait, attestv1.Reason_REASON_BUSY, "the machine had %d at once, and gets one more every %s", b.rate.Burst, b.rate.Every)
 }
 
