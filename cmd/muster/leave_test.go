@@ -36,6 +36,10 @@ func TestLeaving(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "policy.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
 	bin, err := envtest.Binaries()
 	if err != nil {
 		t.Fatal(err)
@@ -54,7 +58,7 @@ func TestLeaving(t *testing.T) {
 					Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443",
 					PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared,
 				},
-				Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: []byte("{}"),
+				Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: policy,
 			})
 			if err != nil {
 				return err

@@ -162,6 +162,9 @@ func (d *Departure) unlist() (err error) {
 	if d.listed, err = leaveListing(d.found.Enrolment, d.to); err != nil {
 		return err
 	}
+	if len(d.listed.add)+len(d.listed.remove) == 0 {
+		return nil
+	}
 	_, p, _, err := folderPolicy(d.dir)
 	if err != nil {
 		return err

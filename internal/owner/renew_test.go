@@ -9,6 +9,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/json"
 	"encoding/pem"
+	"io"
 	"math/big"
 	"net"
 	"net/http"
@@ -20,6 +21,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
@@ -101,7 +103,11 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		reply(http.StatusOK, metav1.APIResourceList{GroupVersion: "v1", APIResources: []metav1.APIResource{{Name: "namespaces", Kind: "Namespace", Verbs: []string{"list"}}}})
 	case r.Method == http.MethodPost && r.URL.Path == requests:
 		s.filed = &certificatesv1.CertificateSigningRequest{}
-		if err := json.NewDecoder(r.Body).Decode(s.filed); err != nil {
+		body, err := io.ReadAll(r.Body) // in protobuf, as controller-runtime sends it
+		if err == nil {
+			_, _, err = scheme.Codecs.UniversalDeserializer().Decode(body, nil, s.filed)
+		}
+		if err != nil {
 			reply(http.StatusBadRequest, metav1.Status{})
 			return
 		}

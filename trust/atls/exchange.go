@@ -196,6 +196,7 @@ func (x *exchange) linger() {
 	if until.After(x.deadline) {
 		until = x.deadline
 	}
+	x.peers.discards(2 * maxEvidenceFrame)
 	if x.conn.SetReadDeadline(until) == nil {
 		_, _ = io.CopyN(io.Discard, x.conn, 2*maxEvidenceFrame)
 	}

@@ -133,7 +133,7 @@ func (r *Renewer) Run(ctx context.Context) error {
 		wait, err := r.once(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return nil // it was told to end
+			return nil //nolint:nilerr // it was told to end
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "certificates of this control plane could not be renewed", "err", err, "again_in", wait.String())
@@ -141,7 +141,7 @@ func (r *Renewer) Run(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil // it was told to end
+			return nil //nolint:nilerr // it was told to end
 		}
 	}
 }
