@@ -54,6 +54,10 @@ type Options struct {
 	Log   *slog.Logger
 }
 
+// maxRequest bounds a machine's request, in bytes: two certificate requests and names are less than 8 KiB. Each call is
+// charged with three times as much, so that a replica has 256 at one time.
+const maxRequest = 16 << 10
+
 // Limits are the defaults: a joinservice is what they are made for.
 var Limits atls.Limits
 
@@ -149,7 +153,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
 		},
 		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(svc), joinv1connect.NewJoinServiceHandler)},
-		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log,
+		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log, MaxRequest: maxRequest,
 	})
 	if err != nil {
 		return err

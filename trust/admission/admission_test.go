@@ -146,6 +146,24 @@ func TestWhatSourcesWereGivenIsForgotten(t *testing.T) {
 	}
 }
 
+// Many honest machines that each do one thing don't interrupt each other; one that takes more gives way.
+func TestEqualsAreKept(t *testing.T) {
+	g, pass := newGuests(t, 2, 2)
+	g.l.KeepEqual()
+	g.take("a", "a1", 1, nil)
+	g.take("b", "b1", 1, nil)
+	pass(time.Hour)
+	g.take("c", "c1", 1, ErrFull)
+	g.gone()
+	g, pass = newGuests(t, 2, 2)
+	g.l.KeepEqual()
+	g.take("a", "a1", 1, nil)
+	pass(time.Millisecond)
+	g.take("a", "a2", 1, nil)
+	g.take("c", "c1", 1, nil)
+	g.gone("a1")
+}
+
 func TestNothingIsTakenBackInVain(t *testing.T) {
 	g, _ := newGuests(t, 4, 4)
 	g.take("a", "a1", 1, nil)

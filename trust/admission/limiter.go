@@ -24,6 +24,7 @@ const window = time.Minute
 // sources that it remembers.
 type Limiter[K comparable] struct {
 	capacity, perSource int64
+	keepEqual           bool
 	now                 func() time.Time
 
 	mu     sync.Mutex
@@ -32,6 +33,13 @@ type Limiter[K comparable] struct {
 	held   map[K]int64
 	given  map[K]int // how often a source was given something, halved every minute
 	halved time.Time
+}
+
+// KeepEqual makes places safe from sources that would hold as much: it is for peers whose work must
+// not be interrupted because there are many of them.
+func (l *Limiter[K]) KeepEqual() *Limiter[K] {
+	l.keepEqual = true
+	return l
 }
 
 // Place is a part of a Limiter's capacity that a source holds.
@@ -120,7 +128,7 @@ func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 	switch held := l.held[out.source]; {
 	case held > after:
 		return out
-	case held == after && (l.now().Sub(out.since) >= settle || l.given[out.source] > 2*l.given[source]+1):
+	case held == after && !l.keepEqual && (l.now().Sub(out.since) >= settle || l.given[out.source] > 2*l.given[source]+1):
 		return out
 	}
 	return nil
