@@ -102,22 +102,25 @@ func (c *cluster) records(t *testing.T) map[string][]audit.Record {
 	out := map[string][]audit.Record{}
 	for i := range c.planes {
 		name := node(i + 1)
-		f, err := os.Open(filepath.Join(c.Dir, "machines", name, "disk", "log", "muster", "audit.jsonl"))
-		if os.IsNotExist(err) {
-			continue // it has admitted nobody
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		for s := bufio.NewScanner(f); s.Scan(); {
-			var r audit.Record
-			if err := json.Unmarshal(s.Bytes(), &r); err != nil {
+		grants := filepath.Join(c.Dir, "machines", name, "disk", "log", "muster", "audit.jsonl")
+		for _, path := range []string{grants, audit.RefusedPath(grants)} {
+			f, err := os.Open(path)
+			if os.IsNotExist(err) {
+				continue // no joinservice has run there
+			}
+			if err != nil {
 				t.Fatal(err)
 			}
-			out[name] = append(out[name], r)
-		}
-		if err := f.Close(); err != nil {
-			t.Fatal(err)
+			for s := bufio.NewScanner(f); s.Scan(); {
+				var r audit.Record
+				if err := json.Unmarshal(s.Bytes(), &r); err != nil {
+					t.Fatal(err)
+				}
+				out[name] = append(out[name], r)
+			}
+			if err := f.Close(); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
 	return out
