@@ -164,8 +164,8 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 	slices.Sort(quiet)
 	slices.Sort(busy)
 	t.Logf("%d requests of w1, %d are left when w2 renews: in %s, and in %s without them", requests, left, busy, quiet)
-	// A quarter of a second is below what a busy machine of tests can tell apart.
-	if ratio := float64(busy[tries/2]) / float64(max(quiet[tries/2], 250*time.Millisecond)); ratio > 3 {
+	// Half a second is below what a busy machine of tests can tell apart; without turns it is half a minute.
+	if ratio := float64(busy[tries/2]) / float64(max(quiet[tries/2], 500*time.Millisecond)); ratio > 3 {
 		t.Errorf("a renewal takes %.1f times as long", ratio)
 	}
 	membertest.Eventually(t, func() error {

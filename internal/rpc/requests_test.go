@@ -87,7 +87,7 @@ type zipped struct{ http.RoundTripper }
 func (z zipped) RoundTrip(r *http.Request) (*http.Response, error) {
 	var b bytes.Buffer
 	w := gzip.NewWriter(&b)
-	if _, err := io.Copy(w, io.LimitReader(zeroes{}, 64<<20)); err != nil {
+	if _, err := io.Copy(w, io.LimitReader(zeroes{}, 16<<20)); err != nil {
 		return nil, err
 	}
 	if err := errors.Join(w.Close(), r.Body.Close()); err != nil {
@@ -103,7 +103,7 @@ type zeroes struct{}
 
 func (zeroes) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
-// 64 KiB that would take 64 MiB and a good part of a second, which anybody could send.
+// 16 KiB that would take 16 MiB and a part of a second, which any client could send.
 func TestNothingIsUnpackedForACaller(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	c := r.plain(true)

@@ -91,7 +91,6 @@ const (
 	// a handler reads it, and the tables of header compression.
 	maxFrame       = 16 << 10
 	receiveBuffer  = 64 << 10
-	receiveStream  = 32 << 10
 	maxHeaderTable = 4 << 10
 
 	// A plain client has shown nothing, so it gets less.
@@ -142,14 +141,14 @@ func NewServer(cfg Config) (*Server, error) {
 		MaxEncoderHeaderTableSize:     maxHeaderTable,
 		MaxReadFrameSize:              maxFrame,
 		MaxReceiveBufferPerConnection: receiveBuffer,
-		MaxReceiveBufferPerStream:     receiveStream,
-		SendPingTimeout:               30 * time.Second,
-		PingTimeout:                   15 * time.Second,
-		WriteByteTimeout:              30 * time.Second,
+		// Not less than what a client may send before it has our settings (RFC 9113, section 6.9.2).
+		MaxReceiveBufferPerStream: receiveBuffer,
+		SendPingTimeout:           30 * time.Second,
+		PingTimeout:               15 * time.Second,
+		WriteByteTimeout:          30 * time.Second,
 	}
 	plainHTTP2 := http2
 	plainHTTP2.MaxConcurrentStreams = maxPlainStreams
-	plainHTTP2.MaxReceiveBufferPerStream = maxPlainRequest
 	plainHTTP2.WriteByteTimeout = plainWriteTimeout
 	s.attested = &http.Server{
 		Handler:           l.Handler(handler),

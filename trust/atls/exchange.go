@@ -413,7 +413,7 @@ func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
 		return attest.Refuse(attestv1.Reason_REASON_EVIDENCE_MALFORMED, "the evidence is %s, agreed was %s", ev.GetFormat(), x.wants)
 	}
 	if len(ev.GetTpm2().GetEventLog()) > 0 && !x.eventLog {
-		return attest.Refuse(attestv1.Reason_REASON_EVIDENCE_MALFORMED, "it has an event log of %d bytes that was not asked for", len(ev.GetTpm2().GetEventLog()))
+		return attest.Refuse(attestv1.Reason_REASON_EVENTLOG_REPLAY, "it has an event log of %d bytes that was not asked for", len(ev.GetTpm2().GetEventLog()))
 	}
 	b := newBinding(x.role.peer(), x.ekm, x.offers)
 	var pending attest.Pending

@@ -123,11 +123,11 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 		},
 		"the client sends an event log that was not asked for": {
 			client: func(c *atls.ClientConfig) { c.Attester = alwaysLogs{c.Attester} },
-			want:   attestv1.Reason_REASON_EVIDENCE_MALFORMED, remote: true,
+			want:   attestv1.Reason_REASON_EVENTLOG_REPLAY, remote: true,
 		},
 		"the server sends an event log that was not asked for": {
 			server: func(c *atls.ServerConfig) { c.Attester = alwaysLogs{c.Attester} },
-			want:   attestv1.Reason_REASON_EVIDENCE_MALFORMED,
+			want:   attestv1.Reason_REASON_EVENTLOG_REPLAY,
 		},
 		"no root vouches for the server": {
 			server: func(c *atls.ServerConfig) { c.Attester = stranger.Attester(attest.PurposeJoinservice) },
