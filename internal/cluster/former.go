@@ -9,7 +9,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// Former gives the addresses that an enrollment's machine gave up, and until when each is kept from others. What does not
+// Former returns the addresses that an enrollment's machine gave up, and until when each is kept from others. What does not
 // parse is left out: joinservice and the owner write the annotation, nobody else.
 func Former(n *v1alpha1.AttestedNode) map[string]time.Time {
 	out := map[string]time.Time{}

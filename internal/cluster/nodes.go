@@ -123,7 +123,7 @@ func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byA
 // ByDisk gives the enrolments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
-// ByAddress gives the enrolments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
+// ByAddress returns the enrollments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
 func (n *Nodes) ByAddress(a string) []*v1alpha1.AttestedNode { return n.find(n.byAddress, a) }
 
 func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
