@@ -73,6 +73,30 @@ func Told(t testing.TB, s Service, want attestv1.Reason, p Places, do func()) {
 	watch(t, s, want, p, false, do)
 }
 
+// Until repeats what must be refused until it is refused, as when an informer must hear of a change
+// first. It returns when that refusal is counted: a connection's is counted after its peer knows, and
+// a [Refused] that follows would count it as a second one.
+func Until(t testing.TB, s Service, want attestv1.Reason, p Places, do func() error) {
+	t.Helper()
+	name := attest.ReasonName(want)
+	before, refused := look(t, s).count(name, p.Metric), false
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	var err error
+	for until := time.Now().Add(patience); ; <-tick.C {
+		if !refused {
+			err = do()
+			refused = rpc.ReasonFrom(err) == want
+		}
+		if refused && look(t, s).count(name, p.Metric) > before {
+			return
+		}
+		if time.Now().After(until) || t.Context().Err() != nil {
+			t.Fatalf("%s: refused: %v, and the metric %v did not go up; the last answer: %v", name, refused, p.Metric, err)
+		}
+	}
+}
+
 func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, do func()) {
 	t.Helper()
 	before := look(t, s)
