@@ -14,13 +14,13 @@ const (
 	// MaxRecord bounds every record.
 	MaxRecord = 2048
 	// MaxRefusal bounds the record of a refusal.
-	MaxRefusal = 1280
+	MaxRefusal = 1792
 	// MaxChosen bounds what of a refusal's record the peer has chosen: names, and what error texts quote of it. IDs and
 	// digests, whose form and length are fixed, are not counted.
 	MaxChosen = 128
 
 	maxDetail        = 512 // of what was done
-	maxRefusalDetail = 480 // two PCRs, as they are and as they should be
+	maxRefusalDetail = 992 // three PCRs, each as it is and as three images should have it
 	maxWarnings      = 640 // all of them
 	maxSerials       = 4
 )

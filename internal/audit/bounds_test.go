@@ -125,3 +125,25 @@ func TestARecordIsSmallWhateverIsInIt(t *testing.T) {
 		t.Errorf("warnings are cut off as %q", got)
 	}
 }
+
+// An owner sees from the record what the machine measured and what the policy accepts, also while a new image is rolled out.
+func TestARefusalsRecordHasThePCRs(t *testing.T) {
+	mismatch := &attest.MismatchError{}
+	var want []string
+	for i, pcr := range []int{4, 9, 11} {
+		m := attest.Mismatch{PCR: pcr, Seen: bytes.Repeat([]byte{byte(i)}, 32)}
+		for j := range 3 {
+			m.Expected = append(m.Expected, bytes.Repeat([]byte{byte(16*i + j)}, 32))
+		}
+		mismatch.Mismatches = append(mismatch.Mismatches, m)
+		want = append(want, m.String())
+	}
+	line := recorded(t, func(s *Strangers, _ *Rations) {
+		s.Connection(atls.SetUp{Remote: "[2001:db8:1111:2222:3333:4444:5555:6666]:65535", Err: attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%w", mismatch)}, strings.Repeat("a", 64))
+	})
+	for _, w := range want {
+		if !strings.Contains(line, w) {
+			t.Errorf("the record has no %q: %s", w, line)
+		}
+	}
+}

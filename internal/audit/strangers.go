@@ -21,7 +21,7 @@ const queueSize = 256
 // Each record costs an fsync, and room that records of other refusals need; a stranger costs us one whenever it
 // likes. So they have a ration; what is above it is only counted.
 const (
-	recordRate  = 5 // records a second
+	recordRate  = 4 // records a second
 	recordBurst = 50
 	tellEvery   = 10 * time.Second // how often the number of the others is recorded
 )

@@ -2,6 +2,7 @@ package audit
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
 	"strings"
 	"testing"
@@ -31,15 +32,15 @@ func TestRecordsOfStrangersAreRationed(t *testing.T) {
 		}
 	}
 	flood()
-	lines(50)
+	lines(recordBurst)
 	now = now.Add(time.Second)
 	flood()
-	lines(55)
+	lines(recordBurst + recordRate)
 	r.tell()
-	lines(56)
-	if !strings.Contains(out.String(), "1945 more refusals") {
+	lines(recordBurst + recordRate + 1)
+	if !strings.Contains(out.String(), fmt.Sprintf("%d more refusals", 2000-recordBurst-recordRate)) {
 		t.Error("their number is not recorded")
 	}
 	r.tell()
-	lines(56)
+	lines(recordBurst + recordRate + 1)
 }
