@@ -37,7 +37,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
   run       make this machine a node: the first one of a cluster, or one more
   attester  give the services on this machine evidence of it, and its cluster too
   accepted  check that this machine's state disk was opened under no older policy than its journal knows
-  renew     keep the certificates of this control plane alive
+  renew     keep the certificates of this node alive
   doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 

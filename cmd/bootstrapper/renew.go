@@ -8,14 +8,30 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// runRenewal keeps the certificates of this control plane alive until ctx ends.
+// runRenewal keeps the certificates of this node alive until ctx ends; those of kubeadm if it is a control plane.
 func runRenewal(ctx context.Context, image, record string, log *slog.Logger) error {
+	const root = "/"
+	rec, err := journal.Open(record).Load()
+	if err != nil {
+		return err
+	}
+	if rec.NodeName == "" {
+		return errors.New("this machine is no node: it has no certificates to renew")
+	}
+	parts := []serve.Part{{Name: "kubelet", Run: func(ctx context.Context) error {
+		return bootstrapper.WatchKubelet(ctx, bootstrapper.WatchConfig{Root: root, Machine: machine.Real{}, Interval: bootstrapper.WatchInterval, Now: time.Now, Log: log})
+	}}}
+	if !renewal.IsControlPlane(root) {
+		return serve.All(ctx, parts...)
+	}
 	img, err := metadata.LoadImage(image)
 	if err != nil {
 		return err
@@ -25,14 +41,6 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 	if err != nil {
 		return fmt.Errorf("image configuration: %w", err)
 	}
-	rec, err := journal.Open(record).Load()
-	if err != nil {
-		return err
-	}
-	const root = "/"
-	if rec.NodeName == "" || !renewal.IsControlPlane(root) {
-		return errors.New("this machine is no control plane: it has no certificates to renew")
-	}
 	r, err := renewal.New(renewal.Config{
 		Root: root, Kubeadm: conf.Certificates(), Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
 		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, log) },
@@ -41,5 +49,5 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	log.InfoContext(ctx, "this control plane's certificates are renewed at two thirds of their life", "node", rec.NodeName)
-	return serve.All(ctx, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators})
+	return serve.All(ctx, append(parts, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators})...)
 }

@@ -41,7 +41,7 @@ func (b *Bootstrapper) isControlPlane(o *initOrder) error {
 	if want := "https://" + o.request.GetControlPlaneEndpoint(); admin.Server != want {
 		return refuse("%s leads to %s, not to %s", adminConf, admin.Server, want)
 	}
-	leaf, err := b.kubeletCertificate(kubeletClient)
+	leaf, err := kubeletCertificate(b.cfg.Root, kubeletClient)
 	if err != nil {
 		return refuse("%w", err)
 	}

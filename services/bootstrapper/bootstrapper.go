@@ -328,10 +328,9 @@ func (b *Bootstrapper) startNode(ctx context.Context) error {
 	if err := b.renewKubelet(ctx); err != nil {
 		return err
 	}
-	if renewal.IsControlPlane(b.cfg.Root) {
-		if err := b.cfg.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
-			return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
-		}
+	// Not enabled: before the machine is a node, there is nothing to renew.
+	if err := b.cfg.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
 	}
 	return b.startUnit(ctx, machine.UnitKubelet)
 }

@@ -56,7 +56,7 @@ const (
 // kubeletNeeds looks at the certificates on the disk, and says why they have to be replaced.
 func (b *Bootstrapper) kubeletNeeds(node string, share float64) (need, string) {
 	now := b.cfg.Now()
-	leaf, err := b.kubeletCertificate(kubeletClient)
+	leaf, err := kubeletCertificate(b.cfg.Root, kubeletClient)
 	switch {
 	case err != nil:
 		return needNow, fmt.Sprintf("the kubelet's client certificate can't be used: %v", err)
@@ -70,7 +70,7 @@ func (b *Bootstrapper) kubeletNeeds(node string, share float64) (need, string) {
 		return needSoon, fmt.Sprintf("the kubelet's client certificate ends at %s", stamp(leaf.NotAfter))
 	}
 	// Without a serving certificate the kubelet asks for one itself, if it is to have one.
-	if leaf, err = b.kubeletCertificate(kubeletServing); err == nil && late(leaf, now, share) {
+	if leaf, err = kubeletCertificate(b.cfg.Root, kubeletServing); err == nil && late(leaf, now, share) {
 		return needSoon, fmt.Sprintf("the kubelet's serving certificate ends at %s", stamp(leaf.NotAfter))
 	}
 	return needNone, ""
@@ -84,8 +84,8 @@ func late(c *x509.Certificate, now time.Time, share float64) bool {
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
 // kubeletCertificate reads one of the two, and whether its key is there.
-func (b *Bootstrapper) kubeletCertificate(name string) (*x509.Certificate, error) {
-	file := b.on(name)
+func kubeletCertificate(root, name string) (*x509.Certificate, error) {
+	file := filepath.Join(root, name)
 	if to, err := os.Readlink(file); err == nil { // absolute, so it would lead out of Root
 		file = filepath.Join(filepath.Dir(file), filepath.Base(to))
 	}

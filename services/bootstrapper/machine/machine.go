@@ -35,10 +35,10 @@ var Verbs = []string{"enable", "start", "stop", "restart"}
 
 // Units that the bootstrapper knows.
 const (
-	UnitKubelet  = "kubelet.service"
-	UnitAttester = "muster-attester.service"
-	// UnitRenewal runs on control planes alone.
-	UnitRenewal = "muster-renewal.service"
+	UnitBootstrapper = "muster-bootstrapper.service"
+	UnitKubelet      = "kubelet.service"
+	UnitAttester     = "muster-attester.service"
+	UnitRenewal      = "muster-renewal.service"
 )
 
 // unitTimeout bounds one systemctl.

@@ -110,6 +110,7 @@ type memoryCluster struct {
 	mu    sync.Mutex
 	down  []string // pods of others
 	dead  string   // a component of this control plane that never becomes Ready
+	taken bool     // somebody else has the lease, for ever
 	order []string // what happened
 	list  []Certificate
 }
@@ -123,6 +124,11 @@ func (c *memoryCluster) note(what string) {
 }
 
 func (c *memoryCluster) Exclusively(ctx context.Context, do func(context.Context) error) error {
+	if c.taken {
+		c.note("waits")
+		<-ctx.Done()
+		return ctx.Err()
+	}
 	c.lease.Lock()
 	defer c.lease.Unlock()
 	c.note("lease")

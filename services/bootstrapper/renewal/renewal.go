@@ -235,6 +235,10 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 	if slices.ContainsFunc(list, func(c Certificate) bool { return c.invalid(now) }) {
 		return r.plane.alone(now)
 	}
+	// Once the first of them has ended, the cluster is not waited for any more, as whoever has the lease may keep it: it takes no client certificate that has
+	// expired, so that would be for ever. The next try renews alone.
+	ctx, cancel := context.WithTimeout(ctx, first(list).Sub(now))
+	defer cancel()
 	c, err := r.Connect()
 	if err != nil {
 		return err

@@ -125,6 +125,22 @@ func TestTheLeaseIsKeptUntilAllParts(t *testing.T) {
 	}
 }
 
+// Whoever holds the lease and does not give it back holds up the others until their certificates end, and no longer.
+func TestALeaseThatIsNeverFreeIsNotWaitedForLongerThanTheCertificatesLive(t *testing.T) {
+	root := newControlPlane(t)
+	c := &memoryCluster{root: root, lease: new(sync.Mutex), taken: true}
+	r := newRenewer(t, c, time.Time{})
+	began, near := time.Now(), first(Read(root)).Add(-200*time.Millisecond)
+	r.Now = func() time.Time { return near.Add(time.Since(began)) }
+	if _, err := r.once(t.Context()); !errors.Is(err, context.DeadlineExceeded) || !slices.Equal(c.order, []string{"waits"}) {
+		t.Fatalf("%v, done: %q", err, c.order)
+	}
+	if _, err := r.once(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	soundAt(t, root, r.Now())
+}
+
 func TestOneControlPlaneAfterAnother(t *testing.T) {
 	lease, inside := new(sync.Mutex), 0
 	var mu sync.Mutex
