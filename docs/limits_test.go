@@ -17,8 +17,8 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// The table of docs/limits.md has the sums that follow from the limits, and they fit the memory that
-// the chart gives.
+// The tables of docs/limits.md have the sums that follow from the limits, and they fit the memory that
+// the chart and the units give.
 func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 	page, err := os.ReadFile("limits.md")
 	if err != nil {
@@ -63,6 +63,7 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 	if err := yaml.Unmarshal(values, &chart); err != nil {
 		t.Fatal(err)
 	}
+	const own, probes = 48 << 20, 4 << 20
 	for name, l := range map[string]atls.Limits{"joinservice": joinservice.Limits, "kms": kms.Limits} {
 		raw, err := yaml.Marshal(chart[name])
 		if err != nil {
@@ -74,9 +75,32 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 		}
 		limit := resource.MustParse(s.Resources.Limits.Memory)
 		unattested, attested := l.Memory()
-		const own, probes = 48 << 20, 4 << 20
 		if sum, goes := own+probes+unattested+attested, limit.Value()/10*8; sum > goes {
 			t.Errorf("%s: %s in the worst case, and the chart gives Go %s", name, mib(sum), mib(goes))
+		}
+	}
+
+	initServer, _ := bootstrapper.InitLimits.Memory()
+	for unit, sum := range map[string]int64{"muster-bootstrapper.service": own + probes + initServer, "muster-renewal.service": own} {
+		text := read(t, "deploy/systemd/"+unit)
+		limit := func(key string) resource.Quantity {
+			_, value, _ := strings.Cut(text, "\n"+key+"=")
+			value, _, _ = strings.Cut(value, "\n")
+			return resource.MustParse(strings.TrimSuffix(value, "iB") + "i") // systemd's M is 1024² bytes, as Go's MiB
+		}
+		most := limit("MemoryMax")
+		goes := most
+		if strings.Contains(text, "GOMEMLIMIT=") {
+			goes = limit("Environment=GOMEMLIMIT")
+		}
+		if sum > goes.Value() {
+			t.Errorf("%s: %s in the worst case, and the unit gives Go %s", unit, mib(sum), mib(goes.Value()))
+		}
+		if row := fmt.Sprintf("| `%s` | %s | ", unit, mib(most.Value())); !strings.Contains(string(page), row) {
+			t.Errorf("docs/limits.md has no row that begins with %q", row)
+		}
+		if cell := fmt.Sprintf(" | %s |\n", mib(sum)); !strings.Contains(string(page), cell) {
+			t.Errorf("%s: docs/limits.md has no worst case of %s", unit, mib(sum))
 		}
 	}
 }

@@ -3,5 +3,6 @@
 // after they were given one, so the test takes eleven minutes. Nobody's clock is changed. It is not part of
 // `make test`; `make test-renewal` runs it, by its build tag.
 //
-// Another test switches machines off, and lets them find certificates that ended meanwhile.
+// Other tests let machines find certificates that have ended: after they were off, and while they run. A control plane's of kubeadm are renewed
+// in turn while they live.
 package renewal

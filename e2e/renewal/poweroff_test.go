@@ -59,26 +59,21 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 		w.on(t, "node4")
 		w.back(t, before)
 	})
-	t.Run("a banned machine gets nothing", func(t *testing.T) {
-		w.MustKubectl(t, "patch", "attestednode", "node5", "--type=merge", "-p", `{"spec":{"banned":true}}`)
-		before := w.expire(t, "node5")
-		w.off(t, "node5")
-		w.on(t, "node5")
-		labtest.Eventually(t, func(ctx context.Context) error {
-			out, err := w.At(ctx, "node1", "", "grep", "-h", `"connection refused"\|"renewal refused"`, "/var/log/muster/audit.jsonl", "/var/log/muster/audit-refused.jsonl")
-			if err != nil || !strings.Contains(out, "BANNED") {
-				return fmt.Errorf("no record of a refusal: %q, %w", out, err)
-			}
-			return nil
+	t.Run("a banned machine gets nothing at boot", func(t *testing.T) {
+		w.bannedGetsNothing(t, "node5", func() {
+			w.off(t, "node5")
+			w.on(t, "node5")
 		})
-		if c, err := w.certificate(t.Context(), "node5", "client"); err != nil || !c.Equal(before["node5"]) {
-			t.Errorf("it has a certificate until %s, %v", c.NotAfter, err)
+	})
+	t.Run("a worker and a control plane that run on", func(t *testing.T) {
+		before := w.expire(t, "node3", "node4")
+		for name := range before {
+			w.Must(t, name, "", "systemctl", "start", "kubelet")
 		}
-		if out, err := w.At(t.Context(), "node5", "", "systemctl", "is-active", "kubelet"); err == nil {
-			t.Errorf("its kubelet is %s", out)
-		}
-		w.MustKubectl(t, "patch", "attestednode", "node5", "--type=merge", "-p", `{"spec":{"banned":false}}`)
 		w.back(t, before)
+	})
+	t.Run("a banned machine that runs on gets nothing", func(t *testing.T) {
+		w.bannedGetsNothing(t, "node5", func() { w.Must(t, "node5", "", "systemctl", "start", "kubelet") })
 	})
 	t.Run("all of them", func(t *testing.T) {
 		before := w.expire(t, all...)
@@ -89,6 +84,40 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 		t.Logf("three control planes and two workers are Ready %s after they were switched on", time.Since(began).Round(time.Second))
 		w.noLongLife(t, all)
 	})
+}
+
+// bannedGetsNothing bans a node whose certificates have ended, and does what has it ask for others; once it is allowed it comes back.
+func (w *world) bannedGetsNothing(t *testing.T, node string, ask func()) {
+	t.Helper()
+	refused := func(ctx context.Context) int {
+		out, _ := w.At(ctx, node, "", "grep", "the kubelet's certificates are not renewed yet", "/var/log/muster-bootstrapper.log") // none is an error of grep's
+		return strings.Count(out, `"reason":"BANNED"`)
+	}
+	w.MustKubectl(t, "patch", "attestednode", node, "--type=merge", "-p", `{"spec":{"banned":true}}`)
+	before, count := w.expire(t, node), refused(t.Context())
+	ask()
+	within(t, func(ctx context.Context) error {
+		if n := refused(ctx); n == count {
+			return fmt.Errorf("it was refused %d times, as before", n)
+		}
+		var records strings.Builder
+		for _, name := range planes {
+			out, _ := w.At(ctx, name, "", "grep", "-h", `"connection refused"\|"renewal refused"`, "/var/log/muster/audit.jsonl", "/var/log/muster/audit-refused.jsonl")
+			records.WriteString(out)
+		}
+		if !strings.Contains(records.String(), "BANNED") {
+			return fmt.Errorf("no record of a refusal: %s", &records)
+		}
+		return nil
+	})
+	if c, err := w.certificate(t.Context(), node, "client"); err != nil || !c.Equal(before[node]) {
+		t.Errorf("it has a certificate until %s, %v", c.NotAfter, err)
+	}
+	if out, err := w.At(t.Context(), node, "", "systemctl", "is-active", "kubelet"); err == nil {
+		t.Errorf("its kubelet is %s", out)
+	}
+	w.MustKubectl(t, "patch", "attestednode", node, "--type=merge", "-p", `{"spec":{"banned":false}}`)
+	w.back(t, before)
 }
 
 // noLongLife reads the certificates from the disks, and compares them with what the owner is shown.
