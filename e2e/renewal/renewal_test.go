@@ -20,7 +20,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-const life = 10 * time.Minute
+const life = labtest.ShortLife
 
 type world struct {
 	*labtest.Cluster
@@ -30,7 +30,7 @@ type world struct {
 // stands where one looks for it; once it attests again it gets both, before the old ones end.
 func TestNodesLiveLongerThanTheirCertificates(t *testing.T) {
 	w := bringUp(t)
-	w.shorten(t)
+	w.ShortenCertificates(t)
 	w.Add(t, labtest.Worker("node2"), labtest.Worker("node3"))
 	kinds := []string{"client", "server"}
 	first := map[string]*x509.Certificate{}
@@ -143,25 +143,6 @@ func bringUp(t *testing.T) *world {
 	w.Add(t, w.First(t))
 	w.Init(t, "renewal")
 	return w
-}
-
-// shorten makes certificates live ten minutes: those of tickets, and those that kubelets renew.
-func (w *world) shorten(t *testing.T) {
-	t.Helper()
-	w.Must(t, "node1", "", "sed", "-i", "s/--cluster-signing-duration=24h/--cluster-signing-duration=10m/", "/etc/kubernetes/manifests/kube-controller-manager.yaml")
-	patch := `[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--certificate-life=10m"},{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--verdict-max-age=2m"}]`
-	labtest.Eventually(t, func(ctx context.Context) error {
-		_, err := w.Kubectl(ctx, "-n", "muster-system", "patch", "daemonset", "muster-joinservice", "--type=json", "-p", patch)
-		return err
-	})
-	labtest.Eventually(t, func(ctx context.Context) error {
-		out, err := w.Kubectl(ctx, "-n", "kube-system", "get", "pods", "-l", "component=kube-controller-manager", "-o", `jsonpath={.items[*].spec.containers[0].command} {.items[*].status.containerStatuses[0].ready}`)
-		if err != nil || !strings.Contains(out, "--cluster-signing-duration=10m") || !strings.HasSuffix(out, " true") {
-			return fmt.Errorf("the controller manager is %q, %w", out, err)
-		}
-		_, err = w.Kubectl(ctx, "-n", "muster-system", "rollout", "status", "daemonset/muster-joinservice", "--timeout=5s")
-		return err
-	})
 }
 
 // certificate is what the node's kubelet uses now.

@@ -3,9 +3,12 @@ package labtest
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
 )
@@ -57,4 +60,26 @@ func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Clust
 	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
 		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", "policy.yaml")
 	return c
+}
+
+// ShortLife is how long nodes' certificates live after [Cluster.ShortenCertificates]: Kubernetes signs none for less.
+const ShortLife = 10 * time.Minute
+
+// ShortenCertificates makes nodes' certificates live that long: those of tickets, and those that kubelets renew. Node1 is the only control plane.
+func (c *Cluster) ShortenCertificates(t *testing.T) {
+	t.Helper()
+	c.Must(t, "node1", "", "sed", "-i", "s/--cluster-signing-duration=24h/--cluster-signing-duration=10m/", "/etc/kubernetes/manifests/kube-controller-manager.yaml")
+	patch := `[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--certificate-life=10m"},{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--verdict-max-age=2m"}]`
+	Eventually(t, func(ctx context.Context) error {
+		_, err := c.Kubectl(ctx, "-n", "muster-system", "patch", "daemonset", "muster-joinservice", "--type=json", "-p", patch)
+		return err
+	})
+	Eventually(t, func(ctx context.Context) error {
+		out, err := c.Kubectl(ctx, "-n", "kube-system", "get", "pods", "-l", "component=kube-controller-manager", "-o", `jsonpath={.items[*].spec.containers[0].command} {.items[*].status.containerStatuses[0].ready}`)
+		if err != nil || !strings.Contains(out, "--cluster-signing-duration=10m") || !strings.HasSuffix(out, " true") {
+			return fmt.Errorf("the controller manager is %q, %w", out, err)
+		}
+		_, err = c.Kubectl(ctx, "-n", "muster-system", "rollout", "status", "daemonset/muster-joinservice", "--timeout=5s")
+		return err
+	})
 }
