@@ -50,8 +50,8 @@ type Cluster struct {
 }
 
 // Start starts a cluster. It is for TestMain, so that the tests of a package share one; what it made
-// so far is stopped if it fails.
-func Start(ctx context.Context) (_ *Cluster, err error) {
+// so far is stopped if it fails. kube-controller-manager runs the signers, and those controllers that are named.
+func Start(ctx context.Context, controllers ...string) (_ *Cluster, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, errors.New("the control plane did not become ready in time"))
 	defer cancel()
 	bin, err := Binaries()
@@ -102,8 +102,8 @@ func Start(ctx context.Context) (_ *Cluster, err error) {
 	if err := c.connect(ctx, server); err != nil {
 		return nil, err
 	}
-	// The signers are all that is wanted of it: the approver is left out, as in a cluster of Muster's.
-	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers=certificatesigningrequest-signing-controller", "--leader-elect=false", "--use-service-account-credentials",
+	// The signers are all that most tests want of it: the approver is left out, as in a cluster of Muster's.
+	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers="+strings.Join(append(controllers, "certificatesigningrequest-signing-controller"), ","), "--leader-elect=false", "--use-service-account-credentials",
 		"--secure-port=0", "--cluster-signing-cert-file="+c.pki.file("ca.crt"), "--cluster-signing-key-file="+c.pki.file("ca.key"), "--cluster-signing-duration=24h"); err != nil {
 		return nil, err
 	}

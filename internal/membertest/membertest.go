@@ -29,6 +29,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -117,11 +118,18 @@ func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	if err != nil {
 		return err
 	}
+	// joinservice alone may take the last name out of the list.
+	as := rest.CopyConfig(c.Admin)
+	as.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + clusterinfo.Namespace + ":joinservice", Groups: []string{"system:masters"}}
+	update, err := client.New(as, client.Options{Scheme: c.Client.Scheme()})
+	if err != nil {
+		return err
+	}
 	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, Enrolled: nil, waiting.ConfigMap: nil} {
 		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: name}, Data: data}
 		err := c.Client.Create(ctx, m)
 		if apierrors.IsAlreadyExists(err) {
-			err = c.Client.Update(ctx, m)
+			err = update.Update(ctx, m)
 		}
 		if err != nil {
 			return err

@@ -144,6 +144,18 @@ func TestInitMakesACluster(t *testing.T) {
 	if _, err := node.CertificatesV1().CertificateSigningRequests().Create(ctx, servingCSR(t, "node1"), metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
+	// What the first machine writes.
+	if err := shared.Namespace(ctx, cluster.Namespace); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range []client.Object{
+		&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: "muster-kms-root"}},
+		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: "muster-cluster"}},
+	} {
+		if err := shared.Client.Create(ctx, o); err != nil {
+			t.Fatal(err)
+		}
+	}
 	controller := make(chan error, 1)
 	admin := kube(t, "controller", "system:masters")
 	go func() { controller <- daemonSets(ctx, admin.AppsV1().DaemonSets(cluster.Namespace)) }()

@@ -19,23 +19,18 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
 // An API server that was made a moment ago, on a small machine, drops connections and comes back.
 func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
-	api, err := envtest.Start(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
+	api := start(t)
+	for _, o := range needs() {
+		if err := api.Client.Create(t.Context(), o); err != nil {
+			t.Fatal(err)
 		}
-	})
-	if err := api.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: Namespace}}); err != nil {
-		t.Fatal(err)
 	}
 	text, err := os.ReadFile(api.Kubeconfig)
 	if err != nil {
@@ -48,10 +43,7 @@ func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r, err := c.InstallChart(t.Context(), Values{
-		OwnerPublicKey:   strings.Repeat("A", 43) + "=",
-		JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
-	}, slog.New(slog.DiscardHandler))
+	r, err := c.InstallChart(t.Context(), values, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,6 +54,39 @@ func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
 }
 
 const mostCuts = 5
+
+var values = Values{
+	OwnerPublicKey:   strings.Repeat("A", 43) + "=",
+	JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
+}
+
+// start gives a control plane with a garbage collector and the namespace of Muster's services.
+func start(t *testing.T) *envtest.Cluster {
+	t.Helper()
+	api, err := envtest.Start(t.Context(), "garbage-collector-controller")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := api.Stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := api.Namespace(t.Context(), Namespace); err != nil {
+		t.Fatal(err)
+	}
+	return api
+}
+
+// needs gives what has to be in the namespace before the chart, the list of enrolled nodes first.
+func needs() []client.Object {
+	in := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: Namespace, Name: name} }
+	return []client.Object{
+		&corev1.ConfigMap{ObjectMeta: in(enrolledConfigMap), Data: map[string]string{"node1": "m1"}},
+		&corev1.ConfigMap{ObjectMeta: in("muster-cluster")},
+		&corev1.Secret{ObjectMeta: in("muster-kms-root")},
+	}
+}
 
 // cutting is an address whose first connections break, each later than the one before.
 func cutting(t *testing.T, to string, cuts *atomic.Int64) string {

@@ -31,7 +31,7 @@ func (d *doctor) enrolled(ctx context.Context) error {
 	m := &corev1.ConfigMap{}
 	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}, m)
 	if cluster.Absent(err) {
-		d.Add(CheckEnrolled, checkup.Fail, "Make it anew, with one key for each AttestedNode that is not banned: its name, and as value its machine ID.", "the ConfigMap muster-enrolled is gone: no node can write")
+		d.Add(CheckEnrolled, checkup.Fail, "Make it anew, as docs/operate.md says under “muster-enrolled is lost”.", "the ConfigMap muster-enrolled is gone: no node can write")
 		return nil
 	}
 	if err != nil {
