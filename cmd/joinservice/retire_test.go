@@ -95,12 +95,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})
 	canWrite(t, old, "w1", false)
-	if err := s.Client.Delete(t.Context(), n); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}); err != nil {
-		t.Fatal(err)
-	}
+	s.unenrol(t, "w1")
 
 	again := worker(t, named("w1", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.12"))
 	var ticket *joinv1.IssueJoinTicketResponse
