@@ -162,7 +162,7 @@ type AttestedNodeSpec struct {
 	// +kubebuilder:validation:items:MaxLength=45
 	// +listType=set
 	Addresses []string `json:"addresses,omitempty"`
-	// Banned refuses the machine everything, at once.
+	// Banned refuses the machine everything, at once. Its Node and the pods on it are deleted.
 	Banned bool `json:"banned,omitempty"`
 }
 

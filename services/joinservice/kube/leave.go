@@ -23,7 +23,7 @@ import (
 )
 
 // podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
-const podsAtOnce = 16
+const podsAtOnce = 8
 
 // mark puts the finalizer on an enrollment: before any certificate is asked for it, so that none outlives it without being
 // retired (J4). Its errors are refusals.

@@ -166,6 +166,48 @@ func (d deletes) Delete(ctx context.Context, o client.Object, opts ...client.Del
 	return d.Client.Delete(ctx, o, opts...)
 }
 
+// What comes under the name once the ban was lifted is not what was banned.
+func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	p, _ := pod(t, "proxy", "w1")
+	ban(t, true)
+	renew := func(o client.Object) { // between the last look and the deletion
+		if err := shared.Client.Delete(t.Context(), o.DeepCopyObject().(client.Object), client.GracePeriodSeconds(0)); err != nil {
+			t.Error(err)
+		}
+	}
+	a.cluster.Client = deletes{a.cluster.Client, func(o client.Object) {
+		renew(o)
+		switch o.(type) {
+		case *corev1.Node:
+			if err := shared.Client.Create(t.Context(), object("w1")); err != nil {
+				t.Error(err)
+			}
+		case *corev1.Pod:
+			p, _ = pod(t, "proxy", "w1")
+		}
+	}}
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !exists(t, p) {
+		t.Errorf("the next Node or pod is gone: %v", err)
+	}
+}
+
+// A name that nobody holds any more is nobody else's while its deletion lasts: what is retired is not known to be over.
+func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
+	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames()}
+	n := &v1alpha1.AttestedNode{Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
+	if !k.vacant(n) {
+		t.Error("released long ago, and not vacant")
+	}
+	n.DeletionTimestamp = new(metav1.Now())
+	if k.vacant(n) {
+		t.Error("being deleted, and vacant")
+	}
+}
+
 // `muster replace` bans, and the Node is for the next machine.
 func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	shared.Reset(t)
