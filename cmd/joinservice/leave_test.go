@@ -40,7 +40,10 @@ func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "proxy"}}
 	out.pod = &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "proxy-w1"}, Spec: corev1.PodSpec{
 		NodeName: "w1", ServiceAccountName: account.Name, Containers: []corev1.Container{{Name: "x", Image: "x"}},
-		Volumes: []corev1.Volume{{Name: "x", VolumeSource: corev1.VolumeSource{Secret: &corev1.SecretVolumeSource{SecretName: out.secret.Name}}}},
+		Volumes: []corev1.Volume{{Name: "x", VolumeSource: corev1.VolumeSource{Projected: &corev1.ProjectedVolumeSource{Sources: []corev1.VolumeProjection{
+			{Secret: &corev1.SecretProjection{LocalObjectReference: corev1.LocalObjectReference{Name: out.secret.Name}}},
+			{ServiceAccountToken: &corev1.ServiceAccountTokenProjection{Path: "token"}},
+		}}}}},
 	}}
 	for _, o := range []client.Object{account, out.secret, out.pod} {
 		must(client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)))
