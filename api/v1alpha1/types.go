@@ -1,6 +1,10 @@
 package v1alpha1
 
-import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+import (
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
 
 // PolicyName is the name of the one AttestationPolicy that services read.
 const PolicyName = "default"
@@ -158,7 +162,7 @@ type AttestedNodeSpec struct {
 	// +kubebuilder:validation:items:MaxLength=45
 	// +listType=set
 	Addresses []string `json:"addresses,omitempty"`
-	// Banned refuses the machine everything, at once.
+	// Banned refuses the machine everything, at once. Its Node and the pods on it are deleted.
 	Banned bool `json:"banned,omitempty"`
 }
 
@@ -307,3 +311,20 @@ type AttestedDiskList struct {
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []AttestedDisk `json:"items"`
 }
+
+// RetireCertificates is the finalizer of an AttestedNode: an enrollment that is deleted stays until joinservice has taken from
+// its machine what it was given (J4). Its certificates so far write nothing any more, and its Node is gone.
+const RetireCertificates = "muster.dev/retire-certificates"
+
+// KeepNode is an annotation of an AttestedNode that `muster replace` has banned: joinservice leaves its Node, which the name's
+// next machine takes over with labels and taints.
+const KeepNode = "muster.dev/keep-node"
+
+// ShutOut says whether the machine gets nothing: it is banned, or its enrollment is being deleted.
+func (n *AttestedNode) ShutOut() bool { return n.Spec.Banned || n.Leaving() }
+
+// Leaving says whether the enrollment is being deleted.
+func (n *AttestedNode) Leaving() bool { return !n.DeletionTimestamp.IsZero() }
+
+// Retires says whether the enrollment outlives its deletion until the certificates are retired.
+func (n *AttestedNode) Retires() bool { return slices.Contains(n.Finalizers, RetireCertificates) }

@@ -20,8 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// unenrol deletes an enrolment, as `kubectl delete attestednode` and the last step of `muster forget` do, and waits
-// until joinservice has seen it. The disk stays its machine's.
+// unenrol deletes an enrolment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk stays its machine's.
 func (s *stage) unenrol(t *testing.T, node string) {
 	t.Helper()
 	if err := s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}); err != nil {
@@ -29,7 +28,7 @@ func (s *stage) unenrol(t *testing.T, node string) {
 	}
 	membertest.Eventually(t, func() error {
 		_, listed := s.Listed(t)[node]
-		return membertest.Want(!listed, "%s may still write", node)
+		return membertest.Want(!listed && s.Node(t, node) == nil, "%s is enrolled or may write", node)
 	})
 }
 

@@ -161,7 +161,7 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
 	})
 	membertest.Eventually(t, func() error {
-		err := node.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"x":"y"}}}`)))
+		err := node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "the banned node could write: %v", err)
 	})
 	if _, ok := s.Listed(t)["w1"]; ok {

@@ -473,6 +473,12 @@ func (s *stage) forget(t *testing.T, nodes ...string) {
 		if have := s.Node(t, n); have != nil && have.Spec.DiskID != "" {
 			defer s.FreeDisk(t, have.Spec.DiskID)
 		}
+		if have := s.Node(t, n); have != nil && have.Spec.Role == v1alpha1.RoleControlPlane { // as `muster forget` does
+			free := client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`))
+			if err := s.Client.Patch(t.Context(), have, free); err != nil {
+				t.Fatal(err)
+			}
+		}
 		if err := client.IgnoreNotFound(s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: n}})); err != nil {
 			t.Fatal(err)
 		}
@@ -480,8 +486,8 @@ func (s *stage) forget(t *testing.T, nodes ...string) {
 	membertest.Eventually(t, func() error {
 		listed := s.Listed(t)
 		for _, n := range nodes {
-			if _, ok := listed[n]; ok {
-				return fmt.Errorf("the forgotten node %s may still write", n)
+			if _, ok := listed[n]; ok || s.Node(t, n) != nil {
+				return fmt.Errorf("the forgotten node %s is enrolled or may write", n)
 			}
 		}
 		return nil

@@ -2,6 +2,8 @@ package leave
 
 import (
 	"context"
+	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -49,8 +51,74 @@ func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 	return nil
 }
 
+// believes says with what status the API server answers whoever shows the token and lists Services.
+func (c *cluster) believes(ctx context.Context, token string) (string, error) {
+	const script = `set -eu
+umask 077; { printf 'Authorization: Bearer '; cat; } > /root/as.header
+curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt -H @/root/as.header -o /dev/null -w '%{http_code}' https://192.168.77.1:6443/api/v1/services`
+	return c.At(ctx, "node1", token, "sh", "-c", script)
+}
+
+// shows returns an error unless kubectl prints that.
+func (c *cluster) shows(ctx context.Context, want string, args ...string) error {
+	out, err := c.Kubectl(ctx, args...)
+	if err == nil && out != want {
+		err = fmt.Errorf("kubectl %s: %q, want %q", strings.Join(args, " "), out, want)
+	}
+	return err
+}
+
+// What somebody took from a node ends with its ban, its kubelet can't bring it back, and it comes back once the ban is lifted.
+func (c *cluster) ban(t *testing.T, node string) {
+	t.Helper()
+	key := c.Must(t, node, "", "cat", certificate)
+	token := strings.TrimSpace(c.Must(t, node, "", "sh", "-c", "cat /var/lib/kubelet/pods/"+
+		strings.TrimSpace(c.MustKubectl(t, "-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-proxy", "--field-selector", "spec.nodeName="+node, "-o", "jsonpath={.items[0].metadata.uid}"))+
+		"/volumes/kubernetes.io~projected/*/token"))
+	var claims struct{ Exp, Iat int64 }
+	if parts := strings.Split(token, "."); len(parts) != 3 {
+		t.Fatal("this is no token")
+	} else if b, err := base64.RawURLEncoding.DecodeString(parts[1]); err != nil || json.Unmarshal(b, &claims) != nil || claims.Exp-claims.Iat > 2*3600 {
+		t.Errorf("a pod's token lives for %d s: %v", claims.Exp-claims.Iat, err)
+	}
+	if status, err := c.believes(t.Context(), token); err != nil || status != "200" {
+		t.Fatalf("before the ban: %s %v", status, err)
+	}
+	spec := func(banned bool) {
+		c.MustKubectl(t, "patch", "attestednode", node, "--type", "merge", "-p", fmt.Sprintf(`{"spec":{"banned":%t}}`, banned))
+	}
+	evicted := func(ctx context.Context) error {
+		return errors.Join(
+			c.shows(ctx, "", "get", "node", node, "--ignore-not-found", "-o", "name"),
+			c.shows(ctx, "", "get", "pods", "-A", "--field-selector", "spec.nodeName="+node, "-o", "name"),
+		)
+	}
+	spec(true)
+	labtest.Eventually(t, evicted)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		status, err := c.believes(ctx, token)
+		if err == nil && status != "401" {
+			err = fmt.Errorf("the token of a pod that is gone: %s", status)
+		}
+		return err
+	})
+	c.Must(t, node, "", "systemctl", "restart", "kubelet.service") // so that it registers
+	labtest.Eventually(t, func(ctx context.Context) error {
+		_, err := c.At(ctx, node, "", "grep", "-q", "Unable to register node.*not enrolled", "/var/log/kubelet.log")
+		return err
+	})
+	if err := errors.Join(evicted(t.Context()), c.refused(t.Context(), node, key, "not enrolled")); err != nil {
+		t.Error(err)
+	}
+	spec(false)
+	labtest.Eventually(t, func(ctx context.Context) error { return c.writes(ctx, node, key) })
+	c.Must(t, node, "", "systemctl", "restart", "kubelet.service") // as a reboot does
+	c.Ready(t, node)
+}
+
 func TestNamesLeaveTheirMachines(t *testing.T) {
 	c := bringUp(t)
+	t.Run("a banned node is evicted, and comes back when the ban is lifted", func(t *testing.T) { c.ban(t, "node2") })
 	oldKey := c.Must(t, "node2", "", "cat", certificate)
 	forgottenDisk := c.Must(t, "node2", "", "cat", diskID)
 	oldDisk, oldCheck := c.Must(t, "node3", "", "cat", diskID), c.Must(t, "node3", "", "cat", diskCheck)

@@ -75,7 +75,7 @@ func mapper() meta.RESTMapper {
 			authenticationv1.SchemeGroupVersion: {"TokenReview"},
 		},
 		meta.RESTScopeNamespace: {
-			corev1.SchemeGroupVersion:         {"ConfigMap", "Event", "Secret", "Service"},
+			corev1.SchemeGroupVersion:         {"ConfigMap", "Event", "Pod", "Secret", "Service"},
 			coordinationv1.SchemeGroupVersion: {"Lease"},
 		},
 	} {

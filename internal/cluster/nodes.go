@@ -136,13 +136,13 @@ func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
 	return out
 }
 
-// Banned says whether any enrolment of the machine, or of its TPM as another machine, is banned (A8).
+// Banned says whether any enrolment of the machine, or of its TPM as another machine, is banned or being deleted (A8).
 func (n *Nodes) Banned(c attest.Claims) bool {
 	return n.banned(c.Machine(), hex.EncodeToString(c.AKName()))
 }
 
 func (n *Nodes) banned(id attest.MachineID, ak string) bool {
-	return slices.ContainsFunc(slices.Concat(n.ByMachine(id), n.ByAK(ak)), func(node *v1alpha1.AttestedNode) bool { return node.Spec.Banned })
+	return slices.ContainsFunc(slices.Concat(n.ByMachine(id), n.ByAK(ak)), func(node *v1alpha1.AttestedNode) bool { return node.ShutOut() })
 }
 
 // Await waits until the view holds that very object at that resource version or a later one, and

@@ -29,6 +29,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -88,6 +89,7 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 func (c *Cluster) Reset(t testing.TB) {
 	t.Helper()
 	ctx := t.Context()
+	c.release(t)
 	for _, o := range []client.Object{&v1alpha1.AttestedNode{}, &v1alpha1.AttestedDisk{}, &v1alpha1.AttestationPolicy{}, &certificatesv1.CertificateSigningRequest{}, &corev1.Node{}} {
 		if err := c.Client.DeleteAllOf(ctx, o); err != nil {
 			t.Fatal(err)
@@ -100,6 +102,22 @@ func (c *Cluster) Reset(t testing.TB) {
 	}
 	if err := c.describe(ctx, c.MeasurementSalt); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// release lets enrollments be deleted at once: no joinservice runs that would retire what they gave, and control planes are
+// banned first.
+func (c *Cluster) release(t testing.TB) {
+	t.Helper()
+	l := &v1alpha1.AttestedNodeList{}
+	if err := c.Client.List(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	for i := range l.Items {
+		free := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`))
+		if err := c.Client.Patch(t.Context(), &l.Items[i], free); client.IgnoreNotFound(err) != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -44,7 +45,9 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
 		for _, name := range []string{"cp7", "cp8", "w7"} {
-			_ = shared.Client.Delete(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}})
+			n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
+			_ = shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`)))
+			_ = shared.Client.Delete(ctx, n)
 		}
 		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
 	})

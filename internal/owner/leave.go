@@ -70,7 +70,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 	}
 	out.shutOut()
 	if p.Node != nil {
-		out.Plan = append(out.Plan, "delete its Node; Kubernetes then deletes the pods that are bound to it")
+		out.Plan = append(out.Plan, "delete its Node, and the pods that are bound to it: their tokens end")
 		if p.Ready() {
 			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
 		}
@@ -116,6 +116,10 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	if p.Enrolment == nil {
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
 	}
+	if p.Enrolment.Leaving() {
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name),
+			"Wait until joinservice has ended it, or run muster forget "+name+"; then the next machine joins under the name.")
+	}
 	have := p.Enrolment.Spec
 	if have.Role == v1alpha1.RoleControlPlane && to.DiskID != "" && have.DiskID != "" && to.DiskID != have.DiskID {
 		return nil, withRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
@@ -146,7 +150,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}
-	out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
+	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end", "keep its Node, with labels and taints, for the machine that joins next under the name")
 	if have.Banned {
 		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
 	}

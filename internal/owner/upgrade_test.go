@@ -22,7 +22,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -395,6 +398,14 @@ func (u *upgrades) restored(t *testing.T) {
 	owner := diskOwner(t, before.Spec.DiskID)
 	if owner != before.Spec.MachineID {
 		t.Errorf("disk %s of machine %s is %q's", before.Spec.DiskID, before.Spec.MachineID, owner)
+	}
+	// Somebody who goes around the admission policy, while no joinservice runs.
+	binding := &unstructured.Unstructured{}
+	binding.SetGroupVersionKind(schema.GroupVersionKind{Group: "admissionregistration.k8s.io", Version: "v1", Kind: "ValidatingAdmissionPolicyBinding"})
+	binding.SetName("muster-keep-enrollments")
+	free := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
+	if err := errors.Join(shared.Client.Delete(u.ctx, binding), shared.Client.Patch(u.ctx, before.DeepCopy(), free)); err != nil {
+		t.Fatal(err)
 	}
 	api, crd := u.definition(t)
 	_, disks := u.definitionOf(t, "attesteddisks")

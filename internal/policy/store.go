@@ -281,7 +281,7 @@ func (s *Store) newJudge(banned func(attest.Claims) bool, locks func() ([]attest
 // are BANNED and NOT_READY.
 func (j *Judge) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
 	if j.banned(c) {
-		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned, or its TPM is as another machine", c.Machine())
+		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned or its enrollment being deleted, or its TPM is as another machine", c.Machine())
 	}
 	p, err := j.store.Current()
 	if err != nil {

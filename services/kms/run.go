@@ -61,7 +61,7 @@ func Run(ctx context.Context, o Options) error {
 				return Enrolled{}, false
 			}
 			id, err := attest.ParseMachineID(n.Spec.MachineID)
-			return Enrolled{Machine: id, Banned: n.Spec.Banned, ControlPlane: n.Spec.Role == v1alpha1.RoleControlPlane}, err == nil
+			return Enrolled{Machine: id, Banned: n.ShutOut(), ControlPlane: n.Spec.Role == v1alpha1.RoleControlPlane}, err == nil
 		},
 		Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
 	})

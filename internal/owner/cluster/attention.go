@@ -93,8 +93,11 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	case !n.Enrolled:
 		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")
 		return
+	case n.Deleting:
+		add(about, "joinservice ends it within seconds: look at its pods. Where none runs, muster forget "+n.Name+" does.", "its enrollment is being deleted")
+		return
 	case n.Banned && n.Joined:
-		add(about, "kubectl delete node "+n.Name+", once its pods may go.", "it is banned, and its Node object is still there")
+		add(about, "joinservice deletes it within seconds: look at its pods. It leaves the last control plane that is Ready.", "it is banned, and its Node object is still there")
 		return
 	case !n.Joined:
 		return // enrolled beforehand, or on its way

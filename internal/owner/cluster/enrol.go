@@ -32,7 +32,7 @@ func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedN
 				return err
 			}
 		}
-		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: spec}
 		err := c.client.Create(ctx, n)
 		if err == nil {
 			created = true
@@ -45,12 +45,20 @@ func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedN
 		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &have); err != nil {
 			return err
 		}
+		if have.Leaving() {
+			return leaving(name)
+		}
 		return same(name, have.Spec, spec)
 	})
 	if err != nil {
 		return created, err
 	}
 	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID)
+}
+
+// leaving refuses what is to be done with an enrollment that somebody has deleted.
+func leaving(name string) error {
+	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
 }
 
 // same says whether an enrolment says what is wanted; what is wanted of disk and addresses
@@ -91,6 +99,9 @@ func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNo
 				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already", n.Name)
 			}
 			if n.Name == name {
+				if n.Leaving() {
+					return leaving(name)
+				}
 				if err := same(name, n.Spec, spec); err != nil {
 					return err
 				}

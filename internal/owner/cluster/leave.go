@@ -180,7 +180,7 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
 // enrolment itself goes last. Its disk stays the machine's (J2), also if no service has said so yet.
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
+	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
 		return retired, err
 	}
 	if p.Node != nil {
@@ -191,11 +191,22 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}
 		say("Node deleted")
 	}
+	if err := c.deletePods(ctx, p.Name, say); err != nil {
+		return retired, err
+	}
 	if p.Enrolment != nil {
 		if p.DiskOf == "" {
 			if err := c.claimDisk(ctx, p.Enrolment.Spec.DiskID, p.Enrolment.Spec.MachineID); err != nil {
 				return retired, err
 			}
+		}
+		// Everything that the finalizer is for is done; perhaps no joinservice runs that would see that.
+		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+			was := n.Retires()
+			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+			return was
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil {
+			return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 		}
 		if err := once(ctx, func(ctx context.Context) error {
 			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrolment, client.Preconditions{UID: &p.Enrolment.UID}))
@@ -226,7 +237,10 @@ func (r Replacement) of(p *Presence) (disk, machine string) {
 // finishes the work. So the disk that the name will have becomes its machine's before, while nobody gets
 // its key (J2).
 func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, now, say); err != nil {
+	if retired, err = c.shutOut(ctx, p, true, now, say); err != nil {
+		return retired, err
+	}
+	if err := c.deletePods(ctx, p.Name, say); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
@@ -242,6 +256,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		n.Spec.Banned = false
+		delete(n.Annotations, v1alpha1.KeepNode)
 		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has decided on it: no rule ends it
 		if to.MachineID != "" {
 			n.Spec.MachineID = to.MachineID
@@ -271,14 +286,19 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)
 	return nil
 }
 
-// shutOut ends all access of the name's machine but the reads that its certificates allow.
-func (c *Client) shutOut(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
+// shutOut ends all access of the name's machine but the reads that its certificates allow. keep has joinservice leave the Node.
+func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, say func(string)) (retired time.Time, err error) {
 	if p.Enrolment != nil {
 		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-			was := n.Spec.Banned
+			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
 			n.Spec.Banned = true
+			if keep {
+				metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.KeepNode, "true")
+			} else {
+				delete(n.Annotations, v1alpha1.KeepNode)
+			}
 			return !was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); err != nil {
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may end meanwhile
 			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 		}
 		say("machine banned: it gets no ticket, no key and no certificate any more")
@@ -305,6 +325,28 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, now time.Time, say fu
 		say("certificate requests deleted: " + strings.Join(requests, ", "))
 	}
 	return retired, nil
+}
+
+// deletePods deletes what is bound to a node, so that the tokens of it end. Nobody waits for its kubelet, which may not say any more
+// that they have ended.
+func (c *Client) deletePods(ctx context.Context, node string, say func(string)) error {
+	var pods corev1.PodList
+	if err := once(ctx, func(ctx context.Context) error {
+		return c.client.List(ctx, &pods, client.MatchingFields{"spec.nodeName": node})
+	}); err != nil {
+		return fmt.Errorf("list the pods of %s: %w", node, err)
+	}
+	for _, pod := range pods.Items {
+		if err := once(ctx, func(ctx context.Context) error {
+			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0)))
+		}); err != nil {
+			return fmt.Errorf("delete pod %s/%s: %w", pod.Namespace, pod.Name, err)
+		}
+	}
+	if len(pods.Items) > 0 {
+		say(fmt.Sprintf("%d pods deleted, and with them their tokens", len(pods.Items)))
+	}
+	return nil
 }
 
 // changeEnrolment writes a change of the enrolment that p has found, and of no other one. change says

@@ -90,6 +90,7 @@ type NodeStatus struct {
 	MachineID  string     `json:"machineID,omitempty"`
 	DiskMode   string     `json:"diskMode,omitempty"`
 	Banned     bool       `json:"banned,omitempty"`
+	Deleting   bool       `json:"deleting,omitempty"`
 	Accepted   *bool      `json:"accepted,omitempty"`
 	Reason     string     `json:"reason,omitempty"`
 	JudgedAt   *time.Time `json:"judgedAt,omitempty"`
@@ -204,7 +205,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range enrolled.Items {
 		s := at(n.Name)
 		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
-		s.DiskMode, s.Banned = string(n.Spec.DiskMode), n.Spec.Banned
+		s.DiskMode, s.Banned, s.Deleting = string(n.Spec.DiskMode), n.Spec.Banned, n.Leaving()
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
 		if c := n.Status.Certificates; c != nil {
 			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)

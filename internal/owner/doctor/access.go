@@ -51,7 +51,7 @@ func (d *doctor) enrolled(ctx context.Context) error {
 	}
 	may := map[string]bool{}
 	for _, n := range attested.Items {
-		if n.Spec.Banned || n.Status.ReleasedAt != nil {
+		if n.ShutOut() || n.Status.ReleasedAt != nil {
 			continue
 		}
 		may[n.Name] = true

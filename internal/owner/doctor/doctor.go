@@ -49,6 +49,7 @@ const (
 	CheckTPMs        = "TPMs"
 	CheckBindings    = "kubeadm's bindings"
 	CheckTokens      = "bootstrap tokens"
+	CheckPodTokens   = "pods' tokens"
 	CheckJoinservice = "joinservices"
 	CheckAudit       = "audit log"
 	CheckNodes       = "nodes"
@@ -95,7 +96,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.joinservices, d.auditLog, d.nodes, d.disks)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 

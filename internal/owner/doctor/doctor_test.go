@@ -115,7 +115,7 @@ func newPatient(t *testing.T) *patient {
 	for _, o := range []client.Object{
 		&corev1.Secret{ObjectMeta: in("muster-kms-root"), Data: map[string][]byte{"root": secrets.Root[:], "salt": secrets.Salt[:]}},
 		&corev1.ConfigMap{ObjectMeta: in(clusterinfo.ConfigMap), Data: map[string]string{clusterinfo.Key: string(described)}},
-		&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}},
+		&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, apiServer("node1", extendTokens+"=false"),
 	} {
 		try(t, shared.Client.Create(ctx, o))
 	}
@@ -422,6 +422,7 @@ func (p *patient) harms() []harm {
 		}},
 		{CheckBindings, checkup.Fail, forbidden[0], "", created(bind)},
 		{CheckTokens, checkup.Fail, "bootstrap-token-abcdef", "", created(token)},
+		{CheckPodTokens, checkup.Warn, "kube-apiserver-node2", "", created(apiServer("node2"))},
 		{CheckJoinservice, checkup.Fail, "192.168.77.11:30090", "", func(*testing.T) func(*testing.T) {
 			dial := p.dial
 			p.dial = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no route to host") }

@@ -245,6 +245,8 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"encryption-provider-config-automatic-reload": "true",
 		// J5: not even a bootstrap token that somebody creates by hand is accepted.
 		"enable-bootstrap-token-auth": "false",
+		// A pod's token lives for the hour that was asked for, and not for a year: what is taken from a node ends.
+		"service-account-extend-token-expiration": "false",
 		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.
 		"kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt",
 	}, "authorization-mode", "authorization-webhook-config-file")

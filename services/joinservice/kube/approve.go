@@ -295,8 +295,8 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 	if node == nil {
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has no AttestedNode", name)}
 	}
-	if node.Spec.Banned {
-		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", name)
+	if err := checkShutOut(node); err != nil {
+		return err
 	}
 	if node.Status.ReleasedAt != nil { // J4: nothing that outlives what is held for its machine
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrolment of node %q is released", name)}

@@ -2,37 +2,47 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"maps"
 	"math/rand/v2"
 	"sync"
 	"time"
+
+	corev1 "k8s.io/api/core/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Enforcer makes bans and forgotten nodes take effect: the node is struck from those that may
-// write, and a banned machine's connections are closed. A ban that is lifted puts the node back.
+// Enforcer makes bans and deletions take effect: the node is struck from those that may write, the machine's connections are
+// closed, its Node and pods are deleted, and an enrollment that is being deleted ends. A ban that is lifted puts the
+// node back.
 type Enforcer struct {
 	kube *Kube
 
 	mu      sync.Mutex
 	struck  map[string]bool // by node name: what was last seen
-	banned  map[string]bool
+	shut    map[string]bool
 	tasks   map[string]bool // by node name: its place in the list is to be settled; true: put it back
+	leaving map[string]bool // by node name: it is to be evicted
 	cuts    []string        // machines whose connections are to be closed
 	kick    chan struct{}
 	kickCut chan struct{}
+	// kickLeave wakes the evictions.
+	kickLeave chan struct{}
 }
 
 // NewEnforcer returns an Enforcer. Call it before the informers run.
 func (k *Kube) NewEnforcer() (*Enforcer, error) {
 	e := &Enforcer{
-		kube: k, struck: map[string]bool{}, banned: map[string]bool{}, tasks: map[string]bool{},
-		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1),
+		kube: k, struck: map[string]bool{}, shut: map[string]bool{}, tasks: map[string]bool{}, leaving: map[string]bool{},
+		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1), kickLeave: make(chan struct{}, 1),
 	}
-	if err := cluster.Watch(k.cluster, e.set, e.remove); err != nil {
+	if err := errors.Join(
+		cluster.Watch(k.cluster, e.set, e.remove),
+		cluster.Watch(k.cluster, e.present, func(*corev1.Node) {}),
+	); err != nil {
 		return nil, err
 	}
 	k.enrolled.follow = e.listed
@@ -42,15 +52,29 @@ func (k *Kube) NewEnforcer() (*Enforcer, error) {
 func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	was := e.banned[n.Name]
-	if n.Spec.Banned && !was {
+	was := e.shut[n.Name]
+	if n.ShutOut() && !was {
 		e.cuts = append(e.cuts, n.Spec.MachineID)
 		wake(e.kickCut)
 	}
 	if struck(n) != e.struck[n.Name] {
-		e.add(n.Name, was && !n.Spec.Banned)
+		e.add(n.Name, was && !n.ShutOut())
 	}
-	e.banned[n.Name], e.struck[n.Name] = n.Spec.Banned, struck(n)
+	if n.ShutOut() {
+		e.leaving[n.Name] = true
+		wake(e.kickLeave)
+	}
+	e.shut[n.Name], e.struck[n.Name] = n.ShutOut(), struck(n)
+}
+
+// present finds a Node that came, or was made by somebody, under a name that is shut out.
+func (e *Enforcer) present(n *corev1.Node) {
+	e.mu.Lock()
+	shut := e.shut[n.Name]
+	e.mu.Unlock()
+	if shut {
+		e.evict(n.Name)
+	}
 }
 
 // remove strikes a forgotten node. Its connections stay: one may be waiting for the very answer that
@@ -58,7 +82,7 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	delete(e.banned, n.Name)
+	delete(e.shut, n.Name)
 	delete(e.struck, n.Name)
 	e.add(n.Name, false)
 }
@@ -89,9 +113,10 @@ func wake(c chan struct{}) {
 
 // Serve works until ctx ends. cut closes the connections of a machine; it waits for no API server.
 func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error {
-	var cutting sync.WaitGroup
-	defer cutting.Wait()
-	cutting.Go(func() { e.cut(ctx, cut) })
+	var others sync.WaitGroup
+	defer others.Wait()
+	others.Go(func() { e.cut(ctx, cut) })
+	others.Go(func() { e.evictions(ctx) })
 	for {
 		var retry <-chan time.Time
 		if !e.pass(ctx) {

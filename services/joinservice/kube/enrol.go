@@ -148,11 +148,24 @@ func (k *Kube) setAddresses(n *v1alpha1.AttestedNode, next []string) {
 	n.Spec.Addresses = slices.Clone(next)
 }
 
+// checkShutOut refuses everything to the machine of an enrollment that is banned or being deleted. From its deletion on it does not
+// count until its certificates are retired: what it got meanwhile would outlive it (J4).
+func checkShutOut(n *v1alpha1.AttestedNode) error {
+	switch {
+	case n.Leaving():
+		return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of node %q is being deleted", n.Name)
+	case n.Spec.Banned:
+		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", n.Name)
+	}
+	return nil
+}
+
 // checkOwn compares the claim with the machine's own enrolment.
 func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
+	if err := checkShutOut(own); err != nil {
+		return err
+	}
 	switch {
-	case own.Spec.Banned:
-		return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", c.Node)
 	case own.Spec.Role != c.Role:
 		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the machine is enrolled as %s, and asks to be %s", own.Spec.Role, c.Role)
 	case own.Spec.DiskID != "" && own.Spec.DiskID != c.Disk: // J2
@@ -261,13 +274,13 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
 
 func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrolment, error) {
 	if k.vacant(own) { // a name's machine does not change, so this is another enrolment
-		if err := k.cluster.Client.Delete(ctx, own.DeepCopy(), client.Preconditions{UID: &own.UID, ResourceVersion: &own.ResourceVersion}); err != nil {
+		if err := k.delete(ctx, own); err != nil {
 			return nil, err
 		}
 		own = nil
 	}
 	if own == nil {
-		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: c.Node, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}}, Spec: c.spec()}
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: c.Node, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: c.spec()}
 		if err := k.cluster.Client.Create(ctx, n); err != nil {
 			return nil, err
 		}
@@ -349,6 +362,9 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 		return err
 	}
 	e.counted = true
+	if err := k.mark(ctx, e.node); err != nil { // J4
+		return err
+	}
 	if e.replaced.AKName != status.AKName { // A8: two replicas may have looked before either wrote
 		if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
 			return unavailable("enrol", err)

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/cluster"
@@ -104,25 +105,38 @@ func undo(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
 }
 
-// names is a set of node names.
+// names are the Nodes that there are, by name.
 type names struct {
 	mu  sync.RWMutex
-	set map[string]bool
+	set map[string]present
 }
 
-func newNames() *names { return &names{set: map[string]bool{}} }
+// present is what is known of a Node.
+type present struct {
+	uid   types.UID
+	ready bool
+}
 
-func (n *names) put(name string, there bool) {
+func newNames() *names { return &names{set: map[string]present{}} }
+
+func (n *names) put(o *corev1.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if there {
-		n.set[name] = true
-	} else {
-		delete(n.set, name)
-	}
+	n.set[o.Name] = present{o.UID, slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})}
 }
 
-func (n *names) has(name string) bool {
+func (n *names) remove(name string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.set, name)
+}
+
+func (n *names) has(name string) bool { return n.get(name) != present{} }
+
+// get gives the zero value for a Node that is not there.
+func (n *names) get(name string) present {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.set[name]
@@ -196,7 +210,7 @@ func (k *Kube) setNode(n *corev1.Node) {
 			ips = append(ips, a.Address)
 		}
 	}
-	k.nodes.put(n.Name, true)
+	k.nodes.put(n)
 	k.addresses.put(owner{ownerNode, n.Name}, ips...)
 }
 
@@ -207,7 +221,7 @@ func (k *Kube) setEnrolled(m *corev1.ConfigMap) {
 }
 
 func (k *Kube) removeNode(n *corev1.Node) {
-	k.nodes.put(n.Name, false)
+	k.nodes.remove(n.Name)
 	k.addresses.put(owner{ownerNode, n.Name})
 }
 

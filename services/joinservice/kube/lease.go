@@ -133,7 +133,7 @@ func (t *Turn) Release(ctx context.Context) {
 func (k *Kube) RenewTurn(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
 	// Who was forgotten or banned since keeps no turn: it runs out.
 	mine := func(n *v1alpha1.AttestedNode) bool {
-		return n.Spec.MachineID == m.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.Spec.Banned
+		return n.Spec.MachineID == m.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut()
 	}
 	if !slices.ContainsFunc(k.cluster.Nodes.ByMachine(m), mine) {
 		return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s is enrolled as no control plane", m)
@@ -229,7 +229,7 @@ const maxControlPlanes = 64
 func (k *Kube) OtherControlPlanes(node string) []string {
 	var out []string
 	for _, n := range k.cluster.Nodes.All() {
-		if n.Name != node && n.Spec.Role == v1alpha1.RoleControlPlane && !n.Spec.Banned && !k.vacant(n) {
+		if n.Name != node && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut() && !k.vacant(n) {
 			out = append(out, n.Spec.Addresses...)
 		}
 	}

@@ -54,7 +54,7 @@ func (v *enrolledView) all() map[string]string {
 }
 
 // struck says whether the node must not be on the list, whatever it was before.
-func struck(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned || n.Status.ReleasedAt != nil }
+func struck(n *v1alpha1.AttestedNode) bool { return n.ShutOut() || n.Status.ReleasedAt != nil }
 
 // mayWrite says whether a node belongs on the list: a ticket stands, or it is a node, as the first
 // machine that had no ticket.

@@ -31,7 +31,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (held bool, err error) {
 	if own == nil || own.Spec.MachineID != c.Machine.String() {
 		return false, k.notAs(c, own)
 	}
-	if own.Spec.DiskID == "" && !own.Spec.Banned { // J2: its disk is not known, so none is its own
+	if own.Spec.DiskID == "" && !own.ShutOut() { // J2: its disk is not known, so none is its own
 		return false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled, but has not joined with a disk yet; it asks for the key of %s", c.Disk)
 	}
 	if err := checkOwn(c, own); err != nil { // J2

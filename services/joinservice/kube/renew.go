@@ -34,9 +34,10 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 	if own == nil || own.Spec.MachineID != c.Machine.String() { // J1, J4
 		return nil, k.notAs(c, own)
 	}
+	if err := checkShutOut(own); err != nil {
+		return nil, err
+	}
 	switch {
-	case own.Spec.Banned:
-		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", c.Node)
 	case own.Status.ReleasedAt != nil: // J4: nothing that outlives what is held for its machine
 		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", c.Node)
 	case own.Status.Ticket == nil && own.Status.LastVerdict == nil:

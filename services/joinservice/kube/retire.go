@@ -30,8 +30,8 @@ import (
 // Vouch lists a certificate of the ticket if older ones of the node's name are retired. Its errors are
 // refusals.
 //
-// The owner may take the name away at this very moment: bans the enrolment, then strikes the node. So
-// the enrolment is read anew, after the node was listed. If there is no ban, the strike is yet to come,
+// The owner may take the name away at this very moment: bans the enrolment or deletes it, then strikes the node. So
+// the enrolment is read anew, after the node was listed. If there is neither, the strike is yet to come,
 // and either finds the certificate or keeps it from being listed.
 func (e *Enrolment) Vouch(ctx context.Context, c *x509.Certificate) error {
 	if !e.retired {
@@ -42,7 +42,7 @@ func (e *Enrolment) Vouch(ctx context.Context, c *x509.Certificate) error {
 	if client.IgnoreNotFound(err) != nil {
 		return unavailable("read AttestedNode "+e.node.Name, err)
 	}
-	gone := err != nil || now.UID != e.node.UID || now.Spec.Banned || now.Spec.MachineID != e.node.Spec.MachineID
+	gone := err != nil || now.UID != e.node.UID || now.ShutOut() || now.Spec.MachineID != e.node.Spec.MachineID
 	if !gone {
 		err = e.kube.vouch(ctx, e.node.Name, enrolled.ID(c), func(m *corev1.ConfigMap, _ enrolled.Retirement) bool {
 			return m.Data[e.node.Name] == e.node.Spec.MachineID

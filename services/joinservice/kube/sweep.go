@@ -58,6 +58,7 @@ type SweepConfig struct {
 //   - a retirement that has lapsed is taken away, since it keeps nobody out any more;
 //   - the disk of an enrolment that an earlier version made, which did not say whose a disk is, is made its machine's;
 //   - one whose ticket failed before it stood is deleted after 5 minutes;
+//   - an enrollment that the owner or an earlier version made gets the finalizer, so that its deletion retires its certificates;
 //   - a place in the list of who may write that no enrolment accounts for is taken away;
 //   - certificate requests that a ticket left behind are deleted.
 //
@@ -112,14 +113,18 @@ func (s *Sweeper) Serve(ctx context.Context) error {
 // pass looks at everything once. What fails is tried again by the next.
 func (s *Sweeper) pass(ctx context.Context) {
 	counts := map[string]float64{vanishedNeverCame: 0, vanishedNodeGone: 0, vanishedSilent: 0}
-	nodes := s.kube.cluster.Nodes.All()
+	k, nodes := s.kube, s.kube.cluster.Nodes.All()
 	known := map[string]bool{}
 	for _, n := range nodes {
 		if ctx.Err() != nil {
 			return
 		}
 		known[n.Name] = true
-		err := s.claim(ctx, n)
+		if n.Leaving() {
+			continue // the Enforcer is at it
+		}
+		n = n.DeepCopy()
+		err := errors.Join(k.mark(ctx, n), s.claim(ctx, n))
 		how := ""
 		if err == nil { // an enrolment that ends leaves its disk to its machine
 			how, err = s.look(ctx, n)
@@ -279,7 +284,7 @@ func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	if s.cfg.ReleaseAfter == 0 || c == nil || c.Status != metav1.ConditionTrue || c.Reason == vanishedSilent {
 		return false
 	}
-	if n.Spec.Role != v1alpha1.RoleWorker || n.Spec.Banned || !byTicket(n) || s.kube.nodes.has(n.Name) {
+	if n.Spec.Role != v1alpha1.RoleWorker || n.ShutOut() || !byTicket(n) || s.kube.nodes.has(n.Name) {
 		return false
 	}
 	since, last := c.LastTransitionTime.Time, lastSign(n)

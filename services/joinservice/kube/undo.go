@@ -3,6 +3,7 @@ package kube
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -45,10 +46,10 @@ func (k *Kube) begun(n *v1alpha1.AttestedNode) bool {
 
 // vacant says whether the enrolment was released so long ago that nothing which its machine got with
 // the ticket is of use any more, or whether nothing ever came of it: then the name is anybody's (J4). The
-// disk is not, once it was claimed (J2). A ban stays.
+// disk is not, once it was claimed (J2). A ban stays, and a deletion is not over before the certificates are retired.
 func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
 	switch {
-	case n == nil || n.Spec.Banned:
+	case n == nil || n.ShutOut():
 		return false
 	case n.Status.ReleasedAt != nil:
 		return k.now().Sub(n.Status.ReleasedAt.Time) > k.life+holdMargin
@@ -101,7 +102,7 @@ func (e *Enrolment) revertOver(ctx context.Context, n *v1alpha1.AttestedNode) er
 	k, t := e.kube, n.Status.Ticket
 	latest := t != nil && t.ID == e.ticket
 	switch {
-	case !latest && !e.counted && t == nil && e.created && n.Status.ReleasedAt == nil && !n.Spec.Banned:
+	case !latest && !e.counted && t == nil && e.created && n.Status.ReleasedAt == nil && !n.ShutOut():
 		return k.delete(ctx, n) // no ticket came of it
 	case !latest && !e.counted && ticketOf(n) == e.stood:
 		return e.giveBack(ctx, n) // ours never stood
@@ -109,7 +110,7 @@ func (e *Enrolment) revertOver(ctx context.Context, n *v1alpha1.AttestedNode) er
 		return nil // nor did it, or it has been returned
 	}
 	left := standing(t) - 1
-	if left == 0 && t.Enrolled && t.Reclaims == nil && !n.Spec.Banned && !e.filed {
+	if left == 0 && t.Enrolled && t.Reclaims == nil && !n.ShutOut() && !e.filed {
 		return k.delete(ctx, n)
 	}
 	if latest {
@@ -149,9 +150,17 @@ func (e *Enrolment) giveBack(ctx context.Context, n *v1alpha1.AttestedNode) erro
 	return e.kube.cluster.Client.Update(ctx, n)
 }
 
-// delete removes that very state of n and no later one.
+// delete removes that very state of n and no later one. It is for enrollments of which no certificate lives, so there is nothing
+// to retire. If it is cut off in the middle, the finalizer is missing: the next ticket or sweep puts it back.
 func (k *Kube) delete(ctx context.Context, n *v1alpha1.AttestedNode) error {
-	return k.cluster.Client.Delete(ctx, n.DeepCopy(), client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
+	n = n.DeepCopy()
+	if n.Retires() {
+		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+		if err := k.cluster.Client.Update(ctx, n); err != nil {
+			return err
+		}
+	}
+	return k.cluster.Client.Delete(ctx, n, client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
 }
 
 // Withdraw releases the enrolment that a returned ticket made. The machine must be the ticket's own
@@ -171,10 +180,8 @@ func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) 
 			switch {
 			case t == nil || t.ID != ticket || k.nodes.has(n.Name) || k.now().Sub(t.IssuedAt.Time) > returnWithin:
 				return unknown
-			case n.Spec.Banned:
-				return attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", n.Name)
 			}
-			return nil
+			return checkShutOut(n)
 		})
 	}
 	return "", unknown

@@ -25,8 +25,9 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1
 		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
 	case len(own) > 1: // two replicas' writes of one moment: one of them is about to give up
 		return "", unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
-	case own[0].Spec.Banned:
-		return own[0].Name, attest.Refuse(attestv1.Reason_REASON_BANNED, "node %q is banned", own[0].Name)
+	}
+	if err := checkShutOut(own[0]); err != nil {
+		return own[0].Name, err
 	}
 	n := own[0].DeepCopy()
 	return n.Name, k.writeStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
@@ -81,7 +82,7 @@ func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 }
 
 // writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and
-// write makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
+// write, or its deletion, makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
 // is then called again, with that one. Its errors are refusals, among them those of change.
 func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {
 	spec, what := n.Spec, "write the status of AttestedNode "+n.Name
@@ -100,7 +101,7 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
 			return unavailable(what, err)
 		}
-		if n.UID != uid || !specEqual(n.Spec, spec) {
+		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) {
 			return unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
 		}
 	}

@@ -1,0 +1,161 @@
+package main
+
+import (
+	"context"
+	"testing"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// stolen is what somebody took from node w1: its kubelet's key and certificate, and the token of a DaemonSet's pod that may list Services.
+type stolen struct {
+	kubelet, token client.Client
+	pod            *corev1.Pod
+	secret         *corev1.Secret
+}
+
+func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
+	t.Helper()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	membertest.Eventually(t, func() error {
+		return kubelet.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
+	})
+	out := &stolen{kubelet: kubelet, secret: &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "of-a-pod"}}}
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "proxy"}}
+	out.pod = &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "proxy-w1"}, Spec: corev1.PodSpec{
+		NodeName: "w1", ServiceAccountName: account.Name, Containers: []corev1.Container{{Name: "x", Image: "x"}},
+		Volumes: []corev1.Volume{{Name: "x", VolumeSource: corev1.VolumeSource{Projected: &corev1.ProjectedVolumeSource{Sources: []corev1.VolumeProjection{
+			{Secret: &corev1.SecretProjection{LocalObjectReference: corev1.LocalObjectReference{Name: out.secret.Name}}},
+			{ServiceAccountToken: &corev1.ServiceAccountTokenProjection{Path: "token"}},
+		}}}}},
+	}}
+	for _, o := range []client.Object{account, out.secret, out.pod} {
+		must(client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)))
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), out.secret) })
+	token, err := s.Token(t.Context(), namespace, account.Name, "", out.pod)
+	must(err)
+	out.token, err = client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: cluster.Scheme(), Mapper: kubelet.RESTMapper()})
+	must(err)
+	membertest.Eventually(t, func() error { // once the authorizer knows the pod
+		return kubelet.Get(t.Context(), client.ObjectKeyFromObject(out.secret), out.secret)
+	})
+	if err := out.useToken(t); !apierrors.IsForbidden(err) {
+		t.Fatalf("the token is not believed: %v", err)
+	}
+	must(out.askForToken(t))
+	return out
+}
+
+// useToken shows the token: who is believed and may do nothing is forbidden, who is not believed is unauthorized.
+func (s *stolen) useToken(t *testing.T) error {
+	t.Helper()
+	return s.token.List(t.Context(), &corev1.SecretList{}, client.InNamespace(namespace))
+}
+
+// askForToken asks, as the kubelet, for another token of the pod.
+func (s *stolen) askForToken(t *testing.T) error {
+	t.Helper()
+	return s.kubelet.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "proxy"}},
+		&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: &authenticationv1.BoundObjectReference{Kind: "Pod", APIVersion: "v1", Name: s.pod.Name, UID: s.pod.UID}}})
+}
+
+// worthLittle says what docs/leaving.md says of them once their node is evicted.
+func (s *stolen) worthLittle(t *testing.T) {
+	t.Helper()
+	refused := func(err error) bool {
+		return apierrors.IsForbidden(err) || apierrors.IsInvalid(err) || apierrors.IsNotFound(err)
+	}
+	for what, try := range map[string]func() error{
+		"reads a Secret of its pod": func() error {
+			return s.kubelet.Get(t.Context(), client.ObjectKeyFromObject(s.secret), &corev1.Secret{})
+		},
+		"reads its pod": func() error { return s.kubelet.Get(t.Context(), client.ObjectKeyFromObject(s.pod), &corev1.Pod{}) },
+		"gets a token":  func() error { return s.askForToken(t) },
+		"makes its Node": func() error {
+			return s.kubelet.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
+		},
+		"files a request": func() error {
+			f := renewal("w1")
+			return s.kubelet.Create(t.Context(), &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"}, Spec: certificatesv1.CertificateSigningRequestSpec{
+				Request: []byte("any"), SignerName: f.signer, Usages: f.usages,
+			}})
+		},
+		"lists all Nodes":   func() error { return s.kubelet.List(t.Context(), &corev1.NodeList{}) },
+		"lists all Secrets": func() error { return s.kubelet.List(t.Context(), &corev1.SecretList{}) },
+		"lists all pods":    func() error { return s.kubelet.List(t.Context(), &corev1.PodList{}) },
+		"reads enrollments": func() error { return s.kubelet.List(t.Context(), &v1alpha1.AttestedNodeList{}) },
+	} {
+		membertest.Eventually(t, func() error {
+			err := try()
+			return membertest.Want(refused(err), "the kubelet's certificate %s: %v", what, err)
+		})
+	}
+	membertest.Eventually(t, func() error {
+		err := s.useToken(t)
+		return membertest.Want(apierrors.IsUnauthorized(err), "the pod's token: %v", err)
+	})
+	// What is left until the certificate ends.
+	for kind, version := range map[string]string{"Service": "v1", "CSIDriver": "storage.k8s.io/v1", "RuntimeClass": "node.k8s.io/v1", "CertificateSigningRequest": "certificates.k8s.io/v1"} {
+		l := &metav1.PartialObjectMetadataList{TypeMeta: metav1.TypeMeta{APIVersion: version, Kind: kind + "List"}}
+		if err := s.kubelet.List(t.Context(), l); err != nil {
+			t.Errorf("docs/leaving.md says that the certificate still reads every %s: %v", kind, err)
+		}
+	}
+}
+
+func TestWhatIsTakenFromANodeIsWorthLittleOnceItIsBanned(t *testing.T) {
+	s := setUp(t)
+	m, w := s.machine(t), worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, m, w)))
+	ban := func(banned bool) {
+		membertest.Eventually(t, func() error {
+			n := s.Node(t, "w1")
+			n.Spec.Banned = banned
+			return s.Client.Update(t.Context(), n)
+		})
+	}
+	ban(true)
+	took.worthLittle(t)
+	ban(false)
+	membertest.Eventually(t, func() error { // its kubelet registers when it starts
+		return took.kubelet.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
+	})
+}
+
+// `kubectl delete attestednode`, and then another machine has the name.
+func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
+	s.unenrol(t, "w1")
+	took.worthLittle(t)
+	again := worker(t, named("w1", diskNumber(2), "192.168.77.12"))
+	var next client.Client
+	membertest.Eventually(t, func() error {
+		ticket, err := s.dial(t, s.machine(t).Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), again.IssueJoinTicketRequest)
+		if err == nil {
+			next = s.asNode(t, again, ticket)
+		}
+		return err
+	})
+	membertest.Eventually(t, func() error { return next.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
+	canWrite(t, next, "w1", true)
+	canWrite(t, took.kubelet, "w1", false)
+}

@@ -1,0 +1,281 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
+const podsAtOnce = 8
+
+// mark puts the finalizer on an enrollment: before any certificate is asked for it, so that none outlives it without being
+// retired (J4). Its errors are refusals.
+func (k *Kube) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	what, uid := "write AttestedNode "+n.Name, n.UID
+	for range writeAttempts {
+		if n.Leaving() {
+			return checkShutOut(n)
+		}
+		if n.Retires() {
+			return nil
+		}
+		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
+		err := k.cluster.Client.Update(ctx, n)
+		if err == nil {
+			return nil
+		}
+		if !apierrors.IsConflict(err) {
+			return unavailable(what, err)
+		}
+		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
+			return unavailable(what, err)
+		}
+		if n.UID != uid {
+			return unavailable(what, errors.New("it was enrolled anew meanwhile"))
+		}
+	}
+	return unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+}
+
+// evictions work on the nodes that are shut out, one after another: writes are refused before that, by [Enforcer.pass]. Nothing is
+// evicted before all informers have synced.
+func (e *Enforcer) evictions(ctx context.Context) {
+	if e.kube.cluster.Await(ctx) != nil {
+		return // ctx has ended
+	}
+	again := time.NewTicker(lookEvery)
+	defer again.Stop()
+	for {
+		e.mu.Lock()
+		nodes := e.leaving
+		e.leaving = map[string]bool{}
+		e.mu.Unlock()
+		failed := false
+		for node := range nodes { // in no order, so replicas begin with different ones
+			if err := e.kube.leave(ctx, node); err != nil && ctx.Err() == nil {
+				failed = true
+				e.kube.log.ErrorContext(ctx, "a node that is shut out could not be evicted; trying again", "node", node, "err", err)
+				e.mu.Lock()
+				e.leaving[node] = true
+				e.mu.Unlock()
+			}
+		}
+		var retry <-chan time.Time
+		if failed {
+			retry = time.After(retryApproval/2 + rand.N(retryApproval)) //nolint:gosec // spreading load is no secret
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-e.kickLeave:
+		case <-retry:
+		case <-again.C:
+			e.stillThere()
+		}
+	}
+}
+
+// stillThere looks again at what an eviction should have ended: it may have had to wait for another control plane.
+func (e *Enforcer) stillThere() {
+	for _, n := range e.kube.cluster.Nodes.All() {
+		if n.ShutOut() && (n.Leaving() || e.kube.nodes.has(n.Name)) {
+			e.evict(n.Name)
+		}
+	}
+}
+
+func (e *Enforcer) evict(node string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.leaving[node] = true
+	wake(e.kickLeave)
+}
+
+// leave evicts a node that is shut out, and ends its enrollment if that is being deleted. Each step may be done again, and
+// by several replicas at once. Every replica asks the API server before each step whether the enrollment is
+// still there and shut out, after it has chosen what to delete: so none takes anything of the name's next machine, or of one
+// whose ban was lifted.
+func (k *Kube) leave(ctx context.Context, node string) error {
+	n, err := k.shutOut(ctx, node, "")
+	if n == nil || err != nil {
+		return err
+	}
+	if k.lastControlPlane(n) {
+		k.log.WarnContext(ctx, "a control plane is shut out and no other one is Ready: its Node stays until then", "node", node)
+		k.tell(ctx, n, eventWarning, "NotEvicted", "no other control plane is Ready, so its Node stays: without it nobody could lift the ban")
+		return nil
+	}
+	if n.Leaving() {
+		if err := k.retire(ctx, n); err != nil {
+			return err
+		}
+	} else if err := k.settle(ctx, node, false); err != nil { // before its Node is deleted: its kubelet must not make it anew
+		return err
+	}
+	if n.Leaving() || n.Annotations[v1alpha1.KeepNode] == "" {
+		if err := k.evict(ctx, n); err != nil {
+			return err
+		}
+	}
+	if n.Leaving() {
+		return k.finish(ctx, n)
+	}
+	return nil
+}
+
+// shutOut reads an enrollment that is shut out; nil: there is none any more. An empty uid fits each.
+func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alpha1.AttestedNode, error) {
+	n := &v1alpha1.AttestedNode{}
+	err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n)
+	if apierrors.IsNotFound(err) || err == nil && (!n.ShutOut() || uid != "" && n.UID != uid) {
+		return nil, nil //nolint:nilnil // none is no error
+	}
+	if err != nil {
+		return nil, unavailable("read AttestedNode "+node, err)
+	}
+	return n, nil
+}
+
+// lastControlPlane says whether no other control plane is Ready that is not shut out.
+func (k *Kube) lastControlPlane(n *v1alpha1.AttestedNode) bool {
+	return n.Spec.Role == v1alpha1.RoleControlPlane && !slices.ContainsFunc(k.cluster.Nodes.All(), func(o *v1alpha1.AttestedNode) bool {
+		return o.Name != n.Name && o.Spec.Role == v1alpha1.RoleControlPlane && !o.ShutOut() && k.nodes.get(o.Name).ready
+	})
+}
+
+// evict deletes the Node, and then its pods: with them end the tokens that are bound to them and what the node authorizer lets
+// their node read. Without a Node nothing runs new ones there, and Kubernetes itself deletes what is bound to it meanwhile.
+func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	if o := k.nodes.get(n.Name); o.uid != "" {
+		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
+			return err
+		}
+		err := k.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}, client.Preconditions{UID: &o.uid})
+		if ignoreGone(err) != nil {
+			return unavailable("delete Node "+n.Name, err)
+		}
+		if err == nil {
+			k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted", "node", n.Name, "machine", n.Spec.MachineID)
+			k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
+		}
+	}
+	pods := &metav1.PartialObjectMetadataList{}
+	pods.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("PodList"))
+	for more := true; more; more = pods.Continue != "" {
+		if err := k.cluster.Client.List(ctx, pods, client.MatchingFields{"spec.nodeName": n.Name}, client.Limit(podsAtOnce), client.Continue(pods.Continue)); err != nil {
+			return unavailable("list the pods of node "+n.Name, err)
+		}
+		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
+			return err
+		}
+		for i := range pods.Items {
+			pod := &pods.Items[i]
+			err := k.cluster.Client.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0))
+			if ignoreGone(err) != nil {
+				return unavailable("delete pod "+pod.Namespace+"/"+pod.Name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// ignoreGone is nil for an object that another replica has deleted, also if there is one of its name by now.
+func ignoreGone(err error) error {
+	if apierrors.IsConflict(err) {
+		return nil
+	}
+	return client.IgnoreNotFound(err)
+}
+
+// retire strikes the name of an enrollment that is being deleted, and retires the certificates so far in the same write (J4), as
+// `muster forget` does. The list is read before the enrollment, and written by compare-and-swap: if the enrollment is still
+// there, so that the name is nobody else's, no certificate of a next machine is lost.
+func (k *Kube) retire(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	for range writeAttempts {
+		m := &corev1.ConfigMap{}
+		err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: enrolled.ConfigMap}, m)
+		if apierrors.IsNotFound(err) {
+			return nil // nobody may write
+		} else if err != nil {
+			return unavailable("read ConfigMap "+enrolled.ConfigMap, err)
+		}
+		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
+			return err
+		}
+		have, listed := m.Data[n.Name]
+		begin := enrolled.Retire
+		if have == enrolled.Unattested {
+			begin = enrolled.RetireForeign
+		}
+		r, asked := begin(k.now()), begin(n.DeletionTimestamp.Time)
+		if before, _ := enrolled.ParseRetirement(m.Data[enrolled.Key(n.Name)]); !before.Until.Before(asked.Until) {
+			if !listed && len(before.Certificates) == 0 {
+				return nil // it was done
+			}
+			if before.Until.After(r.Until) {
+				r.Until = before.Until
+			}
+		}
+		patch, err := json.Marshal(map[string]any{
+			"metadata": map[string]any{"resourceVersion": m.ResourceVersion},
+			"data":     map[string]any{n.Name: nil, enrolled.Key(n.Name): r.String()},
+		})
+		if err != nil {
+			return err
+		}
+		if _, err = k.patchEnrolled(ctx, types.MergePatchType, patch); err == nil {
+			k.log.InfoContext(ctx, "an enrollment is deleted: its certificates are retired", "node", n.Name, "machine", n.Spec.MachineID, "until", utc(r.Until))
+			return nil
+		}
+		if !apierrors.IsConflict(err) {
+			return unavailable("write ConfigMap "+enrolled.ConfigMap, err)
+		}
+	}
+	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+}
+
+// finish lets an enrollment go whose certificates are retired. Its disk stays its machine's (J2), and what its kubelet asked for
+// is nobody else's (J4).
+func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	asked := k.requests.of(n.Name)
+	now, err := k.shutOut(ctx, n.Name, n.UID)
+	if now == nil || err != nil {
+		return err
+	}
+	if machine, err := attest.ParseMachineID(now.Spec.MachineID); err == nil && now.Spec.DiskID != "" && k.disks.of(now.Spec.DiskID) == "" {
+		if err := k.ClaimDisk(ctx, Claim{Machine: machine, Disk: now.Spec.DiskID}); err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
+			return err
+		}
+	}
+	for _, o := range asked {
+		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {
+			return unavailable("delete CertificateSigningRequest "+o.Name, err)
+		}
+	}
+	if !now.Retires() {
+		return nil // somebody else's finalizer
+	}
+	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+	if err := k.cluster.Client.Update(ctx, now); client.IgnoreNotFound(err) != nil {
+		return unavailable("write AttestedNode "+n.Name, err)
+	}
+	k.log.InfoContext(ctx, "an enrollment has ended: its name is free", "node", n.Name, "machine", n.Spec.MachineID)
+	return nil
+}

@@ -1,0 +1,450 @@
+package kube
+
+import (
+	"context"
+	"crypto/x509"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// issued is a certificate that came with a ticket.
+var issued = &x509.Certificate{Raw: []byte("the ticket's certificate")}
+
+// pod binds a pod to a node, with its Node, and gives the pod and a token of it.
+func pod(t *testing.T, account, node string) (*corev1.Pod, string) {
+	t.Helper()
+	err := shared.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: account}})
+	if client.IgnoreAlreadyExists(err) != nil {
+		t.Fatal(err)
+	}
+	p, err := shared.Pod(t.Context(), clusterinfo.Namespace, account, node)
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := shared.Token(t.Context(), clusterinfo.Namespace, account, "", p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p, token
+}
+
+// knows says whether the API server believes the token.
+func knows(t *testing.T, token string) bool {
+	t.Helper()
+	transport, err := rest.TransportFor(&rest.Config{BearerToken: token, TLSClientConfig: rest.TLSClientConfig{CAData: shared.Admin.CAData}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, shared.Admin.Host+"/api", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := transport.RoundTrip(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	return resp.StatusCode == http.StatusOK
+}
+
+func exists(t *testing.T, o client.Object) bool {
+	t.Helper()
+	err := shared.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o)
+	if client.IgnoreNotFound(err) != nil {
+		t.Fatal(err)
+	}
+	return err == nil
+}
+
+func object(name string) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}} }
+
+// makeReady makes a Node, and has it report.
+func makeReady(t *testing.T, k *Kube, name string) {
+	t.Helper()
+	n := object(name)
+	if err := shared.Client.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error { return membertest.Want(k.nodes.get(name).ready, "the replica does not see %s", name) })
+}
+
+func remove(t *testing.T, name string) {
+	t.Helper()
+	if err := shared.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Tokens that were taken from a node end with its ban, and so does what it may read: its Node goes, and the pods on it.
+func TestABanEvicts(t *testing.T) {
+	shared.Reset(t)
+	a, one := replica(t)
+	_, two := replica(t)
+	enrol(t, a, claim(1), "a")
+	p, token := pod(t, "proxy", "w1")
+	other, others := pod(t, "proxy", "w2")
+	if !knows(t, token) {
+		t.Fatal("before the ban the token is refused")
+	}
+	enforce(t, one)
+	enforce(t, two)
+	evicted := func() {
+		t.Helper()
+		membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is there") })
+		membertest.Eventually(t, func() error { return membertest.Want(!exists(t, p), "its pod is there") })
+	}
+	ban(t, true)
+	evicted()
+	membertest.Eventually(t, func() error { return membertest.Want(!knows(t, token), "its token is believed") })
+	if !exists(t, other) || !exists(t, object("w2")) || !knows(t, others) {
+		t.Error("another node's pod, token or Node is gone")
+	}
+	// Whoever makes the Node anew, nothing runs there for long.
+	p, _ = pod(t, "proxy", "w1")
+	evicted()
+
+	ban(t, false)
+	membertest.Eventually(t, func() error {
+		return membertest.Want(shared.Listed(t)["w1"] == claim(1).Machine.String(), "it may not write again")
+	})
+	p, _ = pod(t, "proxy", "w1")
+	one.stillThere()
+	two.stillThere()
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, p) || !exists(t, object("w1")) {
+		t.Errorf("the ban was lifted, and its Node or pod is gone: %v", err)
+	}
+}
+
+// The list comes first: a kubelet that may still write makes its Node anew.
+func TestANodeIsDeletedOnceItMayNotWrite(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	ban(t, true)
+	a.cluster.Client = deletes{a.cluster.Client, func(o client.Object) {
+		if _, listed := shared.Listed(t)["w1"]; listed {
+			t.Errorf("%T is deleted while its kubelet may write", o)
+		}
+	}}
+	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, object("w1")) {
+		t.Errorf("its Node is there: %v", err)
+	}
+}
+
+// deletes says what is about to be deleted.
+type deletes struct {
+	client.Client
+	before func(client.Object)
+}
+
+func (d deletes) Delete(ctx context.Context, o client.Object, opts ...client.DeleteOption) error {
+	d.before(o)
+	return d.Client.Delete(ctx, o, opts...)
+}
+
+// What comes under the name once the ban was lifted is not what was banned.
+func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	p, _ := pod(t, "proxy", "w1")
+	ban(t, true)
+	renew := func(o client.Object) { // between the last look and the deletion
+		if err := shared.Client.Delete(t.Context(), o.DeepCopyObject().(client.Object), client.GracePeriodSeconds(0)); err != nil {
+			t.Error(err)
+		}
+	}
+	a.cluster.Client = deletes{a.cluster.Client, func(o client.Object) {
+		renew(o)
+		switch o.(type) {
+		case *corev1.Node:
+			if err := shared.Client.Create(t.Context(), object("w1")); err != nil {
+				t.Error(err)
+			}
+		case *corev1.Pod:
+			p, _ = pod(t, "proxy", "w1")
+		}
+	}}
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !exists(t, p) {
+		t.Errorf("the next Node or pod is gone: %v", err)
+	}
+}
+
+// A name that nobody holds any more is nobody else's while its deletion lasts: what is retired is not known to be over.
+func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
+	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames()}
+	n := &v1alpha1.AttestedNode{Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
+	if !k.vacant(n) {
+		t.Error("released long ago, and not vacant")
+	}
+	n.DeletionTimestamp = new(metav1.Now())
+	if k.vacant(n) {
+		t.Error("being deleted, and vacant")
+	}
+}
+
+// `muster replace` bans, and the Node is for the next machine.
+func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	n := shared.Node(t, "w1")
+	n.Spec.Banned = true
+	n.Annotations[v1alpha1.KeepNode] = "true"
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || len(shared.Listed(t)) > 0 {
+		t.Errorf("its Node is gone, or it may write: %v", err)
+	}
+}
+
+// Without its Node the last control plane would run no joinservice, and nobody could lift the ban.
+func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	for i, name := range []string{"w1", "cp2"} {
+		shared.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
+	}
+	makeReady(t, a, "w1")
+	if err := shared.Client.Create(t.Context(), object("cp2")); err != nil { // not Ready
+		t.Fatal(err)
+	}
+	ban(t, true)
+	seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) {
+		t.Errorf("the last one that is Ready is evicted: %v", err)
+	}
+	n := object("cp2")
+	if !exists(t, n) {
+		t.Fatal("no cp2")
+	}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error { return membertest.Want(a.nodes.get("cp2").ready, "the replica does not see cp2") })
+	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, object("w1")) {
+		t.Errorf("with another one it stays: %v", err)
+	}
+}
+
+// What users do: the name is free once the certificates are retired, and not before, also while no joinservice runs (J4).
+func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
+	shared.Reset(t)
+	a, e := replica(t)
+	enrol(t, a, claim(1), "a")
+	p, token := pod(t, "proxy", "w1")
+	before := time.Now()
+	remove(t, "w1")
+	if n := shared.Node(t, "w1"); n == nil || !n.Leaving() {
+		t.Fatalf("no joinservice runs, and the enrollment is %+v", n)
+	}
+	next := claim(2)
+	next.Disk = diskTwo
+	if _, err := a.Enrol(t.Context(), next, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
+		t.Errorf("the next machine: %v, want NAME_TAKEN", err)
+	}
+	cut := enforce(t, e)
+	membertest.Eventually(t, func() error { return membertest.Want(shared.Node(t, "w1") == nil, "the enrollment is still there") })
+	if m := <-cut; m != claim(1).Machine {
+		t.Errorf("cut %s", m)
+	}
+	r, err := enrolled.ParseRetirement(shared.Listed(t)[enrolled.Key("w1")])
+	if _, listed := shared.Listed(t)["w1"]; err != nil || listed || r.Until.Before(before.Add(enrolled.CertificateLife)) || len(r.Certificates) > 0 {
+		t.Errorf("listed %v: %v", shared.Listed(t), err)
+	}
+	if exists(t, object("w1")) || exists(t, p) {
+		t.Error("its Node or pod is there")
+	}
+	membertest.Eventually(t, func() error { return membertest.Want(!knows(t, token), "its token is believed") })
+	if shared.DiskOf(t, diskOne) != claim(1).Machine.String() {
+		t.Errorf("its disk is %q's", shared.DiskOf(t, diskOne))
+	}
+	membertest.Eventually(t, func() error {
+		_, err := a.Enrol(t.Context(), next, ticket("b"))
+		return err
+	})
+}
+
+func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	held := enrol(t, a, claim(1), "a")
+	held.retired = true
+	seen(t, a, holds("a"))
+	b, _ := replica(t)
+	stale := b.cluster.Nodes.ByName("w1") // what a replica knows that is behind
+	remove(t, "w1")
+	for name, try := range map[string]func(k *Kube) error{
+		"a ticket":         func(k *Kube) error { _, err := k.Enrol(t.Context(), claim(1), ticket("b")); return err },
+		"a rejoin":         func(k *Kube) error { _, err := k.Rejoin(t.Context(), claim(1)); return err },
+		"a verdict":        func(k *Kube) error { _, err := k.Reattest(t.Context(), claim(1).Machine, ticket("b")); return err },
+		"new certificates": func(k *Kube) error { _, err := k.Renewable(t.Context(), claim(1), ticket("b")); return err },
+		"a return":         func(k *Kube) error { _, err := k.Withdraw(t.Context(), claim(1).Machine, "a"); return err },
+		"a renewal": func(k *Kube) error {
+			return (&Approver{kube: k}).judge(&certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: nodecert.UserPrefix + "w1"}}, shared.Node(t, "w1"))
+		},
+		"a certificate": func(*Kube) error { return held.Vouch(t.Context(), issued) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			seen(t, a, (*v1alpha1.AttestedNode).Leaving)
+			if err := try(a); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
+				t.Errorf("%v, want BANNED", err)
+			}
+		})
+	}
+	t.Run("a verdict, from a replica that is behind", func(t *testing.T) {
+		err := b.writeStatus(t.Context(), stale.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
+			s.ResetCount = new(int64(7))
+			return nil
+		})
+		if err == nil || shared.Node(t, "w1").Status.ResetCount != nil {
+			t.Errorf("it was written: %v", err)
+		}
+	})
+	if n := shared.Node(t, "w1"); n == nil || n.Status.Ticket == nil || n.Status.Ticket.ID != "a" {
+		t.Errorf("enrollment %+v", n)
+	}
+}
+
+// The work is done, and the name another machine's. A replica that comes late with the rest takes nothing of that.
+func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	b, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	seen(t, b, holds("a"))
+	remove(t, "w1")
+	seen(t, a, (*v1alpha1.AttestedNode).Leaving)
+	old := shared.Node(t, "w1")
+	next := claim(2)
+	next.Disk = diskTwo
+	if err := b.leave(t.Context(), "w1"); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(b.cluster.Nodes.ByName("w1") == nil, "the enrollment is still there")
+	})
+	if err := enrol(t, b, next, "b").Vouch(t.Context(), issued); err != nil {
+		t.Fatal(err)
+	}
+	makeReady(t, a, "w1")
+	p, _ := pod(t, "proxy", "w1")
+	list := shared.Listed(t)
+	if len(strings.Fields(list[enrolled.Key("w1")])) != 2 {
+		t.Fatalf("the next machine's certificate is not listed: %v", list)
+	}
+	for name, step := range map[string]func(context.Context, *v1alpha1.AttestedNode) error{"retire": a.retire, "evict": a.evict, "finish": a.finish} {
+		if err := step(t.Context(), old); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if now := shared.Listed(t); now["w1"] != list["w1"] || now[enrolled.Key("w1")] != list[enrolled.Key("w1")] {
+		t.Errorf("listed %v, before %v", now, list)
+	}
+	if n := shared.Node(t, "w1"); !exists(t, p) || !exists(t, object("w1")) || n == nil || n.Leaving() {
+		t.Error("the next machine's enrollment, Node or pod is gone")
+	}
+}
+
+// A ticket of the next machine that comes between reading and writing the list keeps its certificate.
+func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	b, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	remove(t, "w1")
+	seen(t, b, (*v1alpha1.AttestedNode).Leaving)
+	old := shared.Node(t, "w1")
+	next := claim(2)
+	next.Disk = diskTwo
+	a.cluster.Client = before{a.cluster.Client, &sync.Once{}, func() {
+		if err := b.leave(t.Context(), "w1"); err != nil {
+			t.Error(err)
+		}
+		membertest.Eventually(t, func() error {
+			return membertest.Want(b.cluster.Nodes.ByName("w1") == nil, "the enrollment is still there")
+		})
+		if err := enrol(t, b, next, "b").Vouch(t.Context(), issued); err != nil {
+			t.Error(err)
+		}
+	}}
+	if err := a.retire(t.Context(), old); err != nil {
+		t.Error(err)
+	}
+	if now := shared.Listed(t); now["w1"] != next.Machine.String() || len(strings.Fields(now[enrolled.Key("w1")])) != 2 {
+		t.Errorf("listed %v", now)
+	}
+}
+
+// Enrollments that the owner or an earlier version made are retired when they are deleted, like those of tickets.
+func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
+	b := newBroom(t)
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	b.after(t, 0)
+	if n := shared.Node(t, "w1"); !n.Retires() {
+		t.Errorf("after a sweep: %v", n.Finalizers)
+	}
+	shared.Reset(t)
+	b.current(t)
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	b.current(t)
+	enrol(t, b.Kube, claim(1), "a")
+	if n := shared.Node(t, "w1"); !n.Retires() {
+		t.Errorf("with a ticket: %v", n.Finalizers)
+	}
+}
+
+func TestNobodyButTheOwnersProgramEndsMuster(t *testing.T) {
+	shared.Reset(t)
+	shared.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
+	crd := &metav1.PartialObjectMetadata{}
+	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
+	for _, name := range []string{"attestednodes.muster.dev", "attesteddisks.muster.dev"} {
+		crd.Name = name
+		if err := shared.Client.Delete(t.Context(), crd, client.DryRunAll); !apierrors.IsInvalid(err) && !apierrors.IsForbidden(err) {
+			t.Errorf("the definition %s: %v", name, err)
+		}
+	}
+	if err := shared.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "cp1"}}, client.DryRunAll); !apierrors.IsInvalid(err) && !apierrors.IsForbidden(err) {
+		t.Errorf("a control plane's enrollment: %v", err)
+	}
+	if err := shared.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestedNode{}); !apierrors.IsInvalid(err) && !apierrors.IsForbidden(err) || shared.Node(t, "cp1").Leaving() {
+		t.Errorf("all enrollments: %v", err)
+	}
+	n := shared.Node(t, "cp1")
+	n.Spec.Banned = true
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := shared.Client.Delete(t.Context(), n, client.DryRunAll); err != nil {
+		t.Errorf("a banned one: %v", err)
+	}
+}
