@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // runRenewal keeps the certificates of this control plane alive until ctx ends.
@@ -30,11 +31,12 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	const root = "/"
-	if rec.NodeName == "" || !renewal.IsControlPlane(root) {
+	var id keys.ClusterID
+	if rec.NodeName == "" || copy(id[:], rec.ClusterID) != len(id) || !renewal.IsControlPlane(root) {
 		return errors.New("this machine is no control plane: it has no certificates to renew")
 	}
 	r, err := renewal.New(renewal.Config{
-		Root: root, Kubeadm: conf.Certificates(), Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
+		Root: root, Kubeadm: conf.Certificates(), Cluster: id, Owner: img.OwnerKey, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
 		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, log) },
 	})
 	if err != nil {
