@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // runRenewal keeps the certificates of this node alive until ctx ends; those of kubeadm if it is a control plane.
@@ -41,8 +42,12 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 	if err != nil {
 		return fmt.Errorf("image configuration: %w", err)
 	}
+	var id keys.ClusterID
+	if copy(id[:], rec.ClusterID) != len(id) {
+		return errors.New("the journal names no cluster, so this control plane renews nothing: look at what bootstrapper doctor says of it")
+	}
 	r, err := renewal.New(renewal.Config{
-		Root: root, Kubeadm: conf.Certificates(), Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
+		Root: root, Kubeadm: conf.Certificates(), Cluster: id, Owner: img.OwnerKey, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
 		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, log) },
 	})
 	if err != nil {

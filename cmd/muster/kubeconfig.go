@@ -2,12 +2,14 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 )
 
@@ -18,36 +20,51 @@ func (a *app) kubeconfigCommand() *cobra.Command {
 }
 
 func (a *app) kubeconfigRenewCommand() *cobra.Command {
-	var timeout time.Duration
+	var (
+		joinservice string
+		timeout     time.Duration
+	)
 	cmd := &cobra.Command{
-		Use: "renew", Short: "Give the administrator's kubeconfig a new key and certificate, while it is valid",
+		Use: "renew [--joinservice HOST:PORT]", Short: "Give the administrator's kubeconfig a new key and certificate, also after its end",
 		Long: `The administrator's certificate lives a year. This makes a new key here, has a control plane's machine sign a new
 certificate for the same identity, and replaces admin.conf in the owner's folder once the API server has accepted it.
-The old certificate stays valid until it ends.`,
+The old certificate stays valid until it ends.
+
+While the old one is valid, it is what is asked with. After its end, or with --joinservice, the owner's key signs an order instead, which
+a joinservice takes: its machine proves first what it booted and that the policy lists it as a control plane.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			path, err := a.folder()
-			if err != nil {
+			cfg := owner.RenewConfig{Now: time.Now}
+			if joinservice != "" {
+				addr, err := hostPort(joinservice, cluster.Values{}.JoinPort())
+				if err != nil {
+					return fmt.Errorf("--joinservice: %w", err)
+				}
+				cfg.Joinservices = []string{addr}
+			}
+			var err error
+			if cfg.Dir, err = a.open(); err != nil {
 				return err
 			}
-			dir, err := ownerdir.Open(path)
-			if err != nil {
-				return err
-			}
-			defer func() { _ = dir.Close() }()
-			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer func() { _ = cfg.Dir.Close() }()
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not done within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			end, err := owner.RenewKubeconfig(ctx, dir, time.Now())
+			cfg.Report = a.report(owner.RenewSteps)
+			end, err := owner.RenewKubeconfig(ctx, cfg)
+			cfg.Report.Close()
 			if err != nil {
 				return err
 			}
+			file := cfg.Dir.File(ownerdir.AdminConf)
 			if a.output == outputJSON {
-				return a.json(map[string]any{"file": dir.File(ownerdir.AdminConf), "expires": end})
+				return json.NewEncoder(a.stdout).Encode(map[string]any{"event": "result", "file": file, "expires": end})
 			}
-			_, err = fmt.Fprintf(a.stdout, "%s is renewed, and ends on %s. Keep a copy with the rest of the folder.\n", dir.File(ownerdir.AdminConf), end.UTC().Format(time.DateOnly))
+			_, err = fmt.Fprintf(a.stdout, "%s is renewed, and ends on %s. Keep a copy with the rest of the folder.\n", file, end.UTC().Format(time.DateOnly))
 			return err
 		},
 	}
-	cmd.Flags().DurationVar(&timeout, "timeout", 2*time.Minute, "how long to wait for the cluster")
+	f := cmd.Flags()
+	f.StringVar(&joinservice, "joinservice", "", "send the owner's order to the joinservice there, also while the kubeconfig is valid (default after its end: control planes that the folder knows)")
+	f.DurationVar(&timeout, "timeout", 2*time.Minute, "how long to wait for the cluster")
 	return cmd
 }

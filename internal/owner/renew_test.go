@@ -7,6 +7,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"io"
@@ -27,6 +28,8 @@ import (
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/progress"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
 // authority is a cluster's CA.
@@ -136,13 +139,61 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-var administrator = pkix.Name{CommonName: "kubernetes-admin", Organization: []string{administrators}}
+var administrator = pkix.Name{CommonName: "kubernetes-admin", Organization: []string{ownerorder.Group}}
+
+// administered makes the folder of a cluster whose API server is api, with a kubeconfig for the holder that ends then.
+func administered(t *testing.T, api *apiServer, holder pkix.Name, end time.Time, policy []byte) *owned {
+	t.Helper()
+	server := httptest.NewUnstartedServer(api)
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaf := api.ca.sign(t, &x509.Certificate{SerialNumber: big.NewInt(2), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}, key.Public())
+	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}, ClientAuth: tls.RequireAnyClientCert, MinVersion: tls.VersionTLS13}
+	server.StartTLS()
+	t.Cleanup(server.Close)
+	private, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conf := clientcmdapi.NewConfig()
+	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pemOf(api.ca.cert)}
+	conf.AuthInfos["u"] = &clientcmdapi.AuthInfo{ClientCertificateData: pemOf(api.ca.client(t, holder, key.Public(), end)), ClientKeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})}
+	conf.Contexts["x"], conf.CurrentContext = &clientcmdapi.Context{Cluster: "c", AuthInfo: "u"}, "x"
+	text, err := clientcmd.Write(*conf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, strings.TrimPrefix(server.URL, "https://"), policy)
+	if err := o.Write(ownerdir.AdminConf, text); err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+// adminConf reads the folder's kubeconfig, and the private key in it.
+func (o *owned) adminConf(t *testing.T) (text, private string) {
+	t.Helper()
+	b, err := o.Read(ownerdir.AdminConf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conf, err := clientcmd.Load(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b), base64.StdEncoding.EncodeToString(conf.AuthInfos["u"].ClientKeyData)
+}
+
+func (o *owned) report(steps int) progress.Reporter {
+	return progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: steps})
+}
 
 func TestAKubeconfigIsRenewedOnlyByItsLike(t *testing.T) {
 	soon, later := time.Now().Add(time.Hour).Truncate(time.Second), time.Now().Add(20*time.Hour).Truncate(time.Second)
 	for name, tt := range map[string]struct {
 		holder  pkix.Name
-		end     time.Time
 		answer  func(t *testing.T, ca authority, r *x509.CertificateRequest) ([]byte, string)
 		refuses bool   // the API server, what was renewed
 		says    string // "": it is renewed
@@ -166,65 +217,35 @@ func TestAKubeconfigIsRenewedOnlyByItsLike(t *testing.T) {
 		"one that the API server refuses": {refuses: true, says: "the old one stays", answer: func(t *testing.T, ca authority, r *x509.CertificateRequest) ([]byte, string) {
 			return pemOf(ca.client(t, r.Subject, r.PublicKey, later)), ""
 		}},
-		"one that has ended":      {end: time.Now().Add(-time.Minute), says: "ended at"},
 		"of another group's user": {holder: pkix.Name{CommonName: "kubernetes-admin", Organization: []string{"system:masters"}}, says: "kubeadm:cluster-admins"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ca := newAuthority(t)
-			api := &apiServer{ca: ca, accepts: !tt.refuses, answer: func(r *x509.CertificateRequest) ([]byte, string) { return tt.answer(t, ca, r) }}
-			server := httptest.NewUnstartedServer(api)
-			key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-			if err != nil {
-				t.Fatal(err)
-			}
-			leaf := ca.sign(t, &x509.Certificate{SerialNumber: big.NewInt(2), NotBefore: time.Now().Add(-time.Hour), NotAfter: later, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}, key.Public())
-			server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}, ClientAuth: tls.RequireAnyClientCert, MinVersion: tls.VersionTLS13}
-			server.StartTLS()
-			t.Cleanup(server.Close)
-			holder, end := tt.holder, tt.end
+			holder := tt.holder
 			if holder.CommonName == "" {
 				holder = administrator
 			}
-			if end.IsZero() {
-				end = soon
-			}
-			private, err := x509.MarshalECPrivateKey(key)
-			if err != nil {
-				t.Fatal(err)
-			}
-			conf := clientcmdapi.NewConfig()
-			conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pemOf(ca.cert)}
-			conf.AuthInfos["u"] = &clientcmdapi.AuthInfo{ClientCertificateData: pemOf(ca.client(t, holder, key.Public(), end)), ClientKeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})}
-			conf.Contexts["x"], conf.CurrentContext = &clientcmdapi.Context{Cluster: "c", AuthInfo: "u"}, "x"
-			before, err := clientcmd.Write(*conf)
-			if err != nil {
-				t.Fatal(err)
-			}
-			dir := own(t, &firstMachine{addr: "192.0.2.1:9000"}, strings.TrimPrefix(server.URL, "https://"), []byte("policy\n"))
-			if err := dir.Write(ownerdir.AdminConf, before); err != nil {
-				t.Fatal(err)
-			}
-			got, err := RenewKubeconfig(t.Context(), dir.Dir, time.Now())
-			after, rerr := dir.Read(ownerdir.AdminConf)
-			if rerr != nil {
-				t.Fatal(rerr)
-			}
+			ca := newAuthority(t)
+			api := &apiServer{ca: ca, accepts: !tt.refuses, answer: func(r *x509.CertificateRequest) ([]byte, string) { return tt.answer(t, ca, r) }}
+			dir := administered(t, api, holder, soon, []byte("policy\n"))
+			before, private := dir.adminConf(t)
+			got, err := RenewKubeconfig(t.Context(), RenewConfig{Dir: dir.Dir, Now: time.Now, Report: dir.report(RenewSteps)})
+			after, _ := dir.adminConf(t)
 			if tt.says != "" {
 				if err == nil || !strings.Contains(err.Error(), tt.says) {
 					t.Errorf("error %v, want one with %q", err, tt.says)
 				}
-				if string(after) != string(before) {
+				if after != before {
 					t.Error("the old kubeconfig is gone")
 				}
 				return
 			}
-			if err != nil || !got.Equal(later) || string(after) == string(before) {
+			if err != nil || !got.Equal(later) || after == before {
 				t.Fatalf("ends at %s, %v", got, err)
 			}
 			if api.filed.Spec.SignerName != clusterinfo.AdministratorSigner || !api.deleted {
 				t.Errorf("filed %+v, removed: %v", api.filed.Spec, api.deleted)
 			}
-			if strings.Contains(string(after), string(private)) || checkKubeconfig(after, dir.Cluster().ControlPlaneEndpoint) != nil {
+			if strings.Contains(after, private) || checkKubeconfig([]byte(after), dir.Cluster().ControlPlaneEndpoint) != nil {
 				t.Error("the renewed kubeconfig is not as it should be")
 			}
 		})

@@ -231,10 +231,16 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 
 // requestLimit returns how long the request of a procedure may be, in bytes.
 func (g *guard) requestLimit(procedure string) int {
-	if l := levels[procedure]; l == Session || l == Attested {
+	if trusted(procedure) {
 		return g.maxRequest
 	}
 	return min(g.maxRequest, maxPlainRequest)
+}
+
+// trusted reports whether a procedure's caller has more room and time than a plain client.
+func trusted(procedure string) bool {
+	l := levels[procedure]
+	return l == Attested || l == Session && !small[procedure]
 }
 
 const (
@@ -308,14 +314,14 @@ const (
 func (g *guard) deadlines(w http.ResponseWriter, r *http.Request) error {
 	c := http.NewResponseController(w)
 	now := time.Now()
-	switch level := levels[r.URL.Path]; {
-	case !streams[r.URL.Path] && level != Session && level != Attested:
+	switch {
+	case !streams[r.URL.Path] && !trusted(r.URL.Path):
 		return errors.Join(c.SetReadDeadline(now.Add(min(g.timeout, plainRequestTimeout))), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
 	case !streams[r.URL.Path]:
 		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
 	case r.URL.Path == reflectionV1, r.URL.Path == reflectionV1Alpha:
 		return errors.Join(c.SetReadDeadline(now.Add(reflectionLimit)), c.SetWriteDeadline(now.Add(reflectionLimit)))
-	case level == Plain:
+	case levels[r.URL.Path] == Plain:
 		return errors.Join(c.SetReadDeadline(now.Add(streamLimit)), c.SetWriteDeadline(now.Add(streamLimit+time.Second)))
 	case g.streamTimeout > 0:
 		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.streamTimeout)))

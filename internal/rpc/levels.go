@@ -64,6 +64,7 @@ var levels = map[string]Level{
 	joinv1connect.JoinServiceIssueJoinTicketProcedure:       Attested,
 	joinv1connect.JoinServiceIssueRejoinTicketProcedure:     Attested,
 	joinv1connect.JoinServiceReattestProcedure:              Attested,
+	joinv1connect.JoinServiceRenewAdministratorProcedure:    Session,
 	joinv1connect.JoinServiceRenewJoinLeaseProcedure:        Attested,
 	joinv1connect.JoinServiceRenewNodeCertificatesProcedure: Attested,
 	joinv1connect.JoinServiceReturnJoinTicketProcedure:      Attested,
@@ -85,6 +86,10 @@ var streams = map[string]bool{
 
 	recoverv1connect.RecoverServiceRecoverProcedure: true,
 }
+
+// small lists the RPCs of the level session that a service in a cluster serves to whoever comes, for as long as the cluster lives. Their
+// requests have the limits of a plain client's.
+var small = map[string]bool{joinv1connect.JoinServiceRenewAdministratorProcedure: true}
 
 // LevelOf gives the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket";
 // false if it has none, so that nobody may call it.

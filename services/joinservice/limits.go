@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/services/joinservice/limit"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -19,14 +20,24 @@ var (
 	leaseRate    = limit.Rate{Burst: 20, Every: 5 * time.Second}  // RenewJoinLease: every 13 s
 )
 
+// What sources that have not attested may ask RenewAdministrator, calls a second. The owner's program asks every two seconds. A call costs a
+// check of a signature, about 0.05 ms, and what is refused has a record by the ration of strangers.
+const (
+	adminRate  = 1
+	adminBurst = 10
+	adminTotal = 16
+)
+
 // limits are those of the RPCs.
 type limits struct {
+	admin                                                     *admission.Rate
 	tickets, rejoins, certificates, returns, verdicts, leases *limit.ByMachine[attest.MachineID]
 }
 
-func newLimits() limits {
+func newLimits(now time.Time) limits {
 	of := limit.New[attest.MachineID]
 	return limits{
+		admin:   admission.NewRate(adminRate, adminBurst, adminTotal, now),
 		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), leases: of(leaseRate),
 	}
 }

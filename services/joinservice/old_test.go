@@ -33,6 +33,11 @@ const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 type lone struct {
 	joinv1connect.JoinServiceClient
 	machine   *attesttest.Machine
+	ca        *attesttest.CA
+	url       string
+	log       *audit.Log
+	done      string // its file
+	began     time.Time
 	ahead     atomic.Int64
 	witnesses refusaltest.Service
 }
@@ -43,7 +48,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 	shared.Reset(t)
 	ca := attesttest.NewCA(t)
 	cp1 := attesttest.NewMachine(t, ca, attesttest.Options{})
-	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{})}
+	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{}), ca: ca, began: time.Now()}
 	cp1.LockTo(shared.ID)
 	lock(l.machine)
 	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}, attesttest.ControlPlanes(cp1)))
@@ -58,7 +63,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	began := time.Now()
+	l.log, l.done = log, path
 	service := membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return run(ctx, Options{
 			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: shared.Public, API: api,
@@ -67,7 +72,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 			Credential: kube.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(stderr, nil)),
 		}, func() time.Time {
 			if frozen {
-				return began.Add(time.Duration(l.ahead.Load()))
+				return l.began.Add(time.Duration(l.ahead.Load()))
 			}
 			return time.Now().Add(time.Duration(l.ahead.Load()))
 		})
@@ -79,16 +84,23 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 		}
 		return b
 	})
+	l.url = "https://" + service.Addr
+	l.JoinServiceClient = l.client(t, l.machine.Attester(attest.PurposeMachine), "127.0.0.1")
+	return l
+}
+
+// client calls from an address of its own.
+func (l *lone) client(t *testing.T, a attest.Attester, from string) joinv1connect.JoinServiceClient {
+	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: l.machine.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, ca), PeerPurpose: attest.PurposeJoinservice,
-		Appraiser: presented{},
+		Attester: a, Verifier: attesttest.Verifier(t, l.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{},
+		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}).DialContext,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = transport.Close() })
-	l.JoinServiceClient = joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+service.Addr, rpc.ClientOptions()...)
-	return l
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), l.url, rpc.ClientOptions()...)
 }
 
 // places are those of a refusal of the machine.

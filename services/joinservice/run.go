@@ -136,9 +136,9 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
+		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
-		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
+		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Strangers: m.Strangers, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

@@ -15,12 +15,17 @@
 //	J7  a node's certificate is renewed on a recent verdict on its machine only;
 //	J8  one machine at a time becomes a control plane.
 //
+// Who did not attest gets one thing only, and by the owner's signature:
+//
+//	J9  an administrator's certificate.
+//
 // Side effects come last and are undone on failure: a refused machine leaves neither an
 // enrolment nor a certificate request behind. Only whose a disk is stays as it was said once.
 package joinservice
 
 import (
 	"context"
+	"crypto/ed25519"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
@@ -61,6 +66,8 @@ type Config struct {
 	Rejoiners attest.Appraiser
 	// Interval is how often nodes are told to attest again.
 	Interval time.Duration
+	// Owner is the public key that policies and orders are signed with.
+	Owner ed25519.PublicKey
 	// Kube knows and writes enrolments, and gets certificates signed.
 	Kube *kube.Kube
 	// Cluster gives the cluster's description.
@@ -73,11 +80,12 @@ type Config struct {
 	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
-	// Audit keeps the records, those of refusals by Rations.
-	Audit   *audit.Log
-	Rations *audit.Rations
-	Log     *slog.Logger
-	Metrics prometheus.Registerer
+	// Audit keeps the records, those of refusals by Rations, and of callers that did not attest by Strangers.
+	Audit     *audit.Log
+	Rations   *audit.Rations
+	Strangers *audit.Strangers
+	Log       *slog.Logger
+	Metrics   prometheus.Registerer
 }
 
 // Service implements the RPCs of joinservice.
@@ -97,11 +105,11 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || cfg.CA == nil || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
+	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || len(cfg.Owner) != ed25519.PublicKeySize || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || cfg.CA == nil || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Strangers == nil || cfg.Log == nil || cfg.Metrics == nil {
 		return nil, errors.New("joinservice: every field of Config is required")
 	}
 	s := &Service{
-		cfg: cfg, now: time.Now, limits: newLimits(),
+		cfg: cfg, now: time.Now, limits: newLimits(time.Now()),
 		tickets: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_tickets_total", Help: "Join tickets asked for, by role and outcome."}, []string{"role", "reason"}),
 		returns: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "muster_join_returns_total", Help: "Join tickets given back, by outcome."}, []string{"reason"}),
 		rejoins: prometheus.NewCounterVec(prometheus.CounterOpts{

@@ -18,7 +18,7 @@ type Attention struct {
 }
 
 // RenewRemedy says what to do about the certificates that no machine renews by itself.
-const RenewRemedy = "muster kubeconfig renew, for the administrator's while it is valid; afterwards copy /etc/kubernetes/admin.conf from a control plane. A CA that ends needs kubeadm's manual, in time."
+const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. A CA that ends needs kubeadm's manual, in time."
 
 const (
 	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew nothing.

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"path/filepath"
 	"slices"
 	"time"
@@ -18,12 +17,12 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	certutil "k8s.io/client-go/util/cert"
-	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
 	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
 // maxRequest bounds a request, in bytes of PEM.
@@ -33,10 +32,7 @@ const maxRequest = 8 << 10
 // that lives longer than a node's certificates.
 type administrators struct {
 	requests requests
-	root     string
-	cfg      kubeadmapi.ClusterConfiguration
-	now      func() time.Time
-	log      *slog.Logger
+	Config
 }
 
 // requests are the CertificateSigningRequests of the cluster.
@@ -69,8 +65,8 @@ func (a administrators) sign(ctx context.Context) error {
 }
 
 func (a administrators) decide(ctx context.Context, r *certificatesv1.CertificateSigningRequest) error {
-	log := a.log.With("request", r.Name, "by", r.Spec.Username)
-	request, err := renewalOf(r)
+	log := a.Log.With("request", r.Name, "by", r.Spec.Username)
+	request, err := a.renewalOf(r)
 	if err != nil {
 		log.WarnContext(ctx, "a request for an administrator's certificate is denied", "err", err)
 		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateDenied, "NotARenewal", err.Error()))
@@ -80,7 +76,7 @@ func (a administrators) decide(ctx context.Context, r *certificatesv1.Certificat
 	if !slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
 		return c.Type == certificatesv1.CertificateApproved
 	}) {
-		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateApproved, "Renewal", "The requester has the identity that is asked for."))
+		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateApproved, "Renewal", "The requester has the identity that is asked for, or the owner's order."))
 		if r, err = a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{}); err != nil {
 			return err
 		}
@@ -102,8 +98,8 @@ func condition(kind certificatesv1.RequestConditionType, reason, message string)
 }
 
 // renewalOf returns what r asks for, if that is the identity of who filed it and nothing else. The API server writes who that is, and
-// whoever is an administrator already gets no right by it that they have not.
-func renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRequest, error) {
+// whoever is an administrator already gets no right by it that they have not. With the owner's order, he counts as who filed it.
+func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRequest, error) {
 	block, rest := pem.Decode(r.Spec.Request)
 	if block == nil || block.Type != "CERTIFICATE REQUEST" || len(rest) > 0 || len(r.Spec.Request) > maxRequest {
 		return nil, errors.New("it is no single request in PEM of 8 KiB at most")
@@ -115,18 +111,40 @@ func renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRe
 	if err != nil {
 		return nil, err
 	}
-	group := kubeadmconstants.ClusterAdminsGroupAndClusterRoleBinding
+	user, groups := r.Spec.Username, r.Spec.Groups
+	if note, ok := r.Annotations[ownerorder.Annotation]; ok {
+		if err := a.ordered(r.Name, note, block.Bytes); err != nil {
+			return nil, err
+		}
+		user, groups = ownerorder.Administrator, []string{ownerorder.Group}
+	}
 	switch {
-	case !slices.Contains(r.Spec.Groups, group):
-		return nil, fmt.Errorf("who filed it is not in the group %s", group)
-	case c.Subject.CommonName != r.Spec.Username || !slices.Equal(c.Subject.Organization, []string{group}) || len(c.Subject.Names) != 2:
-		return nil, fmt.Errorf("it is for %s, and was filed by %s", c.Subject, r.Spec.Username)
+	case !slices.Contains(groups, ownerorder.Group):
+		return nil, fmt.Errorf("who filed it is not in the group %s", ownerorder.Group)
+	case c.Subject.CommonName != user || !slices.Equal(c.Subject.Organization, []string{ownerorder.Group}) || len(c.Subject.Names) != 2:
+		return nil, fmt.Errorf("it is for %s, and was filed by %s", c.Subject, user)
 	case len(c.DNSNames)+len(c.IPAddresses)+len(c.EmailAddresses)+len(c.URIs) > 0:
 		return nil, errors.New("a client's certificate has no further names")
 	case len(r.Spec.Usages) != 1 || r.Spec.Usages[0] != certificatesv1.UsageClientAuth:
 		return nil, errors.New("it is not for client authentication alone")
 	}
 	return c, nil
+}
+
+// ordered returns nil if the owner has ordered this very request, for this cluster and now (J9). Who filed it is not believed to have
+// looked: the key and the cluster are those that this machine's image and journal name.
+func (a administrators) ordered(name, note string, request []byte) error {
+	order, err := ownerorder.ParseNote(note, a.Cluster, request)
+	if err != nil {
+		return err
+	}
+	if err := order.Verify(a.Owner, a.Cluster, a.Now()); err != nil {
+		return err
+	}
+	if name != order.Name() { // one order, one certificate
+		return errors.New("it does not have the name of its order")
+	}
+	return nil
 }
 
 // requested is a public key where kubeadm's code wants a key pair; it signs nothing.
@@ -140,16 +158,16 @@ func (requested) Sign(io.Reader, []byte, crypto.SignerOpts) ([]byte, error) {
 
 // issue signs with the cluster's authority on this control plane's disk.
 func (a administrators) issue(c *x509.CertificateRequest) (*x509.Certificate, error) {
-	ca, key, err := certsphase.LoadCertificateAuthority(filepath.Join(a.root, folder), withoutExt(clusterCA))
+	ca, key, err := certsphase.LoadCertificateAuthority(filepath.Join(a.Root, folder), withoutExt(clusterCA))
 	if err != nil {
 		return nil, err
 	}
-	now := a.now().UTC()
+	now := a.Now().UTC()
 	return pkiutil.NewSignedCert(&pkiutil.CertConfig{
 		Config: certutil.Config{
 			CommonName: c.Subject.CommonName, Organization: c.Subject.Organization,
 			Usages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, NotBefore: now.Add(-kubeadmconstants.CertificateBackdate),
 		},
-		NotAfter: now.Add(lifeOf(a.cfg)),
+		NotAfter: now.Add(lifeOf(a.Kubeadm)),
 	}, requested{c.PublicKey}, ca, key, false)
 }

@@ -3,6 +3,7 @@ package renewal
 import (
 	"context"
 	"crypto/ecdsa"
+	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/x509"
@@ -10,6 +11,7 @@ import (
 	"encoding/pem"
 	"log/slog"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -18,6 +20,8 @@ import (
 	"k8s.io/client-go/util/cert"
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const admins = "kubeadm:cluster-admins"
@@ -101,7 +105,7 @@ func TestAnAdministratorsCertificateIsRenewedForItsHolder(t *testing.T) {
 				tt.change(r)
 			}
 			k := &oneRequest{*r}
-			a := administrators{k, root, image, func() time.Time { return now }, slog.New(slog.DiscardHandler)}
+			a := administrators{k, Config{Root: root, Kubeadm: image, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}}
 			for range 2 { // decided once, and left alone then
 				if err := a.sign(t.Context()); err != nil {
 					t.Fatal(err)
@@ -131,4 +135,113 @@ func TestAnAdministratorsCertificateIsRenewedForItsHolder(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Who filed a request for the owner counts for nothing, and neither does what he says: each part of the order is compared with what this machine
+// knows by itself (J9).
+func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
+	own := pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group}}
+	public, owner, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, stranger, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours := keys.ClusterID{1, 2, 3}
+	for name, tt := range map[string]struct {
+		ask    x509.CertificateRequest
+		order  func(*ownerorder.Order)
+		signer ed25519.PrivateKey
+		image  func(*Config)
+		change func(*certificatesv1.CertificateSigningRequest)
+		want   bool
+	}{
+		"the owner's order":   {want: true},
+		"at its oldest":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
+		"a stranger's order":  {signer: stranger},
+		"for another cluster": {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
+		"too old":             {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }},
+		"of the future":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }},
+		"for another key": {order: func(o *ownerorder.Order) {
+			_, r := request(t, &x509.CertificateRequest{Subject: own})
+			o.Request = der(r)
+		}},
+		"for a stronger group": {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}}},
+		"for one more group":   {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group, "system:masters"}}}},
+		"for a node":           {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:node2", Organization: []string{"system:nodes"}}}},
+		"for another name":     {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}}},
+		"with a server's name": {ask: x509.CertificateRequest{Subject: own, DNSNames: []string{"kubernetes"}}},
+		"for servers too": {change: func(r *certificatesv1.CertificateSigningRequest) {
+			r.Spec.Usages = append(r.Spec.Usages, certificatesv1.UsageServerAuth)
+		}},
+		"a second time, under another name": {change: func(r *certificatesv1.CertificateSigningRequest) { r.Name += "-2" }},
+		"with a changed time": {change: func(r *certificatesv1.CertificateSigningRequest) {
+			at, signature, _ := strings.Cut(r.Annotations[ownerorder.Annotation], " ")
+			when, err := time.Parse(time.RFC3339, at)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Annotations[ownerorder.Annotation] = when.Add(time.Second).Format(time.RFC3339) + " " + signature
+		}},
+		"with nothing in it":             {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations[ownerorder.Annotation] = "" }},
+		"without it":                     {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations = nil }},
+		"where the image names no owner": {image: func(c *Config) { c.Owner = nil }},
+		"where the image names another":  {image: func(c *Config) { c.Owner = stranger.Public().(ed25519.PublicKey) }},
+		"filed by an administrator, for him": {want: true, change: func(r *certificatesv1.CertificateSigningRequest) {
+			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
+		}},
+		"an order of others, filed by an administrator": {signer: stranger, change: func(r *certificatesv1.CertificateSigningRequest) {
+			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := newControlPlane(t)
+			now := at(t, root, 0.5).UTC().Truncate(time.Second)
+			if tt.ask.Subject.CommonName == "" {
+				tt.ask.Subject = own
+			}
+			key, r := request(t, &tt.ask)
+			r.Spec.Username, r.Spec.Groups = "system:serviceaccount:muster-system:joinservice", []string{"system:serviceaccounts", "system:authenticated"}
+			order := ownerorder.Order{Cluster: ours, Request: der(r), At: now}
+			if tt.order != nil {
+				tt.order(&order)
+			}
+			if tt.signer == nil {
+				tt.signer = owner
+			}
+			r.Name, r.Annotations = order.Name(), map[string]string{ownerorder.Annotation: order.Sign(tt.signer).Note()}
+			if tt.change != nil {
+				tt.change(r)
+			}
+			cfg := Config{Root: root, Kubeadm: image, Cluster: ours, Owner: public, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}
+			if tt.image != nil {
+				tt.image(&cfg)
+			}
+			k := &oneRequest{*r}
+			if err := (administrators{k, cfg}).sign(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			issued, conditions := k.r.Status.Certificate, k.r.Status.Conditions
+			if !tt.want {
+				if len(issued) > 0 || len(conditions) != 1 || conditions[0].Type != certificatesv1.CertificateDenied {
+					t.Errorf("issued: %v", conditions)
+				}
+				return
+			}
+			list, err := cert.ParseCertsPEM(issued)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c := list[0]; !key.PublicKey.Equal(c.PublicKey) || c.Subject.String() != own.String() || c.IsCA || len(c.DNSNames) > 0 {
+				t.Errorf("%s for %v", c.Subject, c.PublicKey)
+			}
+		})
+	}
+}
+
+func der(r *certificatesv1.CertificateSigningRequest) []byte {
+	block, _ := pem.Decode(r.Spec.Request)
+	return block.Bytes
 }

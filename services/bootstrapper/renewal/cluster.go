@@ -150,7 +150,7 @@ func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool,
 
 // SignAdministrators implements [Cluster].
 func (c *cluster) SignAdministrators(ctx context.Context, cfg Config) error {
-	return administrators{c.CertificatesV1().CertificateSigningRequests(), cfg.Root, cfg.Kubeadm, cfg.Now, cfg.Log}.sign(ctx)
+	return administrators{c.CertificatesV1().CertificateSigningRequests(), cfg}.sign(ctx)
 }
 
 func ready(p *corev1.Pod) bool {

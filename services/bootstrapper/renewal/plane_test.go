@@ -19,6 +19,8 @@ import (
 	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
 	kubeconfigphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/kubeconfig"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
+
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 func TestMain(m *testing.M) {
@@ -179,7 +181,7 @@ var quick = Timing{Interval: time.Hour, RetryMin: time.Millisecond, RetryMax: ti
 func newRenewer(t *testing.T, c *memoryCluster, now time.Time) *Renewer {
 	t.Helper()
 	r, err := New(Config{
-		Root: c.root, Kubeadm: image, Timing: quick, Now: func() time.Time { return now }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+		Root: c.root, Kubeadm: image, Cluster: keys.ClusterID{1}, Timing: quick, Now: func() time.Time { return now }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 		Connect: func() (Cluster, error) { return c, nil },
 	})
 	if err != nil {

@@ -2,6 +2,7 @@ package renewal
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Timing are a Renewer's waits. [DefaultTiming] are those of production.
@@ -31,12 +33,16 @@ type Timing struct {
 // DefaultTiming are the waits of production.
 var DefaultTiming = Timing{Interval: time.Hour, RetryMin: 5 * time.Second, RetryMax: 2 * time.Minute, Poll: time.Second, Sign: 10 * time.Second}
 
-// Config lists what a Renewer needs. All fields are required.
+// Config lists what a Renewer needs. All fields are required but Owner.
 type Config struct {
 	// Root stands for the root of the file system: "/" on a machine.
 	Root string
 	// Kubeadm is how the image wants certificates: [kubeadm.Image.Certificates].
 	Kubeadm kubeadmapi.ClusterConfiguration
+	// Cluster is the one that the machine is locked to.
+	Cluster keys.ClusterID
+	// Owner is the owner's public key as the image names it; nil: it names none, and nobody's orders count.
+	Owner ed25519.PublicKey
 	// Connect returns the cluster, with the administrator's kubeconfig as it is on the disk when it is called.
 	Connect func() (Cluster, error)
 	Timing  Timing
@@ -52,7 +58,7 @@ type Renewer struct {
 
 // New returns a Renewer, or an error that says that a part of cfg is missing.
 func New(cfg Config) (*Renewer, error) {
-	if !filepath.IsAbs(cfg.Root) || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
+	if !filepath.IsAbs(cfg.Root) || cfg.Cluster == (keys.ClusterID{}) || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
 		return nil, errors.New("renewal: New: every field of Config is required")
 	}
 	return &Renewer{cfg, newPlane(cfg.Root, cfg.Kubeadm)}, nil

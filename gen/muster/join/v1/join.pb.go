@@ -1030,6 +1030,189 @@ func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
 	return nil
 }
 
+// AdministratorOrder is the owner's order to issue an administrator's certificate. The owner's
+// program sets all of it; a field that is missing or of another form is refused with
+// REQUEST_INVALID.
+type AdministratorOrder struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Cluster ID, 32 bytes. Another cluster's is refused with REQUEST_INVALID.
+	ClusterId []byte `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	// PKCS#10 request (RFC 2986) in DER, at most 1 KiB: CN kubernetes-admin, O
+	// kubeadm:cluster-admins, no SAN. The key was made at the owner's and never leaves it.
+	// Otherwise CSR_INVALID.
+	Csr []byte `protobuf:"bytes,2,opt,name=csr,proto3" json:"csr,omitempty"`
+	// When the order was signed, in whole seconds. CLOCK_SKEW if that is more than 10 min ago, or
+	// more than 5 min ahead, by the clock of who verifies it.
+	SignedAt *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=signed_at,json=signedAt,proto3" json:"signed_at,omitempty"`
+	// Ed25519 signature with the owner's key, 64 bytes, over these bytes: "muster administrator
+	// order v1" and a zero byte, then each of cluster_id, csr and the seconds of signed_at since
+	// 1970 (8 bytes, big-endian), with its length (4 bytes, big-endian) before it. Otherwise
+	// OWNER_SIGNATURE.
+	Signature     []byte `protobuf:"bytes,4,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdministratorOrder) Reset() {
+	*x = AdministratorOrder{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdministratorOrder) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdministratorOrder) ProtoMessage() {}
+
+func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdministratorOrder.ProtoReflect.Descriptor instead.
+func (*AdministratorOrder) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *AdministratorOrder) GetClusterId() []byte {
+	if x != nil {
+		return x.ClusterId
+	}
+	return nil
+}
+
+func (x *AdministratorOrder) GetCsr() []byte {
+	if x != nil {
+		return x.Csr
+	}
+	return nil
+}
+
+func (x *AdministratorOrder) GetSignedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.SignedAt
+	}
+	return nil
+}
+
+func (x *AdministratorOrder) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
+// RenewAdministratorRequest carries the order.
+type RenewAdministratorRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Set by the owner's program.
+	Order         *AdministratorOrder `protobuf:"bytes,1,opt,name=order,proto3" json:"order,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewAdministratorRequest) Reset() {
+	*x = RenewAdministratorRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewAdministratorRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewAdministratorRequest) ProtoMessage() {}
+
+func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewAdministratorRequest.ProtoReflect.Descriptor instead.
+func (*RenewAdministratorRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *RenewAdministratorRequest) GetOrder() *AdministratorOrder {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+// RenewAdministratorResponse has the certificate, or says when to ask for it again.
+type RenewAdministratorResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The certificate, X.509 in PEM; empty while no control plane has signed it yet.
+	Certificate []byte `protobuf:"bytes,1,opt,name=certificate,proto3" json:"certificate,omitempty"`
+	// How long to wait before the next call; set by the joinservice without a certificate, above
+	// zero and at most 1 min.
+	RetryAfter    *durationpb.Duration `protobuf:"bytes,2,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewAdministratorResponse) Reset() {
+	*x = RenewAdministratorResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewAdministratorResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewAdministratorResponse) ProtoMessage() {}
+
+func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewAdministratorResponse.ProtoReflect.Descriptor instead.
+func (*RenewAdministratorResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *RenewAdministratorResponse) GetCertificate() []byte {
+	if x != nil {
+		return x.Certificate
+	}
+	return nil
+}
+
+func (x *RenewAdministratorResponse) GetRetryAfter() *durationpb.Duration {
+	if x != nil {
+		return x.RetryAfter
+	}
+	return nil
+}
+
 var File_muster_join_v1_join_proto protoreflect.FileDescriptor
 
 const file_muster_join_v1_join_proto_rawDesc = "" +
@@ -1095,7 +1278,19 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x12\n" +
 	"\x04done\x18\x02 \x01(\bR\x04done\"O\n" +
 	"\x16RenewJoinLeaseResponse\x125\n" +
-	"\blifetime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\blifetime*E\n" +
+	"\blifetime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\blifetime\"\x9c\x01\n" +
+	"\x12AdministratorOrder\x12\x1d\n" +
+	"\n" +
+	"cluster_id\x18\x01 \x01(\fR\tclusterId\x12\x10\n" +
+	"\x03csr\x18\x02 \x01(\fR\x03csr\x127\n" +
+	"\tsigned_at\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\bsignedAt\x12\x1c\n" +
+	"\tsignature\x18\x04 \x01(\fR\tsignature\"U\n" +
+	"\x19RenewAdministratorRequest\x128\n" +
+	"\x05order\x18\x01 \x01(\v2\".muster.join.v1.AdministratorOrderR\x05order\"z\n" +
+	"\x1aRenewAdministratorResponse\x12 \n" +
+	"\vcertificate\x18\x01 \x01(\fR\vcertificate\x12:\n" +
+	"\vretry_after\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"retryAfter*E\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vROLE_WORKER\x10\x01\x12\x16\n" +
@@ -1103,14 +1298,15 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\xe8\x04\n" +
+	"\x0eDISK_MODE_LUKS\x10\x022\xd5\x05\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
 	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12h\n" +
 	"\x11IssueRejoinTicket\x12(.muster.join.v1.IssueRejoinTicketRequest\x1a).muster.join.v1.IssueRejoinTicketResponse\x12t\n" +
 	"\x15RenewNodeCertificates\x12,.muster.join.v1.RenewNodeCertificatesRequest\x1a-.muster.join.v1.RenewNodeCertificatesResponse\x12_\n" +
-	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponseB\xb1\x01\n" +
+	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponse\x12k\n" +
+	"\x12RenewAdministrator\x12).muster.join.v1.RenewAdministratorRequest\x1a*.muster.join.v1.RenewAdministratorResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
 
 var (
@@ -1126,7 +1322,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                             // 0: muster.join.v1.Role
 	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
@@ -1143,39 +1339,47 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*RenewNodeCertificatesResponse)(nil), // 12: muster.join.v1.RenewNodeCertificatesResponse
 	(*RenewJoinLeaseRequest)(nil),         // 13: muster.join.v1.RenewJoinLeaseRequest
 	(*RenewJoinLeaseResponse)(nil),        // 14: muster.join.v1.RenewJoinLeaseResponse
-	(*v1.Component)(nil),                  // 15: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),         // 16: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 17: google.protobuf.Duration
+	(*AdministratorOrder)(nil),            // 15: muster.join.v1.AdministratorOrder
+	(*RenewAdministratorRequest)(nil),     // 16: muster.join.v1.RenewAdministratorRequest
+	(*RenewAdministratorResponse)(nil),    // 17: muster.join.v1.RenewAdministratorResponse
+	(*v1.Component)(nil),                  // 18: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 19: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 20: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	15, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	18, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	16, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	17, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	16, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
-	16, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
-	17, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	19, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	20, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	19, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	19, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	20, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	17, // 10: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	2,  // 11: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 12: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 13: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 14: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 15: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	13, // 16: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	3,  // 17: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 18: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 19: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 20: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 21: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	14, // 22: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	17, // [17:23] is the sub-list for method output_type
-	11, // [11:17] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	20, // 10: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	19, // 11: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	15, // 12: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	20, // 13: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	2,  // 14: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 15: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 16: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 17: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 18: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	13, // 19: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	16, // 20: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	3,  // 21: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 22: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 23: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 24: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 25: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	14, // 26: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	17, // 27: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	21, // [21:28] is the sub-list for method output_type
+	14, // [14:21] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -1189,7 +1393,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   13,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

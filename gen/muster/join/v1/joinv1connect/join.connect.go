@@ -52,6 +52,9 @@ const (
 	// JoinServiceRenewJoinLeaseProcedure is the fully-qualified name of the JoinService's
 	// RenewJoinLease RPC.
 	JoinServiceRenewJoinLeaseProcedure = "/muster.join.v1.JoinService/RenewJoinLease"
+	// JoinServiceRenewAdministratorProcedure is the fully-qualified name of the JoinService's
+	// RenewAdministrator RPC.
+	JoinServiceRenewAdministratorProcedure = "/muster.join.v1.JoinService/RenewAdministrator"
 )
 
 // JoinServiceClient is a client for the muster.join.v1.JoinService service.
@@ -94,6 +97,13 @@ type JoinServiceClient interface {
 	// cluster. The caller is the attested peer (J1). TICKET_UNKNOWN if the machine has no
 	// turn with that ticket, CONTROL_PLANE_BUSY if another machine has the turn.
 	RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error)
+	// RenewAdministrator gives the owner a new certificate for the cluster's administrator, when
+	// the one in his kubeconfig has ended and the API server accepts nothing from it. Access:
+	// session. The caller judges this joinservice, and shows no evidence of its own: the owner's
+	// signature decides (OWNER_SIGNATURE), here and again at the control plane that signs the
+	// certificate (J9). Ask again with the same order until the certificate comes. At most 4 KiB;
+	// too many calls of one source, or of all: BUSY.
+	RenewAdministrator(context.Context, *v1.RenewAdministratorRequest) (*v1.RenewAdministratorResponse, error)
 }
 
 // NewJoinServiceClient constructs a client for the muster.join.v1.JoinService service. By default,
@@ -143,6 +153,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("RenewJoinLease")),
 			connect.WithClientOptions(opts...),
 		),
+		renewAdministrator: connect.NewClient[v1.RenewAdministratorRequest, v1.RenewAdministratorResponse](
+			httpClient,
+			baseURL+JoinServiceRenewAdministratorProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("RenewAdministrator")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -154,6 +170,7 @@ type joinServiceClient struct {
 	issueRejoinTicket     *connect.Client[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse]
 	renewNodeCertificates *connect.Client[v1.RenewNodeCertificatesRequest, v1.RenewNodeCertificatesResponse]
 	renewJoinLease        *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
+	renewAdministrator    *connect.Client[v1.RenewAdministratorRequest, v1.RenewAdministratorResponse]
 }
 
 // IssueJoinTicket calls muster.join.v1.JoinService.IssueJoinTicket.
@@ -210,6 +227,15 @@ func (c *joinServiceClient) RenewJoinLease(ctx context.Context, req *v1.RenewJoi
 	return nil, err
 }
 
+// RenewAdministrator calls muster.join.v1.JoinService.RenewAdministrator.
+func (c *joinServiceClient) RenewAdministrator(ctx context.Context, req *v1.RenewAdministratorRequest) (*v1.RenewAdministratorResponse, error) {
+	response, err := c.renewAdministrator.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
 // JoinServiceHandler is an implementation of the muster.join.v1.JoinService service.
 type JoinServiceHandler interface {
 	// IssueJoinTicket enrols the calling machine and gives it all that it needs to
@@ -250,6 +276,13 @@ type JoinServiceHandler interface {
 	// cluster. The caller is the attested peer (J1). TICKET_UNKNOWN if the machine has no
 	// turn with that ticket, CONTROL_PLANE_BUSY if another machine has the turn.
 	RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error)
+	// RenewAdministrator gives the owner a new certificate for the cluster's administrator, when
+	// the one in his kubeconfig has ended and the API server accepts nothing from it. Access:
+	// session. The caller judges this joinservice, and shows no evidence of its own: the owner's
+	// signature decides (OWNER_SIGNATURE), here and again at the control plane that signs the
+	// certificate (J9). Ask again with the same order until the certificate comes. At most 4 KiB;
+	// too many calls of one source, or of all: BUSY.
+	RenewAdministrator(context.Context, *v1.RenewAdministratorRequest) (*v1.RenewAdministratorResponse, error)
 }
 
 // NewJoinServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -295,6 +328,12 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("RenewJoinLease")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceRenewAdministratorHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceRenewAdministratorProcedure,
+		svc.RenewAdministrator,
+		connect.WithSchema(joinServiceMethods.ByName("RenewAdministrator")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/muster.join.v1.JoinService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case JoinServiceIssueJoinTicketProcedure:
@@ -309,6 +348,8 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 			joinServiceRenewNodeCertificatesHandler.ServeHTTP(w, r)
 		case JoinServiceRenewJoinLeaseProcedure:
 			joinServiceRenewJoinLeaseHandler.ServeHTTP(w, r)
+		case JoinServiceRenewAdministratorProcedure:
+			joinServiceRenewAdministratorHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -340,4 +381,8 @@ func (UnimplementedJoinServiceHandler) RenewNodeCertificates(context.Context, *v
 
 func (UnimplementedJoinServiceHandler) RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.RenewJoinLease is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) RenewAdministrator(context.Context, *v1.RenewAdministratorRequest) (*v1.RenewAdministratorResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.RenewAdministrator is not implemented"))
 }

@@ -1,0 +1,78 @@
+package joinservice
+
+import (
+	"context"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// adminPoll is when the owner's program is to ask again for a certificate. Control planes look for requests every ten seconds.
+const adminPoll = 2 * time.Second
+
+// RenewAdministrator implements the RPC, for an owner who has no valid administrator's certificate any more. Its caller is nobody: the owner's
+// signature alone decides (J9).
+func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdministratorRequest) (*joinv1.RenewAdministratorResponse, error) {
+	remote := ""
+	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
+		remote = call.Peer().Addr
+	}
+	cert, err := s.administrator(ctx, remote, req.GetOrder())
+	if err != nil {
+		s.cfg.Strangers.Call(joinv1connect.JoinServiceRenewAdministratorProcedure, remote, "", err)
+		return nil, err
+	}
+	if cert.Leaf == nil {
+		return &joinv1.RenewAdministratorResponse{RetryAfter: durationpb.New(adminPoll)}, nil
+	}
+	return &joinv1.RenewAdministratorResponse{Certificate: cert.PEM}, nil
+}
+
+// administrator knows nothing of the wire's errors: it gives a certificate, a zero one if it is to be waited for, or a refusal.
+func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1.AdministratorOrder) (kube.Certificate, error) {
+	now := s.now()
+	if err := s.limits.admin.Allow(admission.SourceOfAddress(remote), now); err != nil {
+		return kube.Certificate{}, attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "%w", err)
+	}
+	order, err := ownerorder.Parse(wire)
+	if err != nil {
+		return kube.Certificate{}, err
+	}
+	info, err := s.cfg.Cluster()
+	if err != nil {
+		return kube.Certificate{}, err
+	}
+	if err := order.Verify(s.cfg.Owner, info.ClusterID, now); err != nil { // J9
+		return kube.Certificate{}, err
+	}
+	a := &attempt{id: newTicketID(), began: now}
+	a.record.Request = order.Name()
+	cert, filed, err := s.cfg.Kube.Ordered(ctx, order)
+	switch {
+	case err != nil:
+		return kube.Certificate{}, err
+	case cert.Leaf != nil:
+		a.record.Serials = []string{cert.Leaf.SerialNumber.Text(16)}
+		if err := s.write(a, "administrator's certificate handed out"); err != nil { // J3
+			return kube.Certificate{}, err
+		}
+		s.cfg.Log.InfoContext(ctx, "an administrator's certificate is handed out by the owner's order", "request", order.Name(), "remote", remote, "serial", a.record.Serials[0])
+		return cert, nil
+	case filed:
+		return kube.Certificate{}, nil
+	}
+	if err := s.write(a, "administrator ordered"); err != nil { // J3: nothing is filed without it
+		return kube.Certificate{}, err
+	}
+	s.cfg.Log.InfoContext(ctx, "the owner has ordered an administrator's certificate", "request", order.Name(), "remote", remote)
+	return kube.Certificate{}, s.cfg.Kube.FileOrder(ctx, order)
+}
