@@ -156,9 +156,13 @@ func writers(t *testing.T, api *envtest.Cluster) who {
 	something := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "x-"}}
 	for _, o := range []client.Object{
 		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "controller"}},
+		&rbacv1.Role{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "controller"},
+			Rules:      []rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"configmaps"}, Verbs: []string{"create"}}},
+		},
 		&rbacv1.RoleBinding{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "controller"},
-			RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "edit"},
+			RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: "controller"},
 			Subjects:   []rbacv1.Subject{{Kind: "ServiceAccount", Namespace: "default", Name: "controller"}},
 		},
 	} {
