@@ -34,6 +34,9 @@ func (u *units) Unit(ctx context.Context, verb, unit string) error {
 	if err := u.Machine.Unit(ctx, verb, unit); err != nil || unit != machine.UnitBootstrapper {
 		return err
 	}
+	if verb != "start" {
+		u.w.t.Errorf("%s: one that is at work would be interrupted", verb)
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if n := len(u.lives); n == 0 || u.lives[n-1].over() {
