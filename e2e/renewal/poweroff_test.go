@@ -89,6 +89,7 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 		t.Logf("three control planes and two workers are Ready %s after they were switched on", time.Since(began).Round(time.Second))
 		w.noLongLife(t, all)
 	})
+	t.Run("their owner, whose kubeconfig has ended too", func(t *testing.T) { w.ownerReturns(t, "poweroff") })
 }
 
 // noLongLife reads the certificates from the disks, and compares them with what the owner is shown.
