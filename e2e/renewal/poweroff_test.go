@@ -84,6 +84,7 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 		t.Logf("three control planes and two workers are Ready %s after they were switched on", time.Since(began).Round(time.Second))
 		w.noLongLife(t, all)
 	})
+	t.Run("their owner, whose kubeconfig has ended too", func(t *testing.T) { w.ownerReturns(t, "poweroff") })
 }
 
 // bannedGetsNothing bans a node whose certificates have ended, and does what has it ask for others; once it is allowed it comes back.

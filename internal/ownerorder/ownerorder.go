@@ -45,7 +45,7 @@ const (
 	MaxAhead = 5 * time.Minute
 
 	domain     = "muster administrator order v1\x00"
-	namePrefix = "muster-administrator-"
+	namePrefix = "muster-admin-"
 )
 
 // Order is what the owner signs.
@@ -99,11 +99,11 @@ func (s Signed) Verify(owner ed25519.PublicKey, cluster keys.ClusterID, now time
 
 func text(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-// Name returns the name of the CertificateSigningRequest for the order. The API server has one object of a name, so one order gives one
-// certificate, however often it is sent.
+// Name returns the name of the CertificateSigningRequest for the order, by its digest; 45 characters, so that audit records have it whole. The
+// API server has one object of a name, so one order gives one certificate, however often it is sent.
 func (o Order) Name() string {
 	digest := sha256.Sum256(o.input())
-	return namePrefix + hex.EncodeToString(digest[:])
+	return namePrefix + hex.EncodeToString(digest[:16])
 }
 
 // Wire returns the order as it is sent.
@@ -142,10 +142,10 @@ func ParseNote(note string, cluster keys.ClusterID, request []byte) (Signed, err
 	at, signature, _ := strings.Cut(note, " ")
 	s := Signed{Order: Order{Cluster: cluster, Request: request}}
 	var err error
-	if s.At, err = time.Parse(time.RFC3339, at); err != nil || text(s.At) != at {
+	if s.At, err = time.Parse(time.RFC3339, at); err != nil {
 		return Signed{}, fmt.Errorf("the annotation %s has no time", Annotation)
 	}
-	if s.Signature, err = base64.StdEncoding.Strict().DecodeString(signature); err != nil || len(s.Signature) != ed25519.SignatureSize {
+	if s.Signature, err = base64.StdEncoding.DecodeString(signature); err != nil || len(s.Signature) != ed25519.SignatureSize || s.Note() != note {
 		return Signed{}, fmt.Errorf("the annotation %s has no signature", Annotation)
 	}
 	return s, nil

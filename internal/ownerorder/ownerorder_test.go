@@ -36,7 +36,7 @@ func order() Order {
 func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 	const (
 		input     = "6d75737465722061646d696e6973747261746f72206f7264657220763100000000200102030000000000000000000000000000000000000000000000000000000000000000077265717565737400000008000000006b49d200"
-		name      = "muster-administrator-e3c036aaf28f50363e0f4736a826abb4d6002f0ebfc836b285a4527ec88ca180"
+		name      = "muster-admin-e3c036aaf28f50363e0f4736a826abb4"
 		signature = "j1y8LORDGtEqM40tYt4VR2m3tlUtMPFzcXZXZeWm11QfJBJOgzZ5Rxkapzxqcss9begxkXCUuKi514X1DRKZCg=="
 	)
 	o := order()

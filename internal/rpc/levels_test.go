@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoregistry"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -57,6 +58,19 @@ func TestEveryProcedureHasALevel(t *testing.T) {
 	for procedure := range levels {
 		if _, ok := all[procedure]; !ok && !strings.HasPrefix(procedure, "/grpc.reflection.") {
 			t.Errorf("%s is in the table, but there is no such procedure", procedure)
+		}
+	}
+}
+
+// Whoever reaches a joinservice has a session with it: to order something there costs it no more than a plain client's call.
+func TestAnOrderHasTheRoomOfAPlainClientsCall(t *testing.T) {
+	g := &guard{maxRequest: 16 << 10}
+	if got := g.requestLimit(joinv1connect.JoinServiceRenewAdministratorProcedure); got != maxPlainRequest {
+		t.Errorf("a request may have %d bytes, want %d", got, maxPlainRequest)
+	}
+	for procedure, level := range levels {
+		if want := level == Attested || level == Session && !small[procedure]; trusted(procedure) != want || small[procedure] && level != Session {
+			t.Errorf("%s, of the level %s, has the room of a plain client's: %v", procedure, level, !trusted(procedure))
 		}
 	}
 }
