@@ -190,8 +190,8 @@ func (d *Departure) shutOut() {
 }
 
 func (d *Departure) certificates() {
-	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what the node of that name may read, "+
-		"the Secrets of its pods too. If you don't trust the machine, wait that long before the name gets pods again", enrolled.CertificateLife))
+	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what every node may read, "+
+		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", enrolled.CertificateLife))
 }
 
 func some(names []string) string {
