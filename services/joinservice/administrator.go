@@ -62,7 +62,7 @@ func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1
 		return kube.Certificate{}, err
 	case cert.Leaf != nil:
 		a.record.Serials = []string{cert.Leaf.SerialNumber.Text(16)}
-		if err := s.write(a, "administrator's certificate handed out"); err != nil { // J3
+		if err := s.write(a, "administrator renewed"); err != nil { // J3
 			return kube.Certificate{}, err
 		}
 		s.cfg.Log.InfoContext(ctx, "an administrator's certificate is handed out by the owner's order", "request", order.Name(), "remote", remote, "serial", a.record.Serials[0])

@@ -151,7 +151,7 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	if err != nil || !bytes.Equal(resp.GetCertificate(), want) {
 		t.Fatalf("%v, %v; want the certificate", resp, err)
 	}
-	if n := o.records(t, "event", "administrator's certificate handed out", "reason", "ACCEPTED", "request", r.Name); n != 1 {
+	if n := o.records(t, "event", "administrator renewed", "reason", "ACCEPTED", "request", r.Name); n != 1 {
 		t.Errorf("%d records of the certificate, want 1", n)
 	}
 	// An attested machine that has seen the order can carry it too, and gets nothing but that certificate.
