@@ -117,8 +117,7 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 			defined(t)
 			list(t, nil)
 			t.Cleanup(func() {
-				n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}
-				_ = shared.Client.Delete(context.WithoutCancel(t.Context()), n)
+				unenroll(context.WithoutCancel(t.Context()), "node1")
 				_ = shared.Client.DeleteAllOf(context.WithoutCancel(t.Context()), &v1alpha1.AttestedDisk{}) // the next machine has the same
 			})
 			add(t, "node1")

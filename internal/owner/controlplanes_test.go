@@ -36,6 +36,13 @@ func (o *owned) listed(t *testing.T, serial uint64, want ...attest.MachineID) {
 	}
 }
 
+// unenroll deletes an enrollment, if it is there, in a cluster where no joinservice runs.
+func unenroll(ctx context.Context, name string) {
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	_ = shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`)))
+	_ = shared.Client.Delete(ctx, n)
+}
+
 // A7: the owner's policy lists the control planes that are enrolled, with one signature for each change, and each command goes on
 // where it was interrupted.
 func TestThePolicyListsTheControlPlanes(t *testing.T) {
@@ -45,9 +52,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
 		for _, name := range []string{"cp7", "cp8", "w7"} {
-			n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
-			_ = shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`)))
-			_ = shared.Client.Delete(ctx, n)
+			unenroll(ctx, name)
 		}
 		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
 	})

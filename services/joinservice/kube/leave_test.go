@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -179,18 +180,24 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 			t.Error(err)
 		}
 	}
+	next := object("w1")
 	a.cluster.Client = deletes{a.cluster.Client, func(o client.Object) {
 		renew(o)
 		switch o.(type) {
 		case *corev1.Node:
-			if err := shared.Client.Create(t.Context(), object("w1")); err != nil {
+			if err := shared.Client.Create(t.Context(), next); err != nil {
 				t.Error(err)
 			}
 		case *corev1.Pod:
 			p, _ = pod(t, "proxy", "w1")
 		}
 	}}
-	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !exists(t, p) {
+	uid := func() types.UID { // of the Node that is there
+		n := object("w1")
+		exists(t, n)
+		return n.UID
+	}
+	if err := a.leave(t.Context(), "w1"); err != nil || uid() != next.UID || !exists(t, p) {
 		t.Errorf("the next Node or pod is gone: %v", err)
 	}
 }
@@ -365,6 +372,10 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 		if err := step(t.Context(), old); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+	a.nodes.remove("w1") // its view of Nodes may be behind
+	if err := a.evict(t.Context(), old); err != nil {
+		t.Error(err)
 	}
 	if now := shared.Listed(t); now["w1"] != list["w1"] || now[enrolled.Key("w1")] != list[enrolled.Key("w1")] {
 		t.Errorf("listed %v, before %v", now, list)
