@@ -34,9 +34,10 @@ import (
 type orderTaker struct {
 	joinv1connect.UnimplementedJoinServiceHandler
 
-	addr string
-	sign func(*x509.CertificateRequest) []byte // nil: never
-	fail error
+	addr  string
+	sign  func(*x509.CertificateRequest) []byte // nil: never
+	fail  error
+	third func() // called at the third call
 
 	mu     sync.Mutex
 	owner  ed25519.PublicKey
@@ -53,6 +54,9 @@ func (s *orderTaker) RenewAdministrator(_ context.Context, req *joinv1.RenewAdmi
 	s.orders = append(s.orders, o)
 	if err := errors.Join(o.Verify(s.owner, o.Cluster, time.Now()), s.fail); err != nil {
 		return nil, err
+	}
+	if len(s.orders) == 3 {
+		s.third()
 	}
 	if s.sign == nil || len(s.orders) < 3 {
 		return &joinv1.RenewAdministratorResponse{RetryAfter: durationpb.New(time.Millisecond)}, nil
@@ -168,17 +172,24 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			if s.addr = tt.at; s.addr == "" {
 				s.addr = first
 			}
-			limit := patience
-			if tt.impatient {
-				limit = 3 * time.Second
-			}
-			ctx, cancel := context.WithTimeout(t.Context(), limit)
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
+			ctx, enough := context.WithCancelCause(ctx)
+			defer enough(nil)
+			s.third = func() {
+				if tt.impatient {
+					enough(context.DeadlineExceeded) // as --timeout does
+				}
+			}
+			dials := 0
 			before, _ := dir.adminConf(t)
 			got, err := RenewKubeconfig(ctx, RenewConfig{
 				Dir: dir.Dir, Joinservices: tt.named, Now: time.Now, Report: dir.report(RenewSteps),
 				DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
 					if addr != s.addr {
+						if dials++; dials == 3 {
+							s.third()
+						}
 						return nil, &net.OpError{Op: "dial", Net: network, Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}
 					}
 					return new(net.Dialer).DialContext(ctx, network, l.Addr().String())
