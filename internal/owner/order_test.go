@@ -107,7 +107,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			s.fail = attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "the cluster's control planes deny it")
 		}, says: "deny it", does: "ownerKey"},
 		"never signed":     {change: func(_ *testing.T, s *orderTaker) { s.sign = nil }, impatient: true, says: "no control plane has signed it", does: "muster-renewal"},
-		"nobody answers":   {at: other, impatient: true, unsent: true, says: "refused", does: "--joinservice"},
+		"nobody answers":   {at: other, impatient: true, unsent: true, says: "deadline exceeded", does: "--joinservice"},
 		"of another name":  {holder: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}, unsent: true, says: "kubernetes-admin alone", does: "Copy"},
 		"of another group": {holder: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}, unsent: true, says: "kubeadm:cluster-admins", does: "Copy"},
 		"for another key": {says: "another key", sign: func(t *testing.T, ca authority, r *x509.CertificateRequest) []byte {
