@@ -107,24 +107,22 @@ func joinservices(c ownerdir.Cluster) []string {
 	return out
 }
 
-// anywhere asks one joinservice after another. What one has decided that was accepted is decided; of other errors it returns one after which
-// to try again is all right, if there is one.
+// anywhere asks one joinservice after another. What one has decided that was accepted is decided; else all are told of, since one that is
+// refused may be the one that was meant.
 func (o *orderer) anywhere(ctx context.Context) ([]byte, error) {
-	var out error
+	var errs error
 	for _, addr := range o.addrs {
 		cert, err := o.at(ctx, addr)
 		if err == nil {
 			return cert, nil
 		}
 		err = fmt.Errorf("%s: %w", addr, err)
-		if final(err) && connect.IsWireError(err) {
+		if final(err) && connect.IsWireError(err) || ctx.Err() != nil {
 			return nil, err
 		}
-		if out == nil || final(out) && !final(err) {
-			out = err
-		}
+		errs = errors.Join(errs, err)
 	}
-	return nil, out
+	return nil, errs
 }
 
 // at sends the order to one joinservice until it has the certificate.
@@ -142,21 +140,24 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 	}
 	o.Report.Say(fmt.Sprintf("judged: control plane %s at %s", peer.Machine(), addr))
 	client := joinv1connect.NewJoinServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
-	for {
+	for filed := false; ; filed = true {
 		resp, err := o.call(ctx, client)
-		if err != nil {
-			return nil, err
-		}
-		if len(resp.GetCertificate()) > 0 {
+		if err == nil && len(resp.GetCertificate()) > 0 {
 			return resp.GetCertificate(), nil
 		}
-		o.Report.Say("ordered: waiting until a control plane has signed")
-		pause := resp.GetRetryAfter().AsDuration()
-		if pause <= 0 || pause > time.Minute {
-			pause = orderPoll
+		if err == nil {
+			o.Report.Say("ordered: waiting until a control plane has signed")
+			pause := resp.GetRetryAfter().AsDuration()
+			if pause <= 0 || pause > time.Minute {
+				pause = orderPoll
+			}
+			err = retry.Wait(ctx, pause)
 		}
-		if err := retry.Wait(ctx, pause); err != nil {
-			return nil, fmt.Errorf("the order is filed, and no control plane has signed it: %w", err)
+		switch {
+		case err != nil && filed && ctx.Err() != nil:
+			return nil, fmt.Errorf("the order is filed, and no control plane has signed it: %w", context.Cause(ctx))
+		case err != nil:
+			return nil, err
 		}
 	}
 }

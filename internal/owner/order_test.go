@@ -34,9 +34,10 @@ import (
 type orderTaker struct {
 	joinv1connect.UnimplementedJoinServiceHandler
 
-	addr string
-	sign func(*x509.CertificateRequest) []byte // nil: never
-	fail error
+	addr  string
+	sign  func(*x509.CertificateRequest) []byte // nil: never
+	fail  error
+	third func() // called at the third call
 
 	mu     sync.Mutex
 	owner  ed25519.PublicKey
@@ -53,6 +54,9 @@ func (s *orderTaker) RenewAdministrator(_ context.Context, req *joinv1.RenewAdmi
 	s.orders = append(s.orders, o)
 	if err := errors.Join(o.Verify(s.owner, o.Cluster, time.Now()), s.fail); err != nil {
 		return nil, err
+	}
+	if len(s.orders) == 3 {
+		s.third()
 	}
 	if s.sign == nil || len(s.orders) < 3 {
 		return &joinv1.RenewAdministratorResponse{RetryAfter: durationpb.New(time.Millisecond)}, nil
@@ -103,7 +107,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			s.fail = attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "the cluster's control planes deny it")
 		}, says: "deny it", does: "ownerKey"},
 		"never signed":     {change: func(_ *testing.T, s *orderTaker) { s.sign = nil }, impatient: true, says: "no control plane has signed it", does: "muster-renewal"},
-		"nobody answers":   {at: other, impatient: true, unsent: true, says: "refused", does: "--joinservice"},
+		"nobody answers":   {at: other, impatient: true, unsent: true, says: "deadline exceeded", does: "--joinservice"},
 		"of another name":  {holder: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}, unsent: true, says: "kubernetes-admin alone", does: "Copy"},
 		"of another group": {holder: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}, unsent: true, says: "kubeadm:cluster-admins", does: "Copy"},
 		"for another key": {says: "another key", sign: func(t *testing.T, ca authority, r *x509.CertificateRequest) []byte {
@@ -168,17 +172,24 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			if s.addr = tt.at; s.addr == "" {
 				s.addr = first
 			}
-			limit := patience
-			if tt.impatient {
-				limit = 3 * time.Second
-			}
-			ctx, cancel := context.WithTimeout(t.Context(), limit)
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
+			ctx, enough := context.WithCancelCause(ctx)
+			defer enough(nil)
+			s.third = func() {
+				if tt.impatient {
+					enough(context.DeadlineExceeded) // as --timeout does
+				}
+			}
+			dials := 0
 			before, _ := dir.adminConf(t)
 			got, err := RenewKubeconfig(ctx, RenewConfig{
 				Dir: dir.Dir, Joinservices: tt.named, Now: time.Now, Report: dir.report(RenewSteps),
 				DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
 					if addr != s.addr {
+						if dials++; dials == 3 {
+							s.third()
+						}
 						return nil, &net.OpError{Op: "dial", Net: network, Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}
 					}
 					return new(net.Dialer).DialContext(ctx, network, l.Addr().String())
