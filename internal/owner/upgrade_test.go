@@ -21,6 +21,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -404,13 +405,26 @@ func (u *upgrades) restored(t *testing.T) {
 	binding.SetGroupVersionKind(schema.GroupVersionKind{Group: "admissionregistration.k8s.io", Version: "v1", Kind: "ValidatingAdmissionPolicyBinding"})
 	binding.SetName("muster-keep-enrollments")
 	free := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
-	if err := errors.Join(shared.Client.Delete(u.ctx, binding), shared.Client.Patch(u.ctx, before.DeepCopy(), free)); err != nil {
+	var all v1alpha1.AttestedNodeList
+	if err := errors.Join(shared.Client.Delete(u.ctx, binding), shared.Client.List(u.ctx, &all)); err != nil {
 		t.Fatal(err)
+	}
+	for i := range all.Items {
+		if err := shared.Client.Patch(u.ctx, &all.Items[i], free); err != nil {
+			t.Fatal(err)
+		}
 	}
 	api, crd := u.definition(t)
 	_, disks := u.definitionOf(t, "attesteddisks")
-	if err := errors.Join(api.Delete(u.ctx, crd), api.Delete(u.ctx, disks)); err != nil {
-		t.Fatal(err)
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for _, d := range []*apiextensionsv1.CustomResourceDefinition{crd, disks} {
+		for err := api.Delete(u.ctx, d); err != nil; err = api.Delete(u.ctx, d) {
+			if !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) {
+				t.Fatal(err)
+			}
+			<-tick.C // the API server has yet to see that the binding is gone
+		}
 	}
 	cmd := exec.CommandContext(u.ctx, "sh", "-euc", `until kubectl wait --for=delete crd/`+crd.Name+` crd/`+disks.Name+` --timeout=60s; do :; done
 `+script)

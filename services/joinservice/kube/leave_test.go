@@ -139,6 +139,27 @@ func TestABanEvicts(t *testing.T) {
 	}
 }
 
+// A Node that anybody makes under a name that is shut out is evicted as soon as it is seen.
+func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
+	shared.Reset(t)
+	a, e := replica(t)
+	enrol(t, a, claim(1), "a")
+	noticed := func() {
+		t.Helper()
+		membertest.Eventually(t, func() error {
+			e.mu.Lock()
+			defer e.mu.Unlock()
+			is := e.leaving["w1"]
+			e.leaving = map[string]bool{} // Serve does not run
+			return membertest.Want(is, "nobody evicts w1")
+		})
+	}
+	ban(t, true)
+	noticed()
+	makeReady(t, a, "w1")
+	noticed()
+}
+
 // The list comes first: a kubelet that may still write makes its Node anew.
 func TestANodeIsDeletedOnceItMayNotWrite(t *testing.T) {
 	shared.Reset(t)
@@ -212,6 +233,10 @@ func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 	n.DeletionTimestamp = new(metav1.Now())
 	if k.vacant(n) {
 		t.Error("being deleted, and vacant")
+	}
+	n.Status.ReleasedAt = nil
+	if !struck(n) {
+		t.Error("being deleted, and may write")
 	}
 }
 
@@ -382,6 +407,10 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	}
 	if n := shared.Node(t, "w1"); !exists(t, p) || !exists(t, object("w1")) || n == nil || n.Leaving() {
 		t.Error("the next machine's enrollment, Node or pod is gone")
+	}
+	remove(t, "w1") // whose certificates nobody has retired yet
+	if err := a.finish(t.Context(), old); err != nil || shared.Node(t, "w1") == nil {
+		t.Errorf("the deletion of the next machine's enrollment is ended: %v", err)
 	}
 }
 
