@@ -21,6 +21,14 @@ var controlPlanes = []string{"node1", "node2", "node3"}
 func bringUpPlanes(t *testing.T, validity string) *world {
 	t.Helper()
 	w := &world{labtest.UpFor(t, "muster-e2e", validity)}
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, name := range controlPlanes {
+				out, err := w.At(context.WithoutCancel(t.Context()), name, "", "tail", "-n", "20", "/var/log/muster-renewal.log", "/var/log/muster-bootstrapper.log", "/var/log/kubelet.log")
+				t.Logf("%s, %v\n%s", name, err, out)
+			}
+		}
+	})
 	var endpoints []string
 	for i := range controlPlanes {
 		endpoints = append(endpoints, fmt.Sprintf("192.168.77.%d:30090", 11+i))
@@ -61,14 +69,6 @@ func (w *world) apiServer(ctx context.Context, node string) (*x509.Certificate, 
 // take four for their turns, more on a computer that does other things too. One whose turn comes too late renews alone, which counts as well.
 func TestControlPlanesOutliveTheirCertificates(t *testing.T) {
 	w := bringUpPlanes(t, "12m")
-	t.Cleanup(func() {
-		if t.Failed() {
-			for _, name := range controlPlanes {
-				out, err := w.At(context.WithoutCancel(t.Context()), name, "", "tail", "-n", "40", "/var/log/muster-renewal.log")
-				t.Logf("%s, %v\n%s", name, err, out)
-			}
-		}
-	})
 	first, end := map[string]*x509.Certificate{}, time.Time{}
 	for _, name := range controlPlanes {
 		c, err := w.apiServer(t.Context(), name)

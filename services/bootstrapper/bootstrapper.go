@@ -307,8 +307,9 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 
 // renewControlPlane renews what has expired of a control plane's certificates. It comes after the node lock and the state disk: where that is
 // encrypted, attestation or a recovery has opened it.
-func (b *Bootstrapper) renewControlPlane() error {
-	if err := renewal.AtBoot(b.cfg.Root, b.image.Certificates(), b.cfg.Now(), b.log); err != nil {
+func (b *Bootstrapper) renewControlPlane(ctx context.Context) error {
+	stop := func() error { return b.cfg.Machine.Unit(ctx, "stop", machine.UnitKubelet) }
+	if err := renewal.AtBoot(b.cfg.Root, b.image.Certificates(), b.cfg.Now(), b.log, stop); err != nil {
 		return fmt.Errorf("renew the certificates of this control plane: %w", err)
 	}
 	return nil
@@ -317,7 +318,7 @@ func (b *Bootstrapper) renewControlPlane() error {
 // startNode makes sure that what a node needs is running: attester and kubelet, and on a control plane what renews its certificates. The kubelet has
 // usable certificates then.
 func (b *Bootstrapper) startNode(ctx context.Context) error {
-	if err := b.renewControlPlane(); err != nil {
+	if err := b.renewControlPlane(ctx); err != nil {
 		// Without it the kubelet may still run what needs no certificate of these, and its unit tries again.
 		b.log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
 	}

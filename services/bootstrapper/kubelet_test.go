@@ -2,9 +2,13 @@ package bootstrapper_test
 
 import (
 	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
+	"math/big"
 	"net"
 	"os"
 	"path/filepath"
@@ -190,6 +194,39 @@ func TestAControlPlaneSignsItsKubeletsCertificates(t *testing.T) {
 			t.Error("the key is the old one")
 		}
 		w.holdsNoLongLife(t)
+	}
+}
+
+// A kubelet that was started with the machine has read the manifests that are about to change, and stops none of their pods before it hears from an API server,
+// which may be one of them: it starts anew.
+func TestAControlPlaneStopsItsKubeletBeforeItRenewsWhatKubeadmIssued(t *testing.T) {
+	w := first(t)
+	r := w.boot()
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Fatal(out.err, w.logged)
+	}
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(-time.Minute)}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(w.root, "/etc/kubernetes/pki/apiserver.crt"), pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	w.later(time.Minute)
+	calls := len(w.machine.Calls())
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if c := w.machine.Calls()[calls:]; c[0] != "stop "+machine.UnitKubelet || c[len(c)-1] != "start "+machine.UnitKubelet {
+		t.Errorf("%q", c)
 	}
 }
 

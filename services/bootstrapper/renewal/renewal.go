@@ -70,14 +70,17 @@ func newPlane(root string, cfg kubeadmapi.ClusterConfiguration) plane {
 
 // AtBoot renews what has expired while the machine was off, before its kubelet is started, and puts in place what an earlier renewal has
 // left. It asks nobody: without these certificates there may be no API server to ask. A machine that is no control plane has nothing to renew.
-func AtBoot(root string, cfg kubeadmapi.ClusterConfiguration, now time.Time, log *slog.Logger) error {
+//
+// Before it changes manifests it calls stop, which stops the kubelet: one that was started with the machine has read those of before, and stops or restarts none of
+// their pods before it has heard from an API server, which may be one of them.
+func AtBoot(root string, cfg kubeadmapi.ClusterConfiguration, now time.Time, log *slog.Logger, stop func() error) error {
 	if !IsControlPlane(root) {
 		return nil
 	}
-	return newPlane(root, cfg).atBoot(now, log)
+	return newPlane(root, cfg).atBoot(now, log, stop)
 }
 
-func (p plane) atBoot(now time.Time, log *slog.Logger) error {
+func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error {
 	unlock, err := p.exclusive()
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return nil // the machine runs, and its renewal is at work
@@ -93,6 +96,9 @@ func (p plane) atBoot(now time.Time, log *slog.Logger) error {
 	}
 	if expired := names(Read(p.root), func(c Certificate) bool { return c.invalid(now) }); len(expired) > 0 {
 		log.Warn("certificates of this control plane have expired; renewing them with the authorities on the disk", "certificates", expired)
+		if err := stop(); err != nil {
+			return err
+		}
 		return p.alone(now)
 	}
 	return nil

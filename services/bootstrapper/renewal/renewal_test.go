@@ -174,12 +174,15 @@ func TestOneControlPlaneAfterAnother(t *testing.T) {
 
 var errKilled = errors.New("killed")
 
+// stopped stands for a kubelet that does not run.
+func stopped() error { return nil }
+
 // Killed after any step, by the loop or at boot, the machine has at its next start certificates that fit their keys; the renewal is
 // finished, and nothing is lost.
 func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 	kill := map[string]func(r *Renewer, now time.Time) error{
 		"with the lease": func(r *Renewer, _ time.Time) error { _, err := r.once(t.Context()); return err },
-		"at boot":        func(r *Renewer, now time.Time) error { return r.plane.atBoot(now, r.Log) },
+		"at boot":        func(r *Renewer, now time.Time) error { return r.plane.atBoot(now, r.Log, stopped) },
 	}
 	for how, run := range kill {
 		share := map[string]float64{"with the lease": 0.7, "at boot": 1.1}[how]
@@ -207,7 +210,7 @@ func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 			}
 			// It starts: what is in place has to fit before anything is asked of the cluster.
 			r.plane.step = func(string) error { return nil }
-			if err := r.plane.atBoot(now, r.Log); err != nil {
+			if err := r.plane.atBoot(now, r.Log, stopped); err != nil {
 				t.Fatalf("%s, after %q: %v", how, steps[len(steps)-1], err)
 			}
 			if share > 1 {
@@ -275,8 +278,18 @@ func TestAtBootOnlyWhatExpiredIsRenewed(t *testing.T) {
 			}
 			before, now = leaves(t, root), at(t, root, 0).Add(-2*time.Hour)
 		}
-		if err := AtBoot(root, image, now, slog.New(slog.DiscardHandler)); err != nil {
+		manifest, off := filepath.Join(root, manifests, "kube-apiserver.yaml"), 0
+		if err := AtBoot(root, image, now, slog.New(slog.DiscardHandler), func() error {
+			off++
+			if text, err := os.ReadFile(manifest); err != nil || tt.share > 0 && strings.Contains(string(text), Annotation) {
+				t.Errorf("the kubelet runs while manifests change: %v", err)
+			}
+			return nil
+		}); err != nil {
 			t.Fatal(err)
+		}
+		if off > 0 != tt.want {
+			t.Errorf("at %v of its life: the kubelet was stopped %d times", tt.share, off)
 		}
 		if got := !leaves(t, root)["apiserver"].Equal(before["apiserver"]); got != tt.want {
 			t.Errorf("at %v of its life: renewed %v", tt.share, got)
@@ -285,7 +298,7 @@ func TestAtBootOnlyWhatExpiredIsRenewed(t *testing.T) {
 			soundAt(t, root, now)
 		}
 	}
-	if err := AtBoot(t.TempDir(), image, time.Now(), slog.New(slog.DiscardHandler)); err != nil {
+	if err := AtBoot(t.TempDir(), image, time.Now(), slog.New(slog.DiscardHandler), stopped); err != nil {
 		t.Errorf("a worker: %v", err)
 	}
 }
@@ -343,14 +356,14 @@ func TestWhileTheLoopIsAtWorkBootLeavesItAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := leaves(t, root)
-	if err := AtBoot(root, image, at(t, root, 2), slog.New(slog.DiscardHandler)); err != nil {
+	if err := AtBoot(root, image, at(t, root, 2), slog.New(slog.DiscardHandler), stopped); err != nil {
 		t.Fatal(err)
 	}
 	if !leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
 		t.Error("two renew at the same time")
 	}
 	unlock()
-	if err := AtBoot(root, image, at(t, root, 2), slog.New(slog.DiscardHandler)); err != nil {
+	if err := AtBoot(root, image, at(t, root, 2), slog.New(slog.DiscardHandler), stopped); err != nil {
 		t.Fatal(err)
 	}
 	if leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
