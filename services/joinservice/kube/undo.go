@@ -176,9 +176,7 @@ func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) 
 			continue
 		}
 		return n.Name, k.release(ctx, n, func(n *v1alpha1.AttestedNode) error {
-			t := n.Status.Ticket
-			switch {
-			case t == nil || t.ID != ticket || k.nodes.has(n.Name) || k.now().Sub(t.IssuedAt.Time) > returnWithin:
+			if t := n.Status.Ticket; t == nil || t.ID != ticket || k.nodes.has(n.Name) || k.now().Sub(t.IssuedAt.Time) > returnWithin {
 				return unknown
 			}
 			return checkShutOut(n)
