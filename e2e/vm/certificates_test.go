@@ -19,6 +19,7 @@ func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T
 	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
 		t.Fatal(err)
 	}
+	w.says(t, "node7", "this machine is a node", joinTime)
 	first := w.ready(t, "node7", "")
 
 	if err := w.KillNode(t.Context(), "node1"); err != nil {
