@@ -75,7 +75,7 @@ GOTEST := go test -race -vet=off -ldflags=-w
 
 .PHONY: unit
 unit: deps kube ## Unit, property and integration tests with the race detector, in all three modules
-	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 20m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p 4 -timeout 30m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/...
 
 # Those with the most machines have the computer to themselves, and its 128 inotify instances: the others run two at a time.
 E2E_LARGE := ./e2e/demo ./e2e/controlplane
