@@ -57,7 +57,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 	if out.Nothing {
 		return out, nil
 	}
-	if p.ControlPlane && p.Node != nil {
+	if p.ControlPlane && p.Joined() {
 		if len(p.OtherControlPlanes) == 0 {
 			return nil, withRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster", name), "Add another control plane first.")
 		}

@@ -47,6 +47,12 @@ func (p *Presence) Nothing() bool {
 	return p.Node == nil && p.Enrolment == nil && p.Listed == "" && len(p.Requests) == 0
 }
 
+// Joined says whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
+// deleted its Node.
+func (p *Presence) Joined() bool {
+	return p.Node != nil || p.Enrolment != nil && (p.Enrolment.Status.Ticket != nil || p.Enrolment.Status.AKName != "")
+}
+
 // Ready says whether the Node reports in.
 func (p *Presence) Ready() bool { return p.Node != nil && isReady(p.Node) }
 

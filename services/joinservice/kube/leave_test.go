@@ -480,11 +480,18 @@ func TestNobodyButTheOwnersProgramEndsMuster(t *testing.T) {
 		t.Errorf("all enrollments: %v", err)
 	}
 	n := shared.Node(t, "cp1")
-	n.Spec.Banned = true
+	n.Spec.Banned, n.Finalizers = true, []string{v1alpha1.RetireCertificates}
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := shared.Client.Delete(t.Context(), n, client.DryRunAll); !apierrors.IsInvalid(err) && !apierrors.IsForbidden(err) {
+		t.Errorf("a banned one: %v", err)
+	}
+	n.Finalizers = nil
 	if err := shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	if err := shared.Client.Delete(t.Context(), n, client.DryRunAll); err != nil {
-		t.Errorf("a banned one: %v", err)
+		t.Errorf("as muster forget leaves it: %v", err)
 	}
 }
