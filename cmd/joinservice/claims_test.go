@@ -2,8 +2,10 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -29,6 +31,17 @@ func (s *stage) unenrol(t *testing.T, node string) {
 	membertest.Eventually(t, func() error {
 		_, listed := s.Listed(t)[node]
 		return membertest.Want(!listed && s.Node(t, node) == nil, "%s is enrolled or may write", node)
+	})
+	// What its informer is told comes in order: once joinservice has ended another deletion, it has heard of this one.
+	later := &v1alpha1.AttestedNode{
+		ObjectMeta: metav1.ObjectMeta{Name: "later", Finalizers: []string{v1alpha1.RetireCertificates}},
+		Spec:       v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("e", 64), Role: v1alpha1.RoleWorker},
+	}
+	if err := errors.Join(s.Client.Create(t.Context(), later), s.Client.Delete(t.Context(), later)); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(s.Node(t, "later") == nil, "an enrollment is being deleted still")
 	})
 }
 
