@@ -155,12 +155,14 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 		}
 		switch {
 		case err != nil && filed && ctx.Err() != nil:
-			return nil, fmt.Errorf("the order is filed, and no control plane has signed it: %w", context.Cause(ctx))
+			return nil, fmt.Errorf("%w: %w", errUnsigned, context.Cause(ctx))
 		case err != nil:
 			return nil, err
 		}
 	}
 }
+
+var errUnsigned = errors.New("the order is filed, and no control plane has signed it")
 
 func (o *orderer) judge(ctx context.Context, s *peerdial.Session) (attest.Peer, error) {
 	ctx, cancel := context.WithTimeout(ctx, orderTimeout)
@@ -192,10 +194,12 @@ func (o *orderer) explain(err error) error {
 		return withRemedy(err, "The joinservice has accepted the order, and the control plane's machine has not: the text says why. Its image has to name the ownerKey of this folder (journalctl -u muster-renewal).")
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN, reason == attestv1.Reason_REASON_SERVER_NOT_LISTED:
 		return withRemedy(err, "Nothing was sent. Name a control plane of this cluster by --joinservice HOST:PORT; "+o.Dir.File(ownerdir.PolicyFile)+" lists their machine IDs.")
+	case errors.Is(err, errUnsigned):
+		return withRemedy(err, "muster-renewal has to run on a control plane, of this version of Muster or a newer one; its image has to name the ownerKey of this folder, and its clock has to be right. Its log says why it signs nothing (journalctl -u muster-renewal). --timeout waits longer.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
 		return withRemedy(err, "The joinservice there is of an older version of Muster, which takes no orders.")
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, context.DeadlineExceeded) && reason == attestv1.Reason_REASON_UNSPECIFIED:
-		return withRemedy(err, "Tried: "+tried+". Name a control plane that runs by --joinservice HOST:PORT (the port is 30090 by default). If it waits for \"signed\", muster-renewal has to run on a control plane, of this version of Muster or a newer one. --timeout waits longer.")
+		return withRemedy(err, "Tried: "+tried+". Name a control plane that runs by --joinservice HOST:PORT (the port is 30090 by default).")
 	}
 	return err
 }

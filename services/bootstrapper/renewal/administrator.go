@@ -21,8 +21,10 @@ import (
 	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // maxRequest bounds a request, in bytes of PEM.
@@ -49,6 +51,7 @@ func (a administrators) sign(ctx context.Context) error {
 		return err
 	}
 	var errs error
+	left := 0
 	for i := range list.Items {
 		r := &list.Items[i]
 		denied := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
@@ -57,7 +60,14 @@ func (a administrators) sign(ctx context.Context) error {
 		if r.Spec.SignerName != clusterinfo.AdministratorSigner || denied || len(r.Status.Certificate) > 0 {
 			continue
 		}
-		if err := a.decide(ctx, r); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // another control plane was faster
+		err := a.decide(ctx, r)
+		if other := (*othersDecide)(nil); errors.As(err, &other) {
+			if left++; left == 1 && a.Now().Sub(r.CreationTimestamp.Time) < ownerorder.MaxAge+ownerorder.MaxAhead { // later ones can have no order that is valid
+				a.Log.WarnContext(ctx, "an order for an administrator's certificate is left to other control planes", "request", r.Name, "err", err)
+			}
+			continue
+		}
+		if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // another control plane was faster
 			errs = errors.Join(errs, fmt.Errorf("request %s: %w", r.Name, err))
 		}
 	}
@@ -66,16 +76,25 @@ func (a administrators) sign(ctx context.Context) error {
 
 func (a administrators) decide(ctx context.Context, r *certificatesv1.CertificateSigningRequest) error {
 	log := a.Log.With("request", r.Name, "by", r.Spec.Username)
+	approved := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateApproved
+	})
 	request, err := a.renewalOf(r)
-	if err != nil {
-		log.WarnContext(ctx, "a request for an administrator's certificate is denied", "err", err)
-		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateDenied, "NotARenewal", err.Error()))
-		_, err := a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{})
+	if other := (*othersDecide)(nil); errors.As(err, &other) {
 		return err
 	}
-	if !slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-		return c.Type == certificatesv1.CertificateApproved
-	}) {
+	if err != nil {
+		log.WarnContext(ctx, "a request for an administrator's certificate is denied", "err", err)
+		if approved { // by somebody else: the API server takes no denial of it
+			r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateFailed, "NotARenewal", err.Error()))
+			_, err = a.requests.UpdateStatus(ctx, r, metav1.UpdateOptions{})
+			return err
+		}
+		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateDenied, "NotARenewal", err.Error()))
+		_, err = a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{})
+		return err
+	}
+	if !approved {
 		r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateApproved, "Renewal", "The requester has the identity that is asked for, or the owner's order."))
 		if r, err = a.requests.UpdateApproval(ctx, r.Name, r, metav1.UpdateOptions{}); err != nil {
 			return err
@@ -131,6 +150,12 @@ func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (
 	return c, nil
 }
 
+// othersDecide is about an order that this machine can't judge, and that another control plane may: its own clock may be wrong, and its image may name no
+// owner. A denial would be final for all of them.
+type othersDecide struct{ error }
+
+func (e *othersDecide) Unwrap() error { return e.error }
+
 // ordered returns nil if the owner has ordered this very request, for this cluster and now (J9). Who filed it is not believed to have
 // looked: the key and the cluster are those that this machine's image and journal name.
 func (a administrators) ordered(name, note string, request []byte) error {
@@ -138,7 +163,9 @@ func (a administrators) ordered(name, note string, request []byte) error {
 	if err != nil {
 		return err
 	}
-	if err := order.Verify(a.Owner, a.Cluster, a.Now()); err != nil {
+	if err := order.Verify(a.Owner, a.Cluster, a.Now()); len(a.Owner) == 0 || attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW {
+		return &othersDecide{err}
+	} else if err != nil {
 		return err
 	}
 	if name != order.Name() { // one order, one certificate

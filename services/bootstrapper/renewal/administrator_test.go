@@ -9,8 +9,10 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -56,12 +58,18 @@ func (k *oneRequest) List(context.Context, metav1.ListOptions) (*certificatesv1.
 }
 
 func (k *oneRequest) UpdateApproval(_ context.Context, _ string, r *certificatesv1.CertificateSigningRequest, _ metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error) {
+	has := func(r *certificatesv1.CertificateSigningRequest, kind certificatesv1.RequestConditionType) bool {
+		return slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool { return c.Type == kind })
+	}
+	if has(r, certificatesv1.CertificateApproved) && has(r, certificatesv1.CertificateDenied) {
+		return nil, errors.New("approved and denied: the API server takes no such thing")
+	}
 	k.r.Status.Conditions = r.Status.Conditions
 	return k.r.DeepCopy(), nil
 }
 
 func (k *oneRequest) UpdateStatus(_ context.Context, r *certificatesv1.CertificateSigningRequest, _ metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error) {
-	k.r.Status.Certificate = r.Status.Certificate
+	k.r.Status.Certificate, k.r.Status.Conditions = r.Status.Certificate, r.Status.Conditions
 	return k.r.DeepCopy(), nil
 }
 
@@ -157,13 +165,14 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		image  func(*Config)
 		change func(*certificatesv1.CertificateSigningRequest)
 		want   bool
+		left   bool // nobody is denied anything: another control plane may sign
 	}{
 		"the owner's order":   {want: true},
 		"at its oldest":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
 		"a stranger's order":  {signer: stranger},
 		"for another cluster": {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
-		"too old":             {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }},
-		"of the future":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }},
+		"too old":             {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }, left: true},
+		"of the future":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }, left: true},
 		"for another key": {order: func(o *ownerorder.Order) {
 			_, r := request(t, &x509.CertificateRequest{Subject: own})
 			o.Request = der(r)
@@ -187,7 +196,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		}},
 		"with nothing in it":             {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations[ownerorder.Annotation] = "" }},
 		"without it":                     {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations = nil }},
-		"where the image names no owner": {image: func(c *Config) { c.Owner = nil }},
+		"where the image names no owner": {image: func(c *Config) { c.Owner = nil }, left: true},
 		"where the image names another":  {image: func(c *Config) { c.Owner = stranger.Public().(ed25519.PublicKey) }},
 		"filed by an administrator, for him": {want: true, change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
@@ -224,6 +233,12 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 				t.Fatal(err)
 			}
 			issued, conditions := k.r.Status.Certificate, k.r.Status.Conditions
+			if tt.left {
+				if len(issued) > 0 || len(conditions) > 0 {
+					t.Errorf("decided: %v", conditions)
+				}
+				return
+			}
 			if !tt.want {
 				if len(issued) > 0 || len(conditions) != 1 || conditions[0].Type != certificatesv1.CertificateDenied {
 					t.Errorf("issued: %v", conditions)
@@ -238,6 +253,21 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 				t.Errorf("%s for %v", c.Subject, c.PublicKey)
 			}
 		})
+	}
+}
+
+// The API server refuses a denial beside an approval, so what an administrator has approved by hand is marked as failed, and done with.
+func TestWhatIsApprovedAndNoRenewalFails(t *testing.T) {
+	root := newControlPlane(t)
+	now := at(t, root, 0.5)
+	_, r := request(t, &x509.CertificateRequest{Subject: pkix.Name{CommonName: "kubernetes-admin", Organization: []string{"system:masters"}}})
+	r.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{condition(certificatesv1.CertificateApproved, "ByHand", "")}
+	k := &oneRequest{*r}
+	if err := (administrators{k, Config{Root: root, Kubeadm: image, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}}).sign(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if s := k.r.Status; len(s.Certificate) > 0 || len(s.Conditions) != 2 || s.Conditions[1].Type != certificatesv1.CertificateFailed {
+		t.Errorf("%v", s.Conditions)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -23,6 +24,7 @@ import (
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 )
 
@@ -34,6 +36,8 @@ type Cluster interface {
 	Unhealthy(ctx context.Context) ([]string, error)
 	// Runs reports whether this control plane's pod of the component is Ready and has the annotation.
 	Runs(ctx context.Context, component, annotation string) (bool, error)
+	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet may not write then what Runs waits for.
+	ShutOut(ctx context.Context) (bool, error)
 	// Publish writes this control plane's certificates to where the owner's program looks.
 	Publish(ctx context.Context, list []Certificate) error
 	// SignAdministrators decides on requests for an administrator's certificate.
@@ -146,6 +150,22 @@ func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool,
 		return false, nil // between two pods
 	}
 	return err == nil && pod.Annotations[Annotation] == annotation && pod.DeletionTimestamp == nil && ready(pod), err
+}
+
+// ShutOut implements [Cluster]. A node of a cluster that was adopted may have no enrollment, and is not shut out.
+func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
+	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", c.node).DoRaw(ctx)
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	var n v1alpha1.AttestedNode
+	if err := json.Unmarshal(text, &n); err != nil {
+		return false, fmt.Errorf("AttestedNode %s: %w", c.node, err)
+	}
+	return n.ShutOut(), nil
 }
 
 // SignAdministrators implements [Cluster].

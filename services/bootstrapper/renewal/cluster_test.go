@@ -24,8 +24,10 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // What a renewal asks of a cluster, at a real API server.
@@ -145,6 +147,41 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		want("old", false)
 		want("new", true)
 	})
+	t.Run("a control plane whose enrollment is banned or deleted is shut out", func(t *testing.T) {
+		shutOut := func(want bool) {
+			t.Helper()
+			if got, err := a.ShutOut(ctx); err != nil || got != want {
+				t.Errorf("shut out %v, %v, want %v", got, err, want)
+			}
+		}
+		shutOut(false) // the definition is not there
+		if err := api.InstallCRDs(ctx); err != nil {
+			t.Fatal(err)
+		}
+		shutOut(false) // the node was adopted
+		n := &v1alpha1.AttestedNode{
+			ObjectMeta: metav1.ObjectMeta{Name: "node1", Finalizers: []string{v1alpha1.RetireCertificates}},
+			Spec:       v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{1}.String(), Role: v1alpha1.RoleControlPlane},
+		}
+		if err := api.Client.Create(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		shutOut(false)
+		n.Spec.Banned = true
+		if err := api.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		shutOut(true)
+		n.Spec.Banned = false
+		if err := api.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		shutOut(false)
+		if err := api.Client.Delete(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		shutOut(true)
+	})
 	t.Run("certificates are published on the Node", func(t *testing.T) {
 		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}); err != nil {
 			t.Fatal(err)
@@ -183,6 +220,12 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these itself
 			if r, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{}); err != nil {
 				t.Fatal(err)
+			}
+			if user != "kubernetes-admin" { // an administrator who does not look has approved it
+				r.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{condition(certificatesv1.CertificateApproved, "ByHand", "")}
+				if err := api.Client.SubResource("approval").Update(ctx, r); err != nil {
+					t.Fatal(err)
+				}
 			}
 			if err := a.SignAdministrators(ctx, Config{Root: root, Kubeadm: image, Now: time.Now, Log: slog.New(slog.DiscardHandler)}); err != nil {
 				t.Fatal(err)

@@ -113,6 +113,7 @@ type memoryCluster struct {
 	down  []string // pods of others
 	dead  string   // a component of this control plane that never becomes Ready
 	taken bool     // somebody else has the lease, for ever
+	out   bool     // this control plane is banned
 	order []string // what happened
 	list  []Certificate
 }
@@ -122,6 +123,25 @@ func (c *memoryCluster) note(what string) {
 	defer c.mu.Unlock()
 	if len(c.order) == 0 || c.order[len(c.order)-1] != what {
 		c.order = append(c.order, what)
+	}
+}
+
+// await returns once something was done.
+func (c *memoryCluster) await(t *testing.T, what string) {
+	t.Helper()
+	deadline := time.After(2 * time.Minute)
+	for {
+		c.mu.Lock()
+		ok := slices.Contains(c.order, what)
+		c.mu.Unlock()
+		if ok {
+			return
+		}
+		select {
+		case <-time.After(time.Millisecond):
+		case <-deadline:
+			t.Fatalf("%q was not done", what)
+		}
 	}
 }
 
@@ -165,6 +185,12 @@ func (c *memoryCluster) Runs(_ context.Context, component, annotation string) (b
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.dead != component && strings.Contains(string(text), annotation), nil
+}
+
+func (c *memoryCluster) ShutOut(context.Context) (bool, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.out, nil
 }
 
 func (c *memoryCluster) Publish(_ context.Context, list []Certificate) error {

@@ -241,6 +241,9 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 		}
 	}
 	list := Read(r.Root)
+	if len(list) == 0 {
+		return fmt.Errorf("%s has no certificates: restore them, or have kubeadm make them anew", filepath.Join(r.Root, pki))
+	}
 	if i := slices.IndexFunc(list, func(c Certificate) bool { return c.Unreadable != "" }); i >= 0 {
 		return fmt.Errorf("%s: restore it, or have kubeadm make it anew", list[i].Unreadable)
 	}
@@ -256,10 +259,26 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 		return err
 	}
 	defer c.Close()
+	if err := admitted(ctx, c); err != nil {
+		return err
+	}
 	if err := r.othersRun(ctx, c, list, now); err != nil {
 		return err
 	}
 	return c.Exclusively(ctx, func(ctx context.Context) error { return r.withLease(ctx, c, list, now) }) // J8
+}
+
+// errShutOut is about a control plane that would hold the lease until its certificates end: the API server takes from its kubelet no word on whether a
+// pod is Ready.
+var errShutOut = errors.New("this control plane is banned, or its enrollment is being deleted: its certificates are renewed once the ban is lifted, or when they have ended")
+
+// admitted returns [errShutOut] if the cluster says so of this control plane.
+func admitted(ctx context.Context, c Cluster) error {
+	out, err := c.ShutOut(ctx)
+	if err == nil && out {
+		err = errShutOut
+	}
+	return err
 }
 
 // othersRun returns an error if a part of a control plane is not Ready, so that never two control planes are without one. What was begun goes
@@ -315,6 +334,9 @@ func (r *Renewer) untilRuns(ctx context.Context, c Cluster, component, annotatio
 		runs, err := c.Runs(ctx, component, annotation)
 		if err == nil && runs {
 			return nil
+		}
+		if notAdmitted := admitted(ctx, c); errors.Is(notAdmitted, errShutOut) { // banned meanwhile; what was begun goes on once it is not
+			return notAdmitted
 		}
 		if time.Since(told) > time.Minute {
 			told = time.Now()

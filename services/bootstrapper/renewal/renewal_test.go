@@ -90,23 +90,7 @@ func TestTheLeaseIsKeptUntilAllParts(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- newRenewer(t, c, at(t, root, 0.7)).Run(ctx) }()
-	seen := func(what string) {
-		t.Helper()
-		deadline := time.After(2 * time.Minute)
-		for {
-			c.mu.Lock()
-			ok := slices.Contains(c.order, what)
-			c.mu.Unlock()
-			if ok {
-				return
-			}
-			select {
-			case <-time.After(time.Millisecond):
-			case <-deadline:
-				t.Fatalf("%q was not done", what)
-			}
-		}
-	}
+	seen := func(what string) { t.Helper(); c.await(t, what) }
 	seen("kube-apiserver")
 	if c.lease.TryLock() {
 		t.Error("the lease is free while the API server is down")
@@ -123,6 +107,38 @@ func TestTheLeaseIsKeptUntilAllParts(t *testing.T) {
 	if slices.ContainsFunc(c.order, func(s string) bool { return strings.HasPrefix(s, "too early") }) {
 		t.Errorf("done: %q", c.order)
 	}
+}
+
+// The pods of a banned control plane never are Ready for the cluster, so it would keep the lease for months, and no machine could become a control plane.
+func TestABannedControlPlaneDoesNotTakeTheLease(t *testing.T) {
+	root := newControlPlane(t)
+	before, now := leaves(t, root), at(t, root, 0.7)
+	c := &memoryCluster{root: root, lease: new(sync.Mutex), out: true}
+	if _, err := newRenewer(t, c, now).once(t.Context()); !errors.Is(err, errShutOut) || len(c.order) > 0 {
+		t.Errorf("%v, done: %q", err, c.order)
+	}
+	if !leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
+		t.Error("its certificates are renewed")
+	}
+	// Banned in the middle of it, it gives the lease back, and goes on where it was once the ban is lifted.
+	c.out, c.dead = false, "kube-apiserver"
+	done := make(chan error, 1)
+	go func() {
+		_, err := newRenewer(t, c, now).once(t.Context())
+		done <- err
+	}()
+	c.await(t, "kube-apiserver")
+	c.mu.Lock()
+	c.out = true
+	c.mu.Unlock()
+	if err := <-done; !errors.Is(err, errShutOut) || !slices.Equal(c.order, []string{"lease", "etcd", "kube-apiserver", "released"}) {
+		t.Errorf("%v, done: %q", err, c.order)
+	}
+	c.out, c.dead = false, ""
+	if _, err := newRenewer(t, c, now).once(t.Context()); err != nil {
+		t.Error(err)
+	}
+	soundAt(t, root, now)
 }
 
 // Whoever holds the lease and does not give it back holds up the others until their certificates end, and no longer.

@@ -57,7 +57,7 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 		e.cuts = append(e.cuts, n.Spec.MachineID)
 		wake(e.kickCut)
 	}
-	if struck(n) != e.struck[n.Name] {
+	if _, pending := e.tasks[n.Name]; struck(n) != e.struck[n.Name] || keepsNode(n) && !pending {
 		e.add(n.Name, was && !n.ShutOut())
 	}
 	if n.ShutOut() {

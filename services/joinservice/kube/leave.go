@@ -140,6 +140,13 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 	return nil
 }
 
+// keepsNode reports whether an enrollment that is not shut out has what `muster replace` was interrupted with: somebody has lifted the ban by hand. The
+// annotation would keep the next ban from evicting.
+func keepsNode(n *v1alpha1.AttestedNode) bool {
+	_, keep := n.Annotations[v1alpha1.KeepNode]
+	return keep && !n.ShutOut()
+}
+
 // shutOut reads an enrollment that is shut out; nil: there is none any more. An empty uid fits each.
 func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}

@@ -257,6 +257,25 @@ func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	}
 }
 
+// Whoever lifts the ban of an interrupted `muster replace` by hand has a node that the next ban evicts like any other.
+func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
+	shared.Reset(t)
+	a, e := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	n := shared.Node(t, "w1")
+	n.Annotations[v1alpha1.KeepNode] = "true" // no joinservice ran when the ban was lifted
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(shared.Node(t, "w1").Annotations[v1alpha1.KeepNode] == "", "the annotation is still there")
+	})
+	ban(t, true)
+	membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is still there") })
+}
+
 // Without its Node the last control plane would run no joinservice, and nobody could lift the ban.
 func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	shared.Reset(t)

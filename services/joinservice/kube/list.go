@@ -123,6 +123,14 @@ func (k *Kube) settle(ctx context.Context, node string, put bool) error {
 		} else if err != nil {
 			return unavailable("read AttestedNode "+node, err)
 		}
+		if n != nil && keepsNode(n) {
+			delete(n.Annotations, v1alpha1.KeepNode)
+			if err := k.cluster.Client.Update(ctx, n); apierrors.IsConflict(err) {
+				continue
+			} else if client.IgnoreNotFound(err) != nil {
+				return unavailable("write AttestedNode "+node, err)
+			}
+		}
 		m := &corev1.ConfigMap{}
 		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}, m); apierrors.IsNotFound(err) {
 			return nil // nobody may write
