@@ -41,7 +41,7 @@ type RenewConfig struct {
 // RenewSteps is how many steps [RenewKubeconfig] reports.
 const RenewSteps = 2
 
-// RenewKubeconfig gives the kubeconfig of an owner's folder a new key and a new certificate for the same identity: with the one that it has
+// RenewKubeconfig replaces key and certificate in the kubeconfig of an owner's folder, for the same identity: with the certificate that it has
 // while that is valid, with an order by the owner's key after that. It returns when the new one ends. The old one is replaced once the API
 // server has accepted the new one.
 func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
