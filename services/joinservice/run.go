@@ -77,7 +77,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	k, err := kube.New(m.Cluster, o.Log, o.CertificateLife)
+	k, err := kube.New(m.Cluster, o.Audit, o.Log, o.CertificateLife)
 	if err != nil {
 		return err
 	}

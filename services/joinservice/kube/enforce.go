@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -26,11 +27,18 @@ type Enforcer struct {
 	shut    map[string]bool
 	tasks   map[string]bool // by node name: its place in the list is to be settled; true: put it back
 	leaving map[string]bool // by node name: it is to be evicted
-	cuts    []string        // machines whose connections are to be closed
+	changes []change        // that nobody was told of yet
 	kick    chan struct{}
 	kickCut chan struct{}
 	// kickLeave wakes the evictions.
 	kickLeave chan struct{}
+}
+
+// change is one in who is shut out.
+type change struct {
+	node, machine string
+	event         string // as the audit log has it
+	shut          bool
 }
 
 // NewEnforcer returns an Enforcer. Call it before the informers run.
@@ -53,9 +61,11 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	was := e.shut[n.Name]
-	if n.ShutOut() && !was {
-		e.cuts = append(e.cuts, n.Spec.MachineID)
-		wake(e.kickCut)
+	switch {
+	case n.ShutOut() && !was:
+		e.changed(n, "machine shut out", true)
+	case was && !n.ShutOut():
+		e.changed(n, "machine let in again", false)
 	}
 	if _, pending := e.tasks[n.Name]; struck(n) != e.struck[n.Name] || keepsNode(n) && !pending {
 		e.add(n.Name, was && !n.ShutOut())
@@ -65,6 +75,11 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 		wake(e.kickLeave)
 	}
 	e.shut[n.Name], e.struck[n.Name] = n.ShutOut(), struck(n)
+}
+
+func (e *Enforcer) changed(n *v1alpha1.AttestedNode, event string, shut bool) {
+	e.changes = append(e.changes, change{n.Name, n.Spec.MachineID, event, shut})
+	wake(e.kickCut)
 }
 
 // present finds a Node that came, or was made by somebody, under a name that is shut out.
@@ -82,6 +97,9 @@ func (e *Enforcer) present(n *corev1.Node) {
 func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.shut[n.Name] {
+		e.changed(n, "enrollment ended", false)
+	}
 	delete(e.shut, n.Name)
 	delete(e.struck, n.Name)
 	e.add(n.Name, false)
@@ -139,13 +157,20 @@ func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
 		case <-e.kickCut:
 		}
 		e.mu.Lock()
-		machines := e.cuts
-		e.cuts = nil
+		changes := e.changes
+		e.changes = nil
 		e.mu.Unlock()
-		for _, m := range machines {
-			if id, err := attest.ParseMachineID(m); err == nil {
+		for _, c := range changes {
+			if id, err := attest.ParseMachineID(c.machine); err == nil && c.shut {
 				cut(id)
 			}
+		}
+		for _, c := range changes {
+			reason := attestv1.Reason_REASON_ACCEPTED
+			if c.shut {
+				reason = attestv1.Reason_REASON_BANNED
+			}
+			e.kube.tellAuditor(ctx, c.event, c.node, c.machine, reason)
 		}
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
@@ -41,6 +42,7 @@ const (
 // Kube reads and writes for joinservice. Make it before [cluster.Cluster.Serve] runs.
 type Kube struct {
 	cluster   *cluster.Cluster
+	audit     *audit.Log
 	log       *slog.Logger
 	addresses *addresses
 	nodes     *names
@@ -64,12 +66,12 @@ const (
 	MinCertificateLife     = 10 * time.Minute
 )
 
-// New registers the informers that joinservice needs beside those of c. life is how long a node's
+// New registers the informers that joinservice needs beside those of c. records gets what is done to machines that are shut out. life is how long a node's
 // certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
 // a kubelet renews (--cluster-signing-duration of kube-controller-manager).
-func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error) {
-	if c == nil || log == nil {
-		return nil, errors.New("kube: cluster and log are required")
+func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Duration) (*Kube, error) {
+	if c == nil || records == nil || log == nil {
+		return nil, errors.New("kube: cluster, audit log and log are required")
 	}
 	if life > enrolled.CertificateLife {
 		return nil, fmt.Errorf("kube: certificates of %s: names that the owner takes from machines are retired for certificates of %s at most", life, enrolled.CertificateLife)
@@ -78,7 +80,7 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		return nil, fmt.Errorf("kube: certificates of %s: Kubernetes signs none for less than %s", life, MinCertificateLife)
 	}
 	k := &Kube{
-		cluster: c, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
+		cluster: c, audit: records, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
 		life: life, now: time.Now,
 	}
 	k.requests.now = func() time.Time { return k.now() }
@@ -90,6 +92,13 @@ func New(c *cluster.Cluster, log *slog.Logger, life time.Duration) (*Kube, error
 		cluster.WatchRequests(c, signerOf[nodecert.Serving], k.requests.set, k.requests.remove),
 		cluster.Watch(c, k.disks.set, k.disks.remove),
 	)
+}
+
+// tellAuditor records what was done to a machine, after it was done: a disk that is full must not keep a banned machine in.
+func (k *Kube) tellAuditor(ctx context.Context, event, node, machine string, reason attestv1.Reason) {
+	if err := k.audit.Write(audit.Record{Service: "joinservice", Event: event, Reason: attest.ReasonName(reason), Node: node, Machine: machine}); err != nil {
+		k.log.ErrorContext(ctx, "an audit record cannot be written", "event", event, "node", node, "machine", machine, "err", err)
+	}
 }
 
 // Wait waits for clean-up that was left to the background.

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
@@ -46,7 +47,7 @@ func replica(t *testing.T, with ...func(*Kube)) (*Kube, *Enforcer) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k, err := New(c, slog.New(slog.DiscardHandler), DefaultCertificateLife)
+	k, err := New(c, audit.NewStream(t.Output()), slog.New(slog.DiscardHandler), DefaultCertificateLife)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,7 +3,12 @@ package kube
 import (
 	"context"
 	"crypto/x509"
+	"encoding/json"
+	"fmt"
 	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -20,6 +25,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
@@ -238,6 +244,53 @@ func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 	if !struck(n) {
 		t.Error("being deleted, and may write")
 	}
+}
+
+// Who was kept out, and since when, is answered by the audit log.
+func TestBansAndDeletionsAreAudited(t *testing.T) {
+	shared.Reset(t)
+	path := filepath.Join(t.TempDir(), "audit.jsonl")
+	log, err := audit.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = log.Close() })
+	a, e := replica(t, func(k *Kube) { k.audit = log })
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	machine := claim(1).Machine.String()
+	var want []string // evictions and the rest are recorded side by side
+	recorded := func(reason string, events ...string) {
+		t.Helper()
+		for _, event := range events {
+			want = append(want, fmt.Sprintf("%s %s w1 %s", event, reason, machine))
+		}
+		slices.Sort(want)
+		membertest.Eventually(t, func() error {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			var got []string
+			for line := range strings.Lines(string(text)) {
+				var r audit.Record
+				if err := json.Unmarshal([]byte(line), &r); err != nil {
+					return err
+				}
+				got = append(got, fmt.Sprintf("%s %s %s %s", r.Event, r.Reason, r.Node, r.Machine))
+			}
+			slices.Sort(got)
+			return membertest.Want(slices.Equal(got, want), "recorded %q, want %q", got, want)
+		})
+	}
+	ban(t, true)
+	recorded("BANNED", "machine shut out", "node evicted")
+	ban(t, false)
+	recorded("ACCEPTED", "machine let in again")
+	remove(t, "w1")
+	recorded("BANNED", "machine shut out")
+	recorded("ACCEPTED", "enrollment ended")
 }
 
 // `muster replace` bans, and the Node is for the next machine.
