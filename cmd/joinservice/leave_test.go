@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"strings"
 	"testing"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
@@ -9,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -120,20 +122,22 @@ func (s *stolen) worthLittle(t *testing.T) {
 	}
 }
 
+func (s *stage) banned(t *testing.T, banned bool) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		n := s.Node(t, "w1")
+		n.Spec.Banned = banned
+		return s.Client.Update(t.Context(), n)
+	})
+}
+
 func TestWhatIsTakenFromANodeIsWorthLittleOnceItIsBanned(t *testing.T) {
 	s := setUp(t)
 	m, w := s.machine(t), worker(t)
 	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, m, w)))
-	ban := func(banned bool) {
-		membertest.Eventually(t, func() error {
-			n := s.Node(t, "w1")
-			n.Spec.Banned = banned
-			return s.Client.Update(t.Context(), n)
-		})
-	}
-	ban(true)
+	s.banned(t, true)
 	took.worthLittle(t)
-	ban(false)
+	s.banned(t, false)
 	membertest.Eventually(t, func() error { // its kubelet registers when it starts
 		return took.kubelet.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
 	})
@@ -158,4 +162,82 @@ func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.
 	membertest.Eventually(t, func() error { return next.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
 	canWrite(t, next, "w1", true)
 	canWrite(t, took.kubelet, "w1", false)
+}
+
+// While it is enrolled, a node prepares for its ban: what it may not write then can't keep its pods there, and nobody binds one to it afterwards.
+func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
+	s := setUp(t)
+	m, w := s.machine(t), worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, m, w)))
+	keep := []string{"example.com/keep"}
+	var node corev1.Node
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Name: "w1"}, &node); err != nil {
+		t.Fatal(err)
+	}
+	mirror := func(namespace string, finalizers ...string) *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: namespace, Name: "static-w1", Finalizers: finalizers, Annotations: map[string]string{corev1.MirrorPodAnnotationKey: "x"},
+				OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: node.Name, UID: node.UID, Controller: new(true)}},
+			},
+			Spec:       corev1.PodSpec{NodeName: "w1", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+		}
+	}
+	finalize := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/keep"]}}`))
+	event := func(kind string) *corev1.Event {
+		return &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, Reason: "Evicted", InvolvedObject: corev1.ObjectReference{Kind: kind, Name: "w1"}}
+	}
+	for what, try := range map[string]struct {
+		do   func() error
+		says string
+	}{
+		"makes a mirror pod": {func() error {
+			return took.kubelet.Create(t.Context(), mirror(metav1.NamespaceSystem), client.DryRunAll)
+		}, ""},
+		"with a finalizer": {func() error {
+			return took.kubelet.Create(t.Context(), mirror(metav1.NamespaceSystem, keep...), client.DryRunAll)
+		}, "adds no finalizers"},
+		"beside joinservice": {func() error { return took.kubelet.Create(t.Context(), mirror(namespace), client.DryRunAll) }, "makes no pods in " + namespace},
+		"gives its Node a finalizer": {func() error {
+			return took.kubelet.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)
+		}, "adds no finalizers"},
+		"gives its Node one with its status": {func() error {
+			return took.kubelet.Status().Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)
+		}, "adds no finalizers"},
+		"gives its pod one with its status": {func() error { return took.kubelet.Status().Patch(t.Context(), took.pod.DeepCopy(), finalize) }, "adds no finalizers"},
+		"writes an event of its Node":       {func() error { return took.kubelet.Create(t.Context(), event("Node"), client.DryRunAll) }, ""},
+		"writes one of its enrollment":      {func() error { return took.kubelet.Create(t.Context(), event("AttestedNode"), client.DryRunAll) }, "writes no events"},
+	} {
+		err := try.do()
+		if err != nil && (try.says == "" || !strings.Contains(err.Error(), try.says)) || err == nil && try.says != "" {
+			t.Errorf("a node %s: %v, want %q", what, err, try.says)
+		}
+	}
+	// A finalizer that somebody else has given is no hindrance for what a kubelet writes.
+	if err := s.Client.Patch(t.Context(), took.pod, finalize); err != nil {
+		t.Fatal(err)
+	}
+	if err := took.kubelet.Status().Patch(t.Context(), took.pod.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"status":{"phase":"Running"}}`))); err != nil {
+		t.Error(err)
+	}
+	if err := s.Client.Patch(t.Context(), took.pod, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); err != nil {
+		t.Fatal(err)
+	}
+	s.banned(t, true)
+	took.worthLittle(t)
+	late := mirror(metav1.NamespaceDefault)
+	late.Annotations, late.OwnerReferences = nil, nil
+	membertest.Eventually(t, func() error {
+		err := s.Client.Create(t.Context(), late.DeepCopy(), client.DryRunAll)
+		return membertest.Want(err != nil && strings.Contains(err.Error(), "w1 is not enrolled"), "a pod is made for a banned node: %v", err)
+	})
+	late.Spec.NodeName = ""
+	if err := s.Client.Create(t.Context(), late); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), late) })
+	err := s.Client.SubResource("binding").Create(t.Context(), late, &corev1.Binding{Target: corev1.ObjectReference{Kind: "Node", Name: "w1"}})
+	if err == nil || !strings.Contains(err.Error(), "w1 is not enrolled") {
+		t.Errorf("a pod is bound to a banned node: %v", err)
+	}
 }

@@ -239,7 +239,7 @@ func TestPodsHaveTheLeastPrivilege(t *testing.T) {
 		if _, ok := pod.NodeSelector["node-role.kubernetes.io/control-plane"]; !ok {
 			t.Errorf("%s may run on workers", ds.Name)
 		}
-		if pod.PriorityClassName != "system-cluster-critical" {
+		if pod.PriorityClassName != "system-node-critical" {
 			t.Errorf("%s has priority class %q", ds.Name, pod.PriorityClassName)
 		}
 		// joinservice alone reads what belongs to root: PKI files and the audit log.

@@ -7,6 +7,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 )
 
@@ -27,7 +28,7 @@ const (
 // nodesGroup is the group of all kubelets.
 const nodesGroup = "system:nodes"
 
-// slimNode keeps of a Node what joinservice looks at: its name, its addresses, and whether it is Ready.
+// slimNode keeps of a Node what joinservice looks at: its name, its addresses, and whether it is Ready and labeled as a control plane.
 func slimNode(o any) (any, error) {
 	n, ok := o.(*corev1.Node)
 	if !ok {
@@ -45,8 +46,12 @@ func slimNode(o any) (any, error) {
 			ready = append(ready, corev1.NodeCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
 		}
 	}
+	var labels map[string]string
+	if _, ok := n.Labels[clusterinfo.ControlPlaneLabel]; ok {
+		labels = map[string]string{clusterinfo.ControlPlaneLabel: ""}
+	}
 	return &corev1.Node{
-		ObjectMeta: metav1.ObjectMeta{Name: n.Name, UID: n.UID, ResourceVersion: n.ResourceVersion},
+		ObjectMeta: metav1.ObjectMeta{Name: n.Name, UID: n.UID, ResourceVersion: n.ResourceVersion, Labels: labels},
 		Status:     corev1.NodeStatus{Addresses: addresses, Conditions: ready},
 	}, nil
 }

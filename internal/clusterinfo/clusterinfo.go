@@ -30,6 +30,8 @@ const (
 	ControlPlaneLease = "muster-control-plane-join"
 	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
 	CertificatesAnnotation = "muster.dev/control-plane-certificates"
+	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not give it to its own.
+	ControlPlaneLabel = "node-role.kubernetes.io/control-plane"
 	// AdministratorSigner names the signer of certificates for `muster kubeconfig renew`: the control planes' machines.
 	AdministratorSigner = "muster.dev/administrator"
 )

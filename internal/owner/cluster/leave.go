@@ -17,11 +17,10 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
 )
-
-const controlPlaneLabel = "node-role.kubernetes.io/control-plane"
 
 // Presence is what a cluster has of one node name, each part of which may be missing.
 type Presence struct {
@@ -79,7 +78,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 		return nil, err
 	}
 	for _, n := range nodes.Items {
-		_, control := n.Labels[controlPlaneLabel]
+		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
 		if n.Name == name {
 			p.Node, p.ControlPlane = &n, control
 		} else if control {

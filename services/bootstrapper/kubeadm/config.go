@@ -247,6 +247,9 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"enable-bootstrap-token-auth": "false",
 		// A pod's token lives for the hour that was asked for, and not for a year: what is taken from a node ends.
 		"service-account-extend-token-expiration": "false",
+		// Nor does a node get one for its pods that outlives its own certificate: whoever checks tokens without the API server believes it to its end.
+		"service-account-max-token-expiration": "24h",
+		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs), ","),
 		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.
 		"kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt",
 	}, "authorization-mode", "authorization-webhook-config-file")
@@ -264,6 +267,23 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"cluster-signing-duration": "24h",
 	})
 	return out
+}
+
+// admissionPlugins returns what the image enables, and what Muster relies on: nodes write about themselves alone (J4), and whoever may make Services in
+// one namespace takes no address that nodes use. An image that disables a plugin does without it.
+func admissionPlugins(args []v1beta4.Arg) []string {
+	named := func(arg string) (out []string) {
+		for _, a := range args {
+			if a.Name == arg {
+				out = append(out, strings.Split(a.Value, ",")...)
+			}
+		}
+		return out
+	}
+	disabled := named("disable-admission-plugins")
+	return slices.DeleteFunc(union(named("enable-admission-plugins"), "NodeRestriction", "DenyServiceExternalIPs"), func(p string) bool {
+		return p != "NodeRestriction" && slices.Contains(disabled, p)
+	})
 }
 
 func kubeletConfiguration(img *Image) *kubeletv1.KubeletConfiguration {

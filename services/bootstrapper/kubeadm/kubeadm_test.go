@@ -61,7 +61,7 @@ const hostile = `{
  "kubernetesVersion":"v1.0.0","clusterName":"other","controlPlaneEndpoint":"evil:1","networking":{"podSubnet":"1.0.0.0/8"},
  "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"}]}},
  "apiServer":{"certSANs":["from.image","api.example"],
-  "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"encryption-provider-config","value":"/x"},{"name":"service-account-extend-token-expiration","value":"true"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
+  "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"encryption-provider-config","value":"/x"},{"name":"service-account-extend-token-expiration","value":"true"},{"name":"service-account-max-token-expiration","value":"87600h"},{"name":"enable-admission-plugins","value":"AlwaysPullImages"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
   "extraVolumes":[{"name":"muster-authz","hostPath":"/x","mountPath":"/x"},{"name":"other","hostPath":"/x","mountPath":"/etc/kubernetes/authz"},{"name":"audit","hostPath":"/var/log/audit","mountPath":"/var/log/audit"}]},
  "controllerManager":{"extraArgs":[{"name":"controllers","value":"*"},{"name":"cluster-signing-duration","value":"87600h"},{"name":"flex-volume-plugin-dir","value":"/v"}]}}`
 
@@ -98,6 +98,8 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 			"token authentication": strings.Join(arg(api, "enable-bootstrap-token-auth"), " ") == "false",
 			"kubelet's CA":         strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
 			"pods' tokens":         strings.Join(arg(api, "service-account-extend-token-expiration"), " ") == "false",
+			"tokens' lives":        strings.Join(arg(api, "service-account-max-token-expiration"), " ") == "24h",
+			"admission plugins":    strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs",
 			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
 			"signing duration":     strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
 			"version":              cfg.KubernetesVersion == "v1.36.1",
@@ -114,6 +116,21 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 				t.Errorf("%s: %+v", name, v)
 			}
 		}
+	}
+}
+
+// Whoever needs Services with externalIPs says so in the image.
+func TestAnImageMayDoWithoutAPlugin(t *testing.T) {
+	b, err := Init(image(t, `{"apiServer":{"extraArgs":[{"name":"disable-admission-plugins","value":"DenyServiceExternalIPs"}]}}`), first())
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg, err := kubeadmconfig.BytesToInitConfiguration(b, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := arg(cfg.APIServer.ExtraArgs, "enable-admission-plugins"); strings.Join(got, " ") != "NodeRestriction" {
+		t.Errorf("enabled: %q", got)
 	}
 }
 

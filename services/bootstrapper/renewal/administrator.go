@@ -27,8 +27,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// maxRequest bounds a request, in bytes of PEM.
-const maxRequest = 8 << 10
+const (
+	// maxRequest bounds a request, in bytes of PEM.
+	maxRequest = 8 << 10
+	// requestsAtOnce bounds what is in memory of requests. The chart's admission bounds each, to 8 KiB and 2 KiB for each kind of metadata.
+	requestsAtOnce = 50
+)
 
 // administrators signs requests of [clusterinfo.AdministratorSigner]. The signers of Kubernetes itself would not do: they give nothing
 // that lives longer than a node's certificates.
@@ -46,32 +50,43 @@ type requests interface {
 
 // sign decides on all requests that nobody has decided on.
 func (a administrators) sign(ctx context.Context) error {
-	list, err := a.requests.List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + clusterinfo.AdministratorSigner, ResourceVersion: "0"})
-	if err != nil {
-		return err
-	}
 	var errs error
-	left := 0
-	for i := range list.Items {
-		r := &list.Items[i]
-		denied := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-			return c.Type == certificatesv1.CertificateDenied || c.Type == certificatesv1.CertificateFailed
-		})
-		if r.Spec.SignerName != clusterinfo.AdministratorSigner || denied || len(r.Status.Certificate) > 0 {
-			continue
+	left := false
+	o := metav1.ListOptions{FieldSelector: "spec.signerName=" + clusterinfo.AdministratorSigner, Limit: requestsAtOnce}
+	for {
+		list, err := a.requests.List(ctx, o)
+		if err != nil {
+			return errors.Join(errs, err)
 		}
-		err := a.decide(ctx, r)
-		if other := (*othersDecide)(nil); errors.As(err, &other) {
-			if left++; left == 1 && a.Now().Sub(r.CreationTimestamp.Time) < ownerorder.MaxAge+ownerorder.MaxAhead { // later ones can have no order that is valid
-				a.Log.WarnContext(ctx, "an order for an administrator's certificate is left to other control planes", "request", r.Name, "err", err)
-			}
-			continue
+		for i := range list.Items {
+			errs = errors.Join(errs, a.look(ctx, &list.Items[i], &left))
 		}
-		if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // another control plane was faster
-			errs = errors.Join(errs, fmt.Errorf("request %s: %w", r.Name, err))
+		if o.Continue = list.Continue; o.Continue == "" {
+			return errs
 		}
 	}
-	return errs
+}
+
+// look decides on a request that nobody has decided on. The first order that is left to others is logged, and left set.
+func (a administrators) look(ctx context.Context, r *certificatesv1.CertificateSigningRequest, left *bool) error {
+	denied := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateDenied || c.Type == certificatesv1.CertificateFailed
+	})
+	if r.Spec.SignerName != clusterinfo.AdministratorSigner || denied || len(r.Status.Certificate) > 0 {
+		return nil
+	}
+	err := a.decide(ctx, r)
+	if other := (*othersDecide)(nil); errors.As(err, &other) {
+		if a.Now().Sub(r.CreationTimestamp.Time) < ownerorder.MaxAge+ownerorder.MaxAhead && !*left { // the order of an older request is too old for anybody
+			*left = true
+			a.Log.WarnContext(ctx, "an order for an administrator's certificate is left to other control planes", "request", r.Name, "err", err)
+		}
+		return nil
+	}
+	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // another control plane was faster
+		return fmt.Errorf("request %s: %w", r.Name, err)
+	}
+	return nil
 }
 
 func (a administrators) decide(ctx context.Context, r *certificatesv1.CertificateSigningRequest) error {

@@ -10,6 +10,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/pem"
 	"errors"
+	"fmt"
 	"log/slog"
 	"path/filepath"
 	"slices"
@@ -254,6 +255,50 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What stays undecided for hours must not hide why the order of now is not signed, and pages end somewhere.
+func TestTheOrderOfNowIsLogged(t *testing.T) {
+	root := newControlPlane(t)
+	now := at(t, root, 0.5).UTC().Truncate(time.Second)
+	_, owner, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var log strings.Builder
+	pages := &manyRequests{}
+	for _, created := range []time.Time{now.Add(-time.Hour), now.Add(-time.Minute)} {
+		_, r := request(t, &x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group}}})
+		order := ownerorder.Order{Cluster: keys.ClusterID{1}, Request: der(r), At: created}
+		r.Name, r.CreationTimestamp, r.Annotations = order.Name(), metav1.NewTime(created), map[string]string{ownerorder.Annotation: order.Sign(owner).Note()}
+		pages.all = append(pages.all, *r)
+	}
+	a := administrators{pages, Config{Root: root, Kubeadm: image, Cluster: keys.ClusterID{1}, Now: func() time.Time { return now }, Log: slog.New(slog.NewTextHandler(&log, nil))}}
+	if err := a.sign(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if text := log.String(); strings.Contains(text, pages.all[0].Name) || strings.Count(text, pages.all[1].Name) != 1 {
+		t.Errorf("logged: %s", text)
+	}
+}
+
+// manyRequests gives one request a page, and takes no decision.
+type manyRequests struct {
+	requests
+
+	all []certificatesv1.CertificateSigningRequest
+}
+
+func (m *manyRequests) List(_ context.Context, o metav1.ListOptions) (*certificatesv1.CertificateSigningRequestList, error) {
+	i := len(o.Continue)
+	if o.Limit == 0 || i >= len(m.all) {
+		return nil, fmt.Errorf("asked for %d from %d on", o.Limit, i)
+	}
+	list := &certificatesv1.CertificateSigningRequestList{Items: m.all[i : i+1]}
+	if i+1 < len(m.all) {
+		list.Continue = strings.Repeat("x", i+1)
+	}
+	return list, nil
 }
 
 // The API server refuses a denial beside an approval, so what an administrator has approved by hand is marked as failed, and done with.

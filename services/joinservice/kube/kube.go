@@ -26,6 +26,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -122,8 +123,9 @@ type names struct {
 
 // present is what is known of a Node.
 type present struct {
-	uid   types.UID
-	ready bool
+	uid types.UID
+	// serves is whether pods of joinservice can run there: it is Ready, and labeled as a control plane.
+	serves bool
 }
 
 func newNames() *names { return &names{set: map[string]present{}} }
@@ -131,7 +133,8 @@ func newNames() *names { return &names{set: map[string]present{}} }
 func (n *names) put(o *corev1.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.set[o.Name] = present{o.UID, slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
+	_, labeled := o.Labels[clusterinfo.ControlPlaneLabel]
+	n.set[o.Name] = present{o.UID, labeled && slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})}
 }

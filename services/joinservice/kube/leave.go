@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -118,8 +119,8 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 		return err
 	}
 	if k.lastControlPlane(n) {
-		k.log.WarnContext(ctx, "a control plane is shut out and no other one is Ready: its Node stays until then", "node", node)
-		k.tell(ctx, n, eventWarning, "NotEvicted", "no other control plane is Ready, so its Node stays: without it nobody could lift the ban")
+		k.log.WarnContext(ctx, "a control plane is shut out and joinservice can run on no other one: its Node stays until then", "node", node)
+		k.tell(ctx, n, eventWarning, "NotEvicted", "no other control plane is Ready and has the label node-role.kubernetes.io/control-plane, so its Node stays: without it no joinservice would run")
 		return nil
 	}
 	if n.Leaving() {
@@ -160,16 +161,19 @@ func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alph
 	return n, nil
 }
 
-// lastControlPlane says whether no other control plane is Ready that is not shut out.
+// lastControlPlane says whether joinservice can run on no other control plane that is not shut out. The Node of one whose ban was lifted is made by its
+// kubelet, which may not label it as a control plane.
 func (k *Kube) lastControlPlane(n *v1alpha1.AttestedNode) bool {
 	return n.Spec.Role == v1alpha1.RoleControlPlane && !slices.ContainsFunc(k.cluster.Nodes.All(), func(o *v1alpha1.AttestedNode) bool {
-		return o.Name != n.Name && o.Spec.Role == v1alpha1.RoleControlPlane && !o.ShutOut() && k.nodes.get(o.Name).ready
+		return o.Name != n.Name && o.Spec.Role == v1alpha1.RoleControlPlane && !o.ShutOut() && k.nodes.get(o.Name).serves
 	})
 }
 
 // evict deletes the Node, and then its pods: with them end the tokens that are bound to them and what the node authorizer lets
-// their node read. Without a Node nothing runs new ones there, and Kubernetes itself deletes what is bound to it meanwhile.
+// their node read. Without a Node nothing runs new ones there, and admission takes none that names it (muster-pods-of-nodes). It returns an error as long as one
+// of them is there.
 func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	deleted := false
 	if o := k.nodes.get(n.Name); o.uid != "" {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
@@ -178,30 +182,96 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if ignoreGone(err) != nil {
 			return unavailable("delete Node "+n.Name, err)
 		}
-		if err == nil {
-			k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted", "node", n.Name, "machine", n.Spec.MachineID)
-			k.tellAuditor(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
-			k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
+		deleted = err == nil
+	}
+	// Pods that have tokens and Secrets first. Mirrors of static pods have neither, and the node itself has made them, in any number.
+	for _, mirrors := range []bool{false, true} {
+		if err := k.podsOf(ctx, n.Name, func(pods []metav1.PartialObjectMetadata) error { return k.deletePods(ctx, n, pods, mirrors) }); err != nil {
+			return err
 		}
 	}
-	pods := &metav1.PartialObjectMetadataList{}
-	pods.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("PodList"))
-	for more := true; more; more = pods.Continue != "" {
-		if err := k.cluster.Client.List(ctx, pods, client.MatchingFields{"spec.nodeName": n.Name}, client.Limit(podsAtOnce), client.Continue(pods.Continue)); err != nil {
-			return unavailable("list the pods of node "+n.Name, err)
-		}
+	held, err := k.held(ctx, n.Name)
+	switch {
+	case err != nil:
+		return err
+	case held != "":
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
 		}
-		for i := range pods.Items {
-			pod := &pods.Items[i]
+		k.tell(ctx, n, eventWarning, "NotEvicted", held)
+		return fmt.Errorf("its Node or pods on it are still there: %s", held)
+	case deleted:
+		k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted, with its pods", "node", n.Name, "machine", n.Spec.MachineID)
+		k.tellAuditor(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
+		k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
+	}
+	return nil
+}
+
+// podsOf calls do with the pods of a node, some at a time.
+func (k *Kube) podsOf(ctx context.Context, node string, do func([]metav1.PartialObjectMetadata) error) error {
+	pods := &metav1.PartialObjectMetadataList{}
+	pods.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("PodList"))
+	for more := true; more; more = pods.Continue != "" {
+		if err := k.cluster.Client.List(ctx, pods, client.MatchingFields{"spec.nodeName": node}, client.Limit(podsAtOnce), client.Continue(pods.Continue)); err != nil {
+			return unavailable("list the pods of node "+node, err)
+		}
+		if err := do(pods.Items); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []metav1.PartialObjectMetadata, mirrors bool) error {
+	if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
+		return err
+	}
+	g, ctx := errgroup.WithContext(ctx)
+	for i := range pods {
+		pod := &pods[i]
+		if _, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror && !mirrors {
+			continue
+		}
+		g.Go(func() error {
 			err := k.cluster.Client.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0))
 			if ignoreGone(err) != nil {
 				return unavailable("delete pod "+pod.Namespace+"/"+pod.Name, err)
 			}
+			return nil
+		})
+	}
+	return g.Wait()
+}
+
+// held says what keeps a Node or its pods there although they were deleted; empty: nothing is there. As long as they are, their tokens are good, and the node's
+// certificate reads their Secrets.
+func (k *Kube) held(ctx context.Context, node string) (string, error) {
+	nodes := &metav1.PartialObjectMetadataList{}
+	nodes.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("NodeList"))
+	if err := k.cluster.Client.List(ctx, nodes, client.MatchingFields{"metadata.name": node}); err != nil {
+		return "", unavailable("read Node "+node, err)
+	}
+	var first string
+	count := 0
+	note := func(what string, o *metav1.PartialObjectMetadata) {
+		if count++; count == 1 {
+			first = fmt.Sprintf("%s, finalizers %q", what, o.Finalizers)
 		}
 	}
-	return nil
+	for i := range nodes.Items {
+		note("Node "+node, &nodes.Items[i])
+	}
+	err := k.podsOf(ctx, node, func(pods []metav1.PartialObjectMetadata) error {
+		for i := range pods {
+			note("pod "+pods[i].Namespace+"/"+pods[i].Name, &pods[i])
+		}
+		return nil
+	})
+	if err != nil || count == 0 {
+		return "", err
+	}
+	return fmt.Sprintf("%s; %d in all. Remove finalizers that nobody acts on: kubectl patch --type merge -p '{\"metadata\":{\"finalizers\":null}}'", first, count), nil
 }
 
 // ignoreGone is nil for an object that another replica has deleted, also if there is one of its name by now.

@@ -56,10 +56,15 @@ func (v *enrolledView) all() map[string]string {
 // struck says whether the node must not be on the list, whatever it was before.
 func struck(n *v1alpha1.AttestedNode) bool { return n.ShutOut() || n.Status.ReleasedAt != nil }
 
-// mayWrite says whether a node belongs on the list: a ticket stands, or it is a node, as the first
-// machine that had no ticket.
+// mayWrite says whether a node belongs on the list: it is a node.
 func (k *Kube) mayWrite(n *v1alpha1.AttestedNode) bool {
-	return n != nil && !struck(n) && (n.Status.Ticket != nil || k.nodes.has(n.Name))
+	return n != nil && !struck(n) && (certified(n) || k.nodes.has(n.Name))
+}
+
+// certified says whether a machine has got a node's certificates, by a ticket or as the first machine and those that were adopted. It has them also
+// after a ban that was lifted, and has no Node then.
+func certified(n *v1alpha1.AttestedNode) bool {
+	return n.Status.Ticket != nil || n.Status.Certificates != nil
 }
 
 // list puts a node into the ConfigMap, which it gives as it is then. A merge patch of one key cannot lose another replica's, and

@@ -328,7 +328,7 @@ func (s *Sweeper) settleStrays(ctx context.Context) {
 		}
 	}
 	for _, n := range k.cluster.Nodes.All() {
-		if n.Status.Ticket != nil && !struck(n) && listed[n.Name] != n.Spec.MachineID {
+		if certified(n) && !struck(n) && listed[n.Name] != n.Spec.MachineID {
 			stray[n.Name] = listed[n.Name]
 		}
 	}

@@ -45,7 +45,7 @@ nodeSelector:
 tolerations:
   - {key: node-role.kubernetes.io/control-plane, operator: Exists, effect: NoSchedule}
   - {key: CriticalAddonsOnly, operator: Exists}
-priorityClassName: system-cluster-critical
+priorityClassName: system-node-critical
 {{- end }}
 
 {{/* How soon client-go notices that the API server behind a connection has died with its node: 8 s instead of 45. */}}
