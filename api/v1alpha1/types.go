@@ -115,6 +115,7 @@ const (
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:scope=Cluster,shortName=an
+// +kubebuilder:selectablefield:JSONPath=`.spec.banned`
 // +kubebuilder:printcolumn:name="Role",type=string,JSONPath=`.spec.role`
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`,priority=1
 // +kubebuilder:printcolumn:name="Accepted",type=boolean,JSONPath=`.status.lastVerdict.accepted`

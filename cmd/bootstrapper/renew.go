@@ -54,5 +54,6 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	log.InfoContext(ctx, "this control plane's certificates are renewed at two thirds of their life", "node", rec.NodeName)
-	return serve.All(ctx, append(parts, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators})...)
+	return serve.All(ctx, append(parts, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators},
+		serve.Part{Name: "streams", Run: r.RunStreams})...)
 }

@@ -180,7 +180,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 				Namespace: namespace, Name: "static-w1", Finalizers: finalizers, Annotations: map[string]string{corev1.MirrorPodAnnotationKey: "x"},
 				OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: node.Name, UID: node.UID, Controller: new(true)}},
 			},
-			Spec:       corev1.PodSpec{NodeName: "w1", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+			Spec: corev1.PodSpec{NodeName: "w1", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
 		}
 	}
 	finalize := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/keep"]}}`))

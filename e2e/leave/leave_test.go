@@ -59,6 +59,27 @@ curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt -H @/root/as.header -o
 	return c.At(ctx, "node1", token, "sh", "-c", script)
 }
 
+// watches opens a watch on the node's pods for a day, with the kubelet's certificate. What it returns is closed when the watch has ended.
+func (c *cluster) watches(t *testing.T, node, pem string) <-chan struct{} {
+	t.Helper()
+	const script = `set -eu
+umask 077; cat > /root/watch.pem; : > /root/watch.out
+exec curl -sS -N --cacert /etc/kubernetes/pki/ca.crt --cert /root/watch.pem --key /root/watch.pem -o /root/watch.out \
+  'https://192.168.77.1:6443/api/v1/pods?watch=1&timeoutSeconds=86400&fieldSelector=spec.nodeName%%3D%s'`
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		out, err := c.At(t.Context(), "node1", pem, "sh", "-c", fmt.Sprintf(script, node))
+		t.Log("the watch has ended:", out, err)
+	}()
+	t.Cleanup(func() { <-ended })
+	labtest.Eventually(t, func(ctx context.Context) error {
+		_, err := c.At(ctx, "node1", "", "grep", "-q", `"type":"ADDED"`, "/root/watch.out")
+		return err
+	})
+	return ended
+}
+
 // shows returns an error unless kubectl prints that.
 func (c *cluster) shows(ctx context.Context, want string, args ...string) error {
 	out, err := c.Kubectl(ctx, args...)
@@ -93,8 +114,18 @@ func (c *cluster) ban(t *testing.T, node string) {
 			c.shows(ctx, "", "get", "pods", "-A", "--field-selector", "spec.nodeName="+node, "-o", "name"),
 		)
 	}
+	watch := c.watches(t, node, key)
 	spec(true)
 	labtest.Eventually(t, evicted)
+	labtest.Eventually(t, func(context.Context) error { // the API server restarts
+		select {
+		case <-watch:
+			return nil
+		default:
+			return errors.New("a watch of the banned node goes on")
+		}
+	})
+	labtest.Eventually(t, func(ctx context.Context) error { return c.shows(ctx, "ok", "get", "--raw", "/readyz") })
 	labtest.Eventually(t, func(ctx context.Context) error {
 		status, err := c.believes(ctx, token)
 		if err == nil && status != "401" {

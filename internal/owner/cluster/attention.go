@@ -87,6 +87,11 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 	}
 }
 
+// whatKeeps says where to look for what keeps the Node or the pods of a machine that is shut out.
+func whatKeeps(node string) string {
+	return "kubectl -n default get events --field-selector involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
+}
+
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
 	about := "node " + n.Name
 	switch {
@@ -94,10 +99,10 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")
 		return
 	case n.Deleting:
-		add(about, "joinservice ends it within seconds: look at its pods. Where none runs, muster forget "+n.Name+" does.", "its enrollment is being deleted")
+		add(about, "joinservice ends it within seconds. If it stays, "+whatKeeps(n.Name)+" Where no joinservice runs, muster forget "+n.Name+" ends it.", "its enrollment is being deleted")
 		return
 	case n.Banned && n.Joined:
-		add(about, "joinservice deletes it within seconds: look at its pods. It leaves the last control plane that is Ready.", "it is banned, and its Node object is still there")
+		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, and its Node object is still there")
 		return
 	case !n.Joined:
 		return // enrolled beforehand, or on its way

@@ -16,7 +16,7 @@ import (
 func apiServer(name string, args ...string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kube-apiserver-" + name, Labels: map[string]string{"component": "kube-apiserver"}},
-		Spec: corev1.PodSpec{NodeName: name, TerminationGracePeriodSeconds: new(int64(0)), Containers: []corev1.Container{{
+		Spec: corev1.PodSpec{NodeName: "node1", TerminationGracePeriodSeconds: new(int64(0)), Containers: []corev1.Container{{
 			Name: "kube-apiserver", Image: "x", Command: append([]string{"kube-apiserver", "--secure-port=6443"}, args...),
 		}}},
 	}

@@ -18,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/leaderelection"
@@ -38,6 +39,10 @@ type Cluster interface {
 	Runs(ctx context.Context, component, annotation string) (bool, error)
 	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet may not write then what Runs waits for.
 	ShutOut(ctx context.Context) (bool, error)
+	// Banned returns the nodes of banned enrollments but this one's, by the enrollment's UID; not those that `muster replace` works on.
+	Banned(ctx context.Context) (map[string]string, error)
+	// Evicted reports whether there is neither a Node of the name nor a pod on it.
+	Evicted(ctx context.Context, node string) (bool, error)
 	// Publish writes this control plane's certificates to where the owner's program looks.
 	Publish(ctx context.Context, list []Certificate) error
 	// SignAdministrators decides on requests for an administrator's certificate.
@@ -47,6 +52,8 @@ type Cluster interface {
 
 const (
 	requestTimeout = 20 * time.Second
+	// bannedAtOnce bounds what is in memory of enrollments.
+	bannedAtOnce = 100
 	// A lease that nobody renews is free after leaseLife. It has to outlast a restart of the API server, through which it is renewed.
 	leaseLife, leaseDeadline, leaseRetry = 3 * time.Minute, 2 * time.Minute, 5 * time.Second
 )
@@ -166,6 +173,42 @@ func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
 		return false, fmt.Errorf("AttestedNode %s: %w", c.node, err)
 	}
 	return n.ShutOut(), nil
+}
+
+// Banned implements [Cluster].
+func (c *cluster) Banned(ctx context.Context) (map[string]string, error) {
+	out := map[string]string{}
+	o := metav1.ListOptions{FieldSelector: "spec.banned=true", Limit: bannedAtOnce}
+	for {
+		text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes").VersionedParams(&o, scheme.ParameterCodec).DoRaw(ctx)
+		if apierrors.IsNotFound(err) {
+			return out, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("list banned AttestedNodes: %w", err)
+		}
+		var list v1alpha1.AttestedNodeList
+		if err := json.Unmarshal(text, &list); err != nil {
+			return nil, fmt.Errorf("AttestedNodes: %w", err)
+		}
+		for _, n := range list.Items {
+			if _, keep := n.Annotations[v1alpha1.KeepNode]; n.Spec.Banned && !keep && n.Name != c.node {
+				out[string(n.UID)] = n.Name
+			}
+		}
+		if o.Continue = list.Continue; o.Continue == "" {
+			return out, nil
+		}
+	}
+}
+
+// Evicted implements [Cluster].
+func (c *cluster) Evicted(ctx context.Context, node string) (bool, error) {
+	if _, err := c.CoreV1().Nodes().Get(ctx, node, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
+		return false, err
+	}
+	pods, err := c.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + node, Limit: 1})
+	return err == nil && len(pods.Items) == 0, err
 }
 
 // SignAdministrators implements [Cluster].

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -167,11 +168,25 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		shutOut(false)
+		banned := func(by Cluster, want map[string]string) {
+			t.Helper()
+			if got, err := by.Banned(ctx); err != nil || !maps.Equal(got, want) {
+				t.Errorf("banned: %v, %v, want %v", got, err, want)
+			}
+		}
+		banned(b, nil)
 		n.Spec.Banned = true
 		if err := api.Client.Update(ctx, n); err != nil {
 			t.Fatal(err)
 		}
 		shutOut(true)
+		banned(a, nil) // itself
+		banned(b, map[string]string{string(n.UID): "node1"})
+		n.Annotations = map[string]string{v1alpha1.KeepNode: "true"}
+		if err := api.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		banned(b, nil)
 		n.Spec.Banned = false
 		if err := api.Client.Update(ctx, n); err != nil {
 			t.Fatal(err)
@@ -181,6 +196,20 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		shutOut(true)
+	})
+	t.Run("a node is evicted once it has neither a Node nor pods", func(t *testing.T) {
+		evicted := func(node string, want bool) {
+			t.Helper()
+			if got, err := b.Evicted(ctx, node); err != nil || got != want {
+				t.Errorf("%s evicted: %v, %v, want %v", node, got, err, want)
+			}
+		}
+		evicted("node1", false) // a pod
+		evicted("node7", true)
+		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node7"}}); err != nil {
+			t.Fatal(err)
+		}
+		evicted("node7", false)
 	})
 	t.Run("certificates are published on the Node", func(t *testing.T) {
 		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}); err != nil {

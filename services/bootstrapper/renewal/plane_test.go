@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -114,6 +115,9 @@ type memoryCluster struct {
 	dead  string   // a component of this control plane that never becomes Ready
 	taken bool     // somebody else has the lease, for ever
 	out   bool     // this control plane is banned
+	// banned are other nodes' enrollments, of which stays is not evicted.
+	banned map[string]string
+	stays  string
 	order []string // what happened
 	list  []Certificate
 }
@@ -191,6 +195,14 @@ func (c *memoryCluster) ShutOut(context.Context) (bool, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.out, nil
+}
+
+func (c *memoryCluster) Banned(context.Context) (map[string]string, error) {
+	return maps.Clone(c.banned), nil
+}
+
+func (c *memoryCluster) Evicted(_ context.Context, node string) (bool, error) {
+	return node != c.stays, nil
 }
 
 func (c *memoryCluster) Publish(_ context.Context, list []Certificate) error {

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// Annotation of a static pod says with which certificates it runs: a digest of their files. The kubelet restarts a static pod
+// Annotation of a static pod says with which certificates it runs: a digest of their files; of an API server, also after which bans it was started. The kubelet restarts a static pod
 // whose manifest changes, as `kubeadm upgrade` relies on, and copies its annotations to the pod's mirror in the API.
 const Annotation = "muster.dev/certificates"
 
@@ -35,27 +35,43 @@ func (p plane) digest(component string) (string, error) {
 		}
 		h.Write(leaf.Raw)
 	}
+	if component == apiServer {
+		bans, err := os.ReadFile(p.on(restarted))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", err
+		}
+		h.Write(bans)
+	}
 	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// manifest reads a component's, and returns the annotation that it should have; nil if this machine does not run the component.
+func (p plane) manifest(component string) (*unstructured.Unstructured, string, error) {
+	path := p.on(filepath.Join(manifests, component+".yaml"))
+	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, "", nil
+	}
+	if err != nil {
+		return nil, "", err
+	}
+	want, err := p.digest(component)
+	if err != nil {
+		return nil, "", err
+	}
+	pod := &unstructured.Unstructured{}
+	if err := yaml.Unmarshal(text, &pod.Object); err != nil {
+		return nil, "", fmt.Errorf("%s: %w", path, err)
+	}
+	return pod, want, nil
 }
 
 // restart has the kubelet restart a component with the certificates that are on the disk now, and returns the annotation that the
 // new pod has; it is empty if this machine does not run the component. A component that runs with them already is left alone.
 func (p plane) restart(component string) (string, error) {
-	path := p.on(filepath.Join(manifests, component+".yaml"))
-	text, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return "", nil
-	}
-	if err != nil {
+	pod, want, err := p.manifest(component)
+	if err != nil || pod == nil {
 		return "", err
-	}
-	want, err := p.digest(component)
-	if err != nil {
-		return "", err
-	}
-	pod := &unstructured.Unstructured{}
-	if err := yaml.Unmarshal(text, &pod.Object); err != nil {
-		return "", fmt.Errorf("%s: %w", path, err)
 	}
 	if pod.GetAnnotations()[Annotation] == want {
 		return want, nil
@@ -66,11 +82,12 @@ func (p plane) restart(component string) (string, error) {
 	}
 	annotations[Annotation] = want
 	pod.SetAnnotations(annotations)
-	if text, err = yaml.Marshal(pod.Object); err != nil {
+	text, err := yaml.Marshal(pod.Object)
+	if err != nil {
 		return "", err
 	}
 	// By rename, and the kubelet ignores names that begin with a dot: it never reads half of a manifest.
-	if err := machine.WriteFile(path, text, 0o600, 0o700); err != nil {
+	if err := machine.WriteFile(p.on(filepath.Join(manifests, component+".yaml")), text, 0o600, 0o700); err != nil {
 		return "", err
 	}
 	return want, p.step("restarted " + component)

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -26,7 +27,7 @@ type Timing struct {
 	Interval time.Duration
 	// RetryMin and RetryMax bound the pause after a failure, Poll is that between two looks at a pod.
 	RetryMin, RetryMax, Poll time.Duration
-	// Sign is the pause between two looks at requests for an administrator's certificate.
+	// Sign is the pause between two looks at requests for an administrator's certificate, and at who is banned.
 	Sign time.Duration
 }
 
@@ -54,6 +55,8 @@ type Config struct {
 type Renewer struct {
 	Config
 	plane plane
+	// mu is held while the certificates are renewed, and while the API server is restarted.
+	mu sync.Mutex
 }
 
 // New returns a Renewer, or an error that says that a part of cfg is missing.
@@ -61,7 +64,7 @@ func New(cfg Config) (*Renewer, error) {
 	if !filepath.IsAbs(cfg.Root) || cfg.Cluster == (keys.ClusterID{}) || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
 		return nil, errors.New("renewal: New: every field of Config is required")
 	}
-	return &Renewer{cfg, newPlane(cfg.Root, cfg.Kubeadm)}, nil
+	return &Renewer{Config: cfg, plane: newPlane(cfg.Root, cfg.Kubeadm)}, nil
 }
 
 func newPlane(root string, cfg kubeadmapi.ClusterConfiguration) plane {
@@ -197,6 +200,8 @@ func (r *Renewer) RunAdministrators(ctx context.Context) error {
 
 // once renews if that is due, and returns when to look again.
 func (r *Renewer) once(ctx context.Context) (time.Duration, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	unlock, err := r.plane.exclusive()
 	if err != nil {
 		return 0, err
