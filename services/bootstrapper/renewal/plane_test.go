@@ -118,8 +118,8 @@ type memoryCluster struct {
 	// banned are other nodes' enrollments, of which stays is not evicted.
 	banned map[string]string
 	stays  string
-	order []string // what happened
-	list  []Certificate
+	order  []string // what happened
+	list   []Certificate
 }
 
 func (c *memoryCluster) note(what string) {
