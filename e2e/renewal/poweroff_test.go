@@ -94,7 +94,13 @@ func (w *world) bannedGetsNothing(t *testing.T, node string, ask func()) {
 		out, _ := w.At(ctx, node, "", "grep", "the kubelet's certificates are not renewed yet", "/var/log/muster-bootstrapper.log") // none is an error of grep's
 		return strings.Count(out, `"reason":"BANNED"`)
 	}
-	w.MustKubectl(t, "patch", "attestednode", node, "--type=merge", "-p", `{"spec":{"banned":true}}`)
+	ban := func(banned bool) { // API servers restart after a ban
+		labtest.Eventually(t, func(ctx context.Context) error {
+			_, err := w.Kubectl(ctx, "patch", "attestednode", node, "--type=merge", "-p", fmt.Sprintf(`{"spec":{"banned":%t}}`, banned))
+			return err
+		})
+	}
+	ban(true)
 	before, count := w.expire(t, node), refused(t.Context())
 	ask()
 	within(t, func(ctx context.Context) error {
@@ -117,7 +123,7 @@ func (w *world) bannedGetsNothing(t *testing.T, node string, ask func()) {
 	if out, err := w.At(t.Context(), node, "", "systemctl", "is-active", "kubelet"); err == nil {
 		t.Errorf("its kubelet is %s", out)
 	}
-	w.MustKubectl(t, "patch", "attestednode", node, "--type=merge", "-p", `{"spec":{"banned":false}}`)
+	ban(false)
 	w.back(t, before)
 }
 
