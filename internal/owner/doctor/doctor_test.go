@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -65,7 +66,20 @@ func (p *patient) examine(t *testing.T) *checkup.Report {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	return Examine(ctx, Config{Folder: p.folder, DialContext: p.dial, Now: p.now})
+	again := time.NewTicker(100 * time.Millisecond)
+	defer again.Stop()
+	for {
+		r := Examine(ctx, Config{Folder: p.folder, DialContext: p.dial, Now: p.now})
+		// An API server whose etcd waits for a busy disk says for a moment that it is not ready. No harm here is one of its own.
+		if !slices.ContainsFunc(r.Findings, func(f checkup.Finding) bool { return f.Check == CheckAPI && f.Level == checkup.Fail }) {
+			return r
+		}
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			return r
+		}
+	}
 }
 
 func try(t *testing.T, errs ...error) {

@@ -184,6 +184,9 @@ func (c *cluster) Banned(ctx context.Context) (map[string]string, error) {
 		if apierrors.IsNotFound(err) {
 			return out, nil
 		}
+		if apierrors.IsBadRequest(err) {
+			return nil, fmt.Errorf("list banned AttestedNodes: their definition is of an older Muster, run muster upgrade: %w", err)
+		}
 		if err != nil {
 			return nil, fmt.Errorf("list banned AttestedNodes: %w", err)
 		}
