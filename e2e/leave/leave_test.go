@@ -72,7 +72,10 @@ exec curl -sS -N --cacert /etc/kubernetes/pki/ca.crt --cert /root/watch.pem --ke
 		out, err := c.At(t.Context(), "node1", pem, "sh", "-c", fmt.Sprintf(script, node))
 		t.Log("the watch has ended:", out, err)
 	}()
-	t.Cleanup(func() { <-ended })
+	t.Cleanup(func() {
+		_, _ = c.At(context.WithoutCancel(t.Context()), "node1", "", "pkill", "-f", "/root/watch.pem") // that there is none any more is what is hoped for
+		<-ended
+	})
 	labtest.Eventually(t, func(ctx context.Context) error {
 		_, err := c.At(ctx, "node1", "", "grep", "-q", `"type":"ADDED"`, "/root/watch.out")
 		return err
