@@ -23,9 +23,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -36,7 +34,6 @@ import (
 	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
@@ -147,10 +144,6 @@ func (s *stage) writeFiles(t *testing.T) {
 		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, content, 0o600)); err != nil {
 			t.Fatal(err)
 		}
-	}
-	if err := s.Client.Patch(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: enrolled.ConfigMap}},
-		client.RawPatch(types.MergePatchType, []byte(`{"data":{"cp1":"`+s.cp1.ID().String()+`"}}`))); err != nil { // as init does
-		t.Fatal(err)
 	}
 	pod, err := s.Pod(t.Context(), namespace, "joinservice", "cp1")
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -82,6 +83,48 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 		return nil, errors.Join(err, e.Stop())
 	}
 	return c, nil
+}
+
+// Pod is [envtest.Cluster.Pod], also for a node that is not enrolled, to which admission lets nobody bind one.
+func (c *Cluster) Pod(ctx context.Context, namespace, account, node string) (*corev1.Pod, error) {
+	pod, err := c.Cluster.Pod(ctx, namespace, account, node)
+	if !notEnrolled(err) {
+		return pod, err
+	}
+	cfg, errAs := c.As(ctx, clusterinfo.Namespace, "joinservice") // which alone may take the last name out
+	if errAs != nil {
+		return nil, errAs
+	}
+	as, errAs := client.New(cfg, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
+	if errAs != nil {
+		return nil, errAs
+	}
+	list := func(machine any) error {
+		patch, err := json.Marshal(map[string]any{"data": map[string]any{node: machine}})
+		if err != nil {
+			return err
+		}
+		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: Enrolled}}
+		return as.Patch(ctx, m, client.RawPatch(types.MergePatchType, patch))
+	}
+	if err := list("for a pod"); err != nil {
+		return nil, err
+	}
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for notEnrolled(err) {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil, err
+		}
+		pod, err = c.Cluster.Pod(ctx, namespace, account, node)
+	}
+	return pod, errors.Join(err, list(nil))
+}
+
+func notEnrolled(err error) bool {
+	return err != nil && strings.Contains(err.Error(), "is not enrolled")
 }
 
 // Reset removes what earlier tests left and writes what a fresh cluster has: its description, and

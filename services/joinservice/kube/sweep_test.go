@@ -495,19 +495,3 @@ func TestARetirementThatHasLapsedGoes(t *testing.T) {
 		t.Errorf("%s is left", r)
 	}
 }
-
-// A first machine has no ticket, and after an eviction no Node.
-func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
-	b := newBroom(t)
-	machine := claim(1).Machine.String()
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleControlPlane})
-	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
-		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
-	})
-	for range 2 {
-		b.after(t, time.Minute)
-	}
-	if got := shared.Listed(t)["w1"]; got != machine {
-		t.Errorf("listed: %q", got)
-	}
-}

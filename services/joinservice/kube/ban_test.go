@@ -1,0 +1,221 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// What keeps a Node or a pod there keeps its tokens good and its Secrets readable. That is said, and the eviction goes on once it is removed.
+func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
+	for name, hold := range map[string]func(t *testing.T) client.Object{
+		"a pod with a finalizer": func(t *testing.T) client.Object {
+			p, _ := pod(t, "proxy", "w1")
+			return p
+		},
+		"a Node with a finalizer": func(t *testing.T) client.Object {
+			n := object("w1")
+			if !exists(t, n) {
+				t.Fatal("no Node")
+			}
+			return n
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			shared.Reset(t)
+			a, _ := replica(t)
+			enrol(t, a, claim(1), "a")
+			makeReady(t, a, "w1")
+			held := hold(t)
+			finalizers := func(list ...string) {
+				t.Helper()
+				membertest.Eventually(t, func() error {
+					if err := shared.Client.Get(t.Context(), client.ObjectKeyFromObject(held), held); err != nil {
+						return client.IgnoreNotFound(err)
+					}
+					held.SetFinalizers(list)
+					return client.IgnoreNotFound(shared.Client.Update(t.Context(), held))
+				})
+			}
+			t.Cleanup(func() {
+				if err := shared.Client.Patch(context.WithoutCancel(t.Context()), held, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); client.IgnoreNotFound(err) != nil {
+					t.Error(err)
+				}
+			})
+			finalizers("example.com/keep")
+			ban(t, true)
+			seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+			if err := a.leave(t.Context(), "w1"); err == nil || !strings.Contains(err.Error(), "example.com/keep") || !strings.Contains(err.Error(), held.GetName()) {
+				t.Errorf("error %v", err)
+			}
+			finalizers()
+			if err := a.leave(t.Context(), "w1"); err != nil {
+				t.Error(err)
+			}
+			if exists(t, object("w1")) || exists(t, held) {
+				t.Error("it is still there")
+			}
+		})
+	}
+}
+
+// Who was kept out, and since when, is answered by the audit log.
+func TestBansAndDeletionsAreAudited(t *testing.T) {
+	shared.Reset(t)
+	path := filepath.Join(t.TempDir(), "audit.jsonl")
+	log, err := audit.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = log.Close() })
+	a, e := replica(t, func(k *Kube) { k.audit = log })
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	machine := claim(1).Machine.String()
+	var want []string // evictions and the rest are recorded side by side
+	recorded := func(reason string, events ...string) {
+		t.Helper()
+		for _, event := range events {
+			want = append(want, fmt.Sprintf("%s %s w1 %s", event, reason, machine))
+		}
+		slices.Sort(want)
+		membertest.Eventually(t, func() error {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			var got []string
+			for line := range strings.Lines(string(text)) {
+				var r audit.Record
+				if err := json.Unmarshal([]byte(line), &r); err != nil {
+					return err
+				}
+				got = append(got, fmt.Sprintf("%s %s %s %s", r.Event, r.Reason, r.Node, r.Machine))
+			}
+			slices.Sort(got)
+			return membertest.Want(slices.Equal(got, want), "recorded %q, want %q", got, want)
+		})
+	}
+	ban(t, true)
+	recorded("BANNED", "machine shut out", "node evicted")
+	ban(t, false)
+	recorded("ACCEPTED", "machine let in again")
+	remove(t, "w1")
+	recorded("BANNED", "machine shut out")
+	recorded("ACCEPTED", "enrollment ended")
+}
+
+// `muster replace` bans, and the Node is for the next machine.
+func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	n := shared.Node(t, "w1")
+	n.Spec.Banned = true
+	n.Annotations[v1alpha1.KeepNode] = "true"
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || len(shared.Listed(t)) > 0 {
+		t.Errorf("its Node is gone, or it may write: %v", err)
+	}
+}
+
+// Whoever lifts the ban of an interrupted `muster replace` by hand has a node that the next ban evicts like any other.
+func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
+	shared.Reset(t)
+	a, e := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	n := shared.Node(t, "w1")
+	n.Annotations[v1alpha1.KeepNode] = "true" // no joinservice ran when the ban was lifted
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(shared.Node(t, "w1").Annotations[v1alpha1.KeepNode] == "", "the annotation is still there")
+	})
+	ban(t, true)
+	membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is still there") })
+}
+
+// A first machine has no ticket, and after an eviction no Node.
+func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
+	b := newBroom(t)
+	machine := claim(1).Machine.String()
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleControlPlane})
+	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
+		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
+	})
+	for range 2 {
+		b.after(t, time.Minute)
+	}
+	if got := shared.Listed(t)["w1"]; got != machine {
+		t.Errorf("listed: %q", got)
+	}
+}
+
+// Without its Node the last control plane would run no joinservice, and nobody could lift the ban.
+func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	for i, name := range []string{"w1", "cp2"} {
+		shared.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
+	}
+	makeReady(t, a, "w1")
+	if err := shared.Client.Create(t.Context(), object("cp2")); err != nil { // not Ready
+		t.Fatal(err)
+	}
+	ban(t, true)
+	seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) {
+		t.Errorf("the last one that is Ready is evicted: %v", err)
+	}
+	n := object("cp2")
+	if !exists(t, n) {
+		t.Fatal("no cp2")
+	}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	// Its kubelet made the Node after a ban was lifted: no joinservice runs there until it is labeled.
+	makeReady(t, a, "other") // nobody's; the replica sees it after what was done to cp2
+	if a.nodes.get("cp2").serves {
+		t.Error("without the label joinservice can run on cp2")
+	}
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) {
+		t.Errorf("no joinservice can run, and it is evicted: %v", err)
+	}
+	if err := shared.Client.Get(t.Context(), client.ObjectKeyFromObject(n), n); err != nil {
+		t.Fatal(err)
+	}
+	n.Labels = map[string]string{clusterinfo.ControlPlaneLabel: ""}
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error { return membertest.Want(a.nodes.get("cp2").serves, "the replica does not see cp2") })
+	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, object("w1")) {
+		t.Errorf("with another one it stays: %v", err)
+	}
+}
