@@ -114,7 +114,7 @@ func (s *stage) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
 		p.ControlPlanes = []string{cp1.String()}
 		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{
-			Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.tpm.Root.Raw})), Operator: true,
+			Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.tpm.Root.Raw})), Operator: true, Key: "ecc-p384",
 		})
 		for _, rule := range p.GetTpm2().GetPcrs() {
 			value, err := device.ReadPCR(t.Context(), tpm.SHA256, int(rule.GetIndex()))

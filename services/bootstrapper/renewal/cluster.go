@@ -39,7 +39,8 @@ type Cluster interface {
 	Runs(ctx context.Context, component, annotation string) (bool, error)
 	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet may not write then what Runs waits for.
 	ShutOut(ctx context.Context) (bool, error)
-	// Banned returns the nodes of banned enrollments but this one's, by the enrollment's UID; not those that `muster replace` works on.
+	// Banned returns the nodes of banned enrollments but this one's, by an ID of the ban; not those that `muster replace` works on. An enrollment that is banned
+	// again after its ban was lifted has another ID.
 	Banned(ctx context.Context) (map[string]string, error)
 	// Evicted reports whether there is neither a Node of the name nor a pod on it.
 	Evicted(ctx context.Context, node string) (bool, error)
@@ -196,7 +197,8 @@ func (c *cluster) Banned(ctx context.Context) (map[string]string, error) {
 		}
 		for _, n := range list.Items {
 			if _, keep := n.Annotations[v1alpha1.KeepNode]; n.Spec.Banned && !keep && n.Name != c.node {
-				out[string(n.UID)] = n.Name
+				// Each change of the spec raises the generation.
+				out[fmt.Sprintf("%s/%d", n.UID, n.Generation)] = n.Name
 			}
 		}
 		if o.Continue = list.Continue; o.Continue == "" {

@@ -6,6 +6,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"os"
@@ -181,7 +182,8 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		}
 		shutOut(true)
 		banned(a, nil) // itself
-		banned(b, map[string]string{string(n.UID): "node1"})
+		first := fmt.Sprintf("%s/%d", n.UID, n.Generation)
+		banned(b, map[string]string{first: "node1"})
 		n.Annotations = map[string]string{v1alpha1.KeepNode: "true"}
 		if err := api.Client.Update(ctx, n); err != nil {
 			t.Fatal(err)
@@ -192,6 +194,19 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		shutOut(false)
+		n.Annotations, n.Spec.Banned = nil, true
+		if err := api.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		again, err := b.Banned(ctx)
+		if err != nil || len(again) != 1 || again[first] != "" {
+			t.Errorf("banned again: %v, %v, want another ID than %s", again, err, first)
+		}
+		n.Status.AKName = "000b"
+		if err := api.Client.Status().Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		banned(b, again) // the same ban
 		if err := api.Client.Delete(ctx, n); err != nil {
 			t.Fatal(err)
 		}

@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// restarted is the file with the UIDs of the banned enrollments after whose eviction this control plane's API server was restarted. It is part of what the
-	// API server's annotation is a digest of.
+	// restarted is the file with the IDs of the bans after which this control plane's API server was restarted. It is part of what the API server's annotation is
+	// a digest of.
 	restarted = folder + "/muster-bans.json"
 	apiServer = "kube-apiserver"
 	// restartWithin bounds a try to restart the API server: certificates that end meanwhile have to be renewed.
@@ -60,7 +60,7 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 }
 
 // endStreams restarts the API server if a node was evicted that was seen banned before; an enrollment that `muster forget` bans is gone by the next look. It returns
-// who is banned, by UID of the enrollment, and whether nothing is left to do. wanted is since when something was; zero: it was not.
+// who is banned, by ID of the ban, and whether nothing is left to do. wanted is since when something was; zero: it was not.
 func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted time.Time) (map[string]string, bool, error) {
 	c, err := r.Connect()
 	if err != nil {
@@ -76,8 +76,8 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted
 		return banned, false, err
 	}
 	var fresh []string
-	for uid, node := range banned {
-		if _, before := seen[uid]; !before || slices.Contains(known, uid) {
+	for id, node := range banned {
+		if _, before := seen[id]; !before || slices.Contains(known, id) {
 			continue
 		}
 		gone, err := c.Evicted(ctx, node)
@@ -85,16 +85,16 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted
 			return banned, false, err
 		}
 		if gone {
-			fresh = append(fresh, uid)
+			fresh = append(fresh, id)
 		}
 	}
 	due, err := r.plane.unfinished(known)
 	if err != nil || len(fresh) == 0 && !due {
 		return banned, err == nil, err
 	}
-	for _, uid := range known { // those that are banned no more need no place in the file
-		if _, still := banned[uid]; still {
-			fresh = append(fresh, uid)
+	for _, id := range known { // bans that were lifted need no place in the file
+		if _, still := banned[id]; still {
+			fresh = append(fresh, id)
 		}
 	}
 	slices.Sort(fresh)
@@ -146,7 +146,7 @@ func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string
 	})
 }
 
-// restartedFor reads the UIDs in the file.
+// restartedFor reads the IDs in the file.
 func (p plane) restartedFor() ([]string, error) {
 	text, err := os.ReadFile(p.on(restarted))
 	if errors.Is(err, fs.ErrNotExist) {

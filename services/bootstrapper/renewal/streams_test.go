@@ -92,7 +92,7 @@ func TestEachBanRestartsTheAPIServerOnce(t *testing.T) {
 	}{
 		{map[string]string{"1": "node2"}, 1},
 		{nil, 0},
-		{map[string]string{"1": "node2"}, 0}, // the same enrollment: the file still has it
+		{map[string]string{"1": "node2"}, 0}, // the same ban: the file still has it
 		{map[string]string{"2": "node3"}, 1},
 		{map[string]string{"1": "node2", "2": "node3"}, 1},
 	} {
