@@ -185,11 +185,14 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			// Unknown paths are one label value, and none of their text is logged.
 			c.procedure, c.log = "unknown", log.With("remote", r.RemoteAddr)
 		}
-		if err := g.deadlines(w, r); err != nil {
+		read, write := g.times(r.URL.Path)
+		bounds, err := newBounds(w, read, write)
+		if err != nil {
 			c.log.Error("cannot bound a request's time", "err", err)
 			http.Error(w, "internal error", http.StatusInternalServerError)
 			return
 		}
+		defer bounds.end()
 		c.hold = func(bytes int64) error {
 			release, err := g.hold(r.Context(), bytes)
 			if err == nil {
@@ -208,7 +211,7 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 		bounded := r.WithContext(ctx)
 		bounded.Body = &body{ReadCloser: r.Body, limit: limit + envelopeHead, call: c, whole: func() {
 			// The request is here. What comes after it over HTTP/1.1 is none of it, and must not end the call.
-			_ = http.NewResponseController(w).SetReadDeadline(c.began.Add(g.timeout))
+			bounds.keep(c.began.Add(g.timeout))
 		}}
 		next.ServeHTTP(w, bounded)
 		switch {
@@ -309,25 +312,20 @@ const (
 	reflectionLimit = 30 * time.Second
 )
 
-// deadlines bounds how slowly a request may come in and its answer be taken. It must not
-// fail open, so a connection that knows no deadlines is not served.
-func (g *guard) deadlines(w http.ResponseWriter, r *http.Request) error {
-	c := http.NewResponseController(w)
-	now := time.Now()
+// times returns how long the request of a procedure may take to come in, and its answer to be taken; 0: as long as it likes.
+func (g *guard) times(procedure string) (read, write time.Duration) {
 	switch {
-	case !streams[r.URL.Path] && !trusted(r.URL.Path):
-		return errors.Join(c.SetReadDeadline(now.Add(min(g.timeout, plainRequestTimeout))), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
-	case !streams[r.URL.Path]:
-		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.timeout+time.Second)))
-	case r.URL.Path == reflectionV1, r.URL.Path == reflectionV1Alpha:
-		return errors.Join(c.SetReadDeadline(now.Add(reflectionLimit)), c.SetWriteDeadline(now.Add(reflectionLimit)))
-	case levels[r.URL.Path] == Plain:
-		return errors.Join(c.SetReadDeadline(now.Add(streamLimit)), c.SetWriteDeadline(now.Add(streamLimit+time.Second)))
-	case g.streamTimeout > 0:
-		return errors.Join(c.SetReadDeadline(now.Add(g.timeout)), c.SetWriteDeadline(now.Add(g.streamTimeout)))
+	case !streams[procedure] && !trusted(procedure):
+		return min(g.timeout, plainRequestTimeout), g.timeout + time.Second
+	case !streams[procedure]:
+		return g.timeout, g.timeout + time.Second
+	case procedure == reflectionV1, procedure == reflectionV1Alpha:
+		return reflectionLimit, reflectionLimit
+	case levels[procedure] == Plain:
+		return streamLimit, streamLimit + time.Second
 	default:
 		// Over muster-atls/1 all streams are answers to one message: it must come soon, the
 		// answer may take as long as it likes while pings come back.
-		return c.SetReadDeadline(now.Add(g.timeout))
+		return g.timeout, g.streamTimeout
 	}
 }

@@ -78,7 +78,8 @@ type Server struct {
 	plain    *http.Server
 
 	mu    sync.Mutex
-	fresh map[net.Conn]struct{} // handed to net/http, and nothing was read from it yet
+	fresh map[net.Conn]struct{}    // handed to net/http, and nothing was read from it yet
+	idle  map[net.Conn]*time.Timer // no call is under way
 	quits bool
 }
 
@@ -132,7 +133,7 @@ func NewServer(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, errors.Join(err, cfg.Listener.Close())
 	}
-	s := &Server{cfg: cfg, listener: l, fresh: make(map[net.Conn]struct{})}
+	s := &Server{cfg: cfg, listener: l, fresh: make(map[net.Conn]struct{}), idle: make(map[net.Conn]*time.Timer)}
 	handler := s.handler()
 	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // strangers' mistakes
 	http2 := http.HTTP2Config{
@@ -154,11 +155,10 @@ func NewServer(cfg Config) (*Server, error) {
 		Handler:           l.Handler(handler),
 		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       cfg.IdleTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &http2,
 		ConnContext:       l.ConnContext,
-		ConnState:         s.state,
+		ConnState:         s.state(cfg.IdleTimeout),
 		ErrorLog:          errorLog,
 	}
 	s.plain = &http.Server{
@@ -166,10 +166,9 @@ func NewServer(cfg Config) (*Server, error) {
 		ConnContext:       l.ConnContext,
 		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
-		IdleTimeout:       min(plainIdleTimeout, cfg.IdleTimeout),
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &plainHTTP2,
-		ConnState:         s.state,
+		ConnState:         s.state(min(plainIdleTimeout, cfg.IdleTimeout)),
 		ErrorLog:          errorLog,
 	}
 	return s, nil
@@ -244,21 +243,29 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(err, closed)
 }
 
-// state keeps account of connections that have not sent a byte of HTTP yet. net/http waits
-// for those up to 5 s when it shuts down, since a request could be on its way; a peer that
-// just connected can as well connect to somebody else.
-func (s *Server) state(c net.Conn, st http.ConnState) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if st != http.StateNew {
+// state closes connections that have no call for so long, and keeps account of those that have not sent a byte of HTTP yet. net/http waits for the latter up to
+// 5 s when it shuts down, since a request could be on its way; a peer that just connected can as well connect to somebody else.
+//
+// http.Server's IdleTimeout is not used: when a connection is closed while calls are under way, HTTP/2 starts its timer anew (Go 1.26), which holds all that the
+// connection had, some 40 KiB, until the timer ends.
+func (s *Server) state(idle time.Duration) func(net.Conn, http.ConnState) {
+	return func(c net.Conn, st http.ConnState) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		delete(s.fresh, c)
-		return
+		if t, ok := s.idle[c]; ok {
+			t.Stop()
+			delete(s.idle, c)
+		}
+		switch {
+		case st == http.StateIdle:
+			s.idle[c] = time.AfterFunc(idle, func() { _ = c.Close() })
+		case st == http.StateNew && s.quits:
+			_ = c.Close()
+		case st == http.StateNew:
+			s.fresh[c] = struct{}{}
+		}
 	}
-	if s.quits {
-		_ = c.Close()
-		return
-	}
-	s.fresh[c] = struct{}{}
 }
 
 func (s *Server) closeFresh() {
