@@ -82,8 +82,6 @@ E2E_LARGE := ./e2e/demo ./e2e/controlplane
 # Virtual machines are emulated here, and slow: one lives and is tampered with in `make test`, the others in `make test-vm`.
 E2E_VM := ./e2e/vm
 E2E_VM_LONG := ./e2e/vm ./e2e/statedisk ./lab/internal/vm
-# Floods take minutes even in their short form: `make test-floods`.
-E2E_FLOODS := ./e2e/attack/floods
 space := $(subst ,, )
 
 # What `make test` has one after the other, beside the other lane.
@@ -101,7 +99,7 @@ e2e-large: deps kube images lab-bin
 
 .PHONY: e2e-small
 e2e-small: deps kube images lab-bin
-	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM_LONG) $(E2E_FLOODS))))$$')
+	$(GOTEST) -count=1 -timeout 40m -p 2 $$(go list ./e2e/... | grep -vE '/($(subst $(space),|,$(notdir $(E2E_LARGE) $(E2E_VM_LONG))))$$')
 
 .PHONY: e2e-vm
 e2e-vm: deps kube images lab-bin
