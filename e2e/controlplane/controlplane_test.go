@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 )
 
 // planesEnv names the environment variable that says how many control planes there are; three
@@ -59,6 +60,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	c.show(t)
 	t.Run("they joined one after another", c.turnsDoNotOverlap)
 	t.Run("each runs as hardened as the first", c.alike)
+	t.Run("no pod is root on its node", c.refusesPods)
 
 	if err := c.KillNode(t.Context(), node(1)); err != nil {
 		t.Fatal(err)
@@ -173,11 +175,36 @@ func (c *cluster) turnsDoNotOverlap(t *testing.T) {
 	t.Logf("machines that had to wait were told so %d times", busy)
 }
 
+// refusesPods asks each API server for pods by which whoever may create pods in one namespace would be root on a node.
+func (c *cluster) refusesPods(t *testing.T) {
+	const pod = `{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "root", "namespace": "default"}, "spec": {"tolerations": [{"operator": "Exists"}], "containers": [{"name": "root", "image": "x"%s}]%s}}`
+	for i := 1; i <= c.planes; i++ {
+		create := func(container, spec string) error {
+			_, err := c.At(t.Context(), driver.Owner, fmt.Sprintf(pod, container, spec), "kubectl", "--kubeconfig", ownersKubeconfig, "--server=https://"+address(i)+":6443", "create", "--dry-run=server", "-f", "-")
+			return err
+		}
+		if err := create("", ""); err != nil {
+			t.Errorf("%s refuses every pod: %v", node(i), err)
+		}
+		for what, err := range map[string]error{
+			"a folder of the host":   create("", `, "volumes": [{"name": "host", "hostPath": {"path": "/"}}]`),
+			"the host's network":     create("", `, "hostNetwork": true`),
+			"the host's processes":   create("", `, "hostPID": true`),
+			"a privileged container": create(`, "securityContext": {"privileged": true}`, ""),
+			"a capability of root":   create(`, "securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}`, ""),
+		} {
+			if err == nil || !strings.Contains(err.Error(), "violates PodSecurity") {
+				t.Errorf("%s allows a pod with %s: %v", node(i), what, err)
+			}
+		}
+	}
+}
+
 // alike compares what the static pods of all control planes are started with: the second and third
 // must not be weaker than the first (J5), and one that encrypts under another key reads no Secret of the first.
 func (c *cluster) alike(t *testing.T) {
 	hardened := map[string][]string{
-		"kube-apiserver":          {"--authorization-config=/etc/kubernetes/authz/config.yaml", "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt", "--encryption-provider-config=" + etcdencryption.File},
+		"kube-apiserver":          {"--authorization-config=" + kubeadm.AuthzFile, "--admission-control-config-file=" + kubeadm.AdmissionFile, "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt", "--encryption-provider-config=" + etcdencryption.File},
 		"kube-controller-manager": {"--controllers=*,-certificatesigningrequest-approving-controller", "--cluster-signing-duration=24h"},
 		"kube-scheduler":          nil,
 	}
@@ -194,7 +221,7 @@ func (c *cluster) alike(t *testing.T) {
 			}
 		}
 	}
-	for _, file := range []string{"/etc/kubernetes/authz/config.yaml", "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key", etcdencryption.File} {
+	for _, file := range []string{kubeadm.AuthzFile, kubeadm.AdmissionFile, "/etc/kubernetes/pki/ca.key", "/etc/kubernetes/pki/sa.key", "/etc/kubernetes/pki/etcd/ca.key", etcdencryption.File} {
 		var first string
 		for i := range c.planes {
 			out := c.Must(t, node(i+1), "", "sh", "-c", "sha256sum "+file+" && stat -c '%a %u %g' "+file)

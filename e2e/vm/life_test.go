@@ -119,7 +119,7 @@ func (w *world) mark(t *testing.T, node string) string {
 // gives what it printed.
 func (w *world) pod(t *testing.T, node, name string, args ...string) string {
 	t.Helper()
-	manifest := fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": %q}, "spec": {"nodeName": %q, "restartPolicy": "Never",
+	manifest := fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "kube-system", "name": %q}, "spec": {"nodeName": %q, "restartPolicy": "Never",
 "automountServiceAccountToken": false, "tolerations": [{"operator": "Exists"}],
 "containers": [{"name": "echo", "image": "lab.muster.dev/echo:v1", "args": ["%s"], "volumeMounts": [{"name": "keep", "mountPath": "/keep"}]}],
 "volumes": [{"name": "keep", "hostPath": {"path": "/var/lib/keep", "type": "DirectoryOrCreate"}}]}}`, name, node, strings.Join(args, `", "`))
@@ -127,13 +127,13 @@ func (w *world) pod(t *testing.T, node, name string, args ...string) string {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	until(t, joinTime, func(ctx context.Context) error {
-		phase, err := w.Kubectl(ctx, "get", "pod", name, "-o", "jsonpath={.status.phase}")
+		phase, err := w.Kubectl(ctx, "-n", "kube-system", "get", "pod", name, "-o", "jsonpath={.status.phase}")
 		if err == nil && phase != "Succeeded" {
 			err = fmt.Errorf("pod %s is %s", name, phase)
 		}
 		return err
 	})
-	out, err := w.Kubectl(t.Context(), "logs", name)
+	out, err := w.Kubectl(t.Context(), "-n", "kube-system", "logs", name)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/podsecurity"
 )
 
 const (
@@ -51,7 +52,12 @@ type Cluster struct {
 
 // Start starts a cluster. It is for TestMain, so that the tests of a package share one; what it made
 // so far is stopped if it fails. kube-controller-manager runs the signers, and those controllers that are named.
-func Start(ctx context.Context, controllers ...string) (_ *Cluster, err error) {
+func Start(ctx context.Context, controllers ...string) (*Cluster, error) {
+	return StartWith(ctx, nil, controllers...)
+}
+
+// StartWith starts a cluster whose API server has arguments of its own after the usual ones.
+func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cluster, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, errors.New("the control plane did not become ready in time"))
 	defer cancel()
 	bin, err := Binaries()
@@ -86,17 +92,20 @@ func Start(ctx context.Context, controllers ...string) (_ *Cluster, err error) {
 	if err := os.WriteFile(filepath.Join(dir, "audit-policy.yaml"), []byte(auditPolicy), 0o600); err != nil {
 		return nil, err
 	}
+	if err := os.WriteFile(filepath.Join(dir, "admission.yaml"), []byte(podsecurity.Config), 0o600); err != nil {
+		return nil, err
+	}
 	etcd := fmt.Sprintf("http://127.0.0.1:%d", ports[0])
 	if err := c.run(bin, "etcd", "--data-dir="+filepath.Join(dir, "etcd"), "--unsafe-no-fsync", "--log-level=warn",
 		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, fmt.Sprintf("--listen-peer-urls=http://127.0.0.1:%d", ports[1])); err != nil {
 		return nil, err
 	}
-	if err := c.run(bin, "kube-apiserver", "--etcd-servers="+etcd, "--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[2]),
+	if err := c.run(bin, "kube-apiserver", append([]string{"--etcd-servers=" + etcd, "--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[2]),
 		"--advertise-address=192.0.2.250", "--endpoint-reconciler-type=none", "--service-cluster-ip-range=10.96.0.0/16", "--allow-privileged",
-		"--tls-cert-file="+c.pki.file("apiserver.crt"), "--tls-private-key-file="+c.pki.file("apiserver.key"), "--client-ca-file="+c.pki.file("ca.crt"),
-		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+c.pki.file("sa.key"), "--service-account-signing-key-file="+c.pki.file("sa.key"),
-		"--audit-policy-file="+filepath.Join(dir, "audit-policy.yaml"), "--audit-log-path="+filepath.Join(dir, auditLog), "--audit-log-mode=blocking",
-		"--enable-bootstrap-token-auth", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--disable-admission-plugins=ServiceAccount"); err != nil {
+		"--tls-cert-file=" + c.pki.file("apiserver.crt"), "--tls-private-key-file=" + c.pki.file("apiserver.key"), "--client-ca-file=" + c.pki.file("ca.crt"),
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=" + c.pki.file("sa.key"), "--service-account-signing-key-file=" + c.pki.file("sa.key"),
+		"--audit-policy-file=" + filepath.Join(dir, "audit-policy.yaml"), "--audit-log-path=" + filepath.Join(dir, auditLog), "--audit-log-mode=blocking",
+		"--enable-bootstrap-token-auth", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--admission-control-config-file=" + filepath.Join(dir, "admission.yaml"), "--disable-admission-plugins=ServiceAccount"}, args...)...); err != nil {
 		return nil, err
 	}
 	if err := c.connect(ctx, server); err != nil {

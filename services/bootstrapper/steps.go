@@ -10,6 +10,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/podsecurity"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -160,9 +161,12 @@ func (b *Bootstrapper) output(ctx context.Context, program string, tail *kubeadm
 	}
 }
 
-// writeAuthz places the API server's authorization configuration.
+// writeAuthz places the API server's configuration of authorization and admission.
 func (b *Bootstrapper) writeAuthz() error {
-	return machine.WriteFile(b.on(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755)
+	if err := machine.WriteFile(b.on(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755); err != nil {
+		return err
+	}
+	return machine.WriteFile(b.on(kubeadm.AdmissionFile), []byte(podsecurity.Config), 0o600, 0o755)
 }
 
 // namedDisk gives the error of a disk that takes nothing its own reason, which also reaches an init's

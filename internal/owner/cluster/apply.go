@@ -16,6 +16,8 @@ import (
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/podsecurity"
 )
 
 // unknownKind is how long a kind may be unknown: a definition that was just applied takes a
@@ -117,8 +119,8 @@ func (c *Client) served(ctx context.Context, name string) error {
 func (c *Client) EnsureNamespace(ctx context.Context) error {
 	return c.apply(ctx, object("v1", "Namespace", "", Namespace, map[string]any{
 		"metadata": map[string]any{"labels": map[string]any{
-			"app.kubernetes.io/part-of":          "muster",
-			"pod-security.kubernetes.io/enforce": "privileged",
+			"app.kubernetes.io/part-of": "muster",
+			podsecurity.Label:           "privileged",
 		}},
 	}))
 }

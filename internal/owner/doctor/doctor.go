@@ -50,6 +50,7 @@ const (
 	CheckBindings    = "kubeadm's bindings"
 	CheckTokens      = "bootstrap tokens"
 	CheckPodTokens   = "pods' tokens"
+	CheckPods        = "privileged pods"
 	CheckJoinservice = "joinservices"
 	CheckAudit       = "audit log"
 	CheckNodes       = "nodes"
@@ -96,7 +97,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.joinservices, d.auditLog, d.nodes, d.disks)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 

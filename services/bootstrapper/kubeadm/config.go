@@ -36,11 +36,13 @@ import (
 
 const (
 	apiServerPort = 6443
-	// AuthzFolder holds the API server's authorization configuration, on the machine and
+	// AuthzFolder holds the API server's configuration of authorization and admission, on the machine and
 	// in the API server's pod. It is a folder so that the file can be replaced by rename.
 	AuthzFolder = "/etc/kubernetes/authz"
 	// AuthzFile is what --authorization-config names.
 	AuthzFile = AuthzFolder + "/config.yaml"
+	// AdmissionFile is what --admission-control-config-file names. Its content is podsecurity.Config.
+	AdmissionFile = AuthzFolder + "/admission.yaml"
 	// KubeletConf is the kubelet's kubeconfig, which a join uses for discovery too.
 	KubeletConf = "/etc/kubernetes/kubelet.conf"
 
@@ -236,6 +238,10 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out.Networking.PodSubnet = strings.Join(c.PodCIDRs, ",")
 	out.Networking.ServiceSubnet = strings.Join(c.ServiceCIDRs, ",")
 	out.APIServer.CertSANs = APIServerSANs(img, c.APIServerSANs)
+	if len(values(out.APIServer.ExtraArgs, "admission-control-config-file")) == 0 { // an image that needs another configuration brings it
+		// Whoever may create pods in one namespace is not root on control planes.
+		out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{"admission-control-config-file": AdmissionFile})
+	}
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
 		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
 		"authorization-config": AuthzFile,
@@ -272,18 +278,20 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 // admissionPlugins returns what the image enables, and what Muster relies on: nodes write about themselves alone (J4), and whoever may make Services in
 // one namespace takes no address that nodes use. An image that disables a plugin does without it.
 func admissionPlugins(args []v1beta4.Arg) []string {
-	named := func(arg string) (out []string) {
-		for _, a := range args {
-			if a.Name == arg {
-				out = append(out, strings.Split(a.Value, ",")...)
-			}
-		}
-		return out
-	}
-	disabled := named("disable-admission-plugins")
-	return slices.DeleteFunc(union(named("enable-admission-plugins"), "NodeRestriction", "DenyServiceExternalIPs"), func(p string) bool {
+	disabled := values(args, "disable-admission-plugins")
+	return slices.DeleteFunc(union(values(args, "enable-admission-plugins"), "NodeRestriction", "DenyServiceExternalIPs"), func(p string) bool {
 		return p != "NodeRestriction" && slices.Contains(disabled, p)
 	})
+}
+
+// values returns what an argument's comma-separated lists have, in all its places.
+func values(args []v1beta4.Arg, name string) (out []string) {
+	for _, a := range args {
+		if a.Name == name {
+			out = append(out, strings.Split(a.Value, ",")...)
+		}
+	}
+	return out
 }
 
 func kubeletConfiguration(img *Image) *kubeletv1.KubeletConfiguration {

@@ -100,6 +100,7 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 			"pods' tokens":         strings.Join(arg(api, "service-account-extend-token-expiration"), " ") == "false",
 			"tokens' lives":        strings.Join(arg(api, "service-account-max-token-expiration"), " ") == "24h",
 			"admission plugins":    strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs",
+			"pods":                 strings.Join(arg(api, "admission-control-config-file"), " ") == AdmissionFile,
 			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
 			"signing duration":     strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
 			"version":              cfg.KubernetesVersion == "v1.36.1",
@@ -131,6 +132,21 @@ func TestAnImageMayDoWithoutAPlugin(t *testing.T) {
 	}
 	if got := arg(cfg.APIServer.ExtraArgs, "enable-admission-plugins"); strings.Join(got, " ") != "NodeRestriction" {
 		t.Errorf("enabled: %q", got)
+	}
+}
+
+// Whoever needs another configuration of admission puts it into the image.
+func TestAnImageMayBringItsConfigurationOfAdmission(t *testing.T) {
+	b, err := Init(image(t, `{"apiServer":{"extraArgs":[{"name":"admission-control-config-file","value":"/etc/image/admission.yaml"}]}}`), first())
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg, err := kubeadmconfig.BytesToInitConfiguration(b, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := arg(cfg.APIServer.ExtraArgs, "admission-control-config-file"); strings.Join(got, " ") != "/etc/image/admission.yaml" {
+		t.Errorf("names %q", got)
 	}
 }
 

@@ -1,0 +1,56 @@
+package doctor
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/podsecurity"
+)
+
+func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
+	byDefault, err := envtest.StartWith(t.Context(), []string{"--admission-control-config-file="})
+	try(t, err)
+	defer func() { try(t, byDefault.Stop()) }()
+	for _, tt := range []struct {
+		name   string
+		api    *envtest.Cluster
+		labels map[string]string
+		want   checkup.Level
+		says   string
+	}{
+		{"clusters of muster init", shared, nil, checkup.OK, ""},
+		{"Kubernetes' default", byDefault, nil, checkup.Warn, "default, kube-node-lease, kube-public, users"},
+		{"one is labeled", byDefault, map[string]string{podsecurity.Label: "baseline"}, checkup.Warn, "default, kube-node-lease, kube-public"},
+		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			text, err := os.ReadFile(tt.api.Kubeconfig)
+			try(t, err)
+			kube, err := cluster.Connect(text)
+			try(t, err)
+			ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "users", Labels: tt.labels}}
+			if err := tt.api.Client.Create(t.Context(), ns); err != nil {
+				try(t, tt.api.Client.Update(t.Context(), ns))
+			}
+			d := &doctor{kube: kube}
+			try(t, d.privilegedPods(t.Context()))
+			if len(d.Findings) != 1 || d.Findings[0].Check != CheckPods || d.Findings[0].Level != tt.want || !strings.HasSuffix(d.Findings[0].Detail, tt.says) {
+				t.Errorf("%+v", d.Findings)
+			}
+			var pods corev1.PodList
+			try(t, tt.api.Client.List(t.Context(), &pods))
+			for _, p := range pods.Items {
+				if p.Namespace != "kube-system" {
+					t.Errorf("pod %s/%s is there", p.Namespace, p.Name)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,32 @@
+// Package podsecurity is the configuration by which the API servers of a cluster refuse pods that make whoever creates
+// them root on a node: the Pod Security Standard "baseline" wherever a namespace's labels name no other.
+//
+// The API server reads an AdmissionConfiguration (apiserver.config.k8s.io/v1) once, when it starts. That of the plugin
+// PodSecurity in it is of pod-security.admission.config.k8s.io/v1.
+package podsecurity
+
+import (
+	"slices"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+)
+
+// Label is a namespace's with the standard that its pods have to keep.
+const Label = "pod-security.kubernetes.io/enforce"
+
+// Exempt reports whether a namespace is one that runs what nodes and control planes consist of. Only administrators create pods there.
+func Exempt(namespace string) bool {
+	return slices.Contains([]string{"kube-system", clusterinfo.Namespace}, namespace)
+}
+
+// Config is the file.
+const Config = `apiVersion: apiserver.config.k8s.io/v1
+kind: AdmissionConfiguration
+plugins:
+- name: PodSecurity
+  configuration:
+    apiVersion: pod-security.admission.config.k8s.io/v1
+    kind: PodSecurityConfiguration
+    defaults: {enforce: baseline, enforce-version: latest, audit: baseline, audit-version: latest, warn: baseline, warn-version: latest}
+    exemptions: {namespaces: [kube-system, ` + clusterinfo.Namespace + `]}
+`
