@@ -153,6 +153,7 @@ func (c *cluster) ban(t *testing.T, node string) {
 func TestNamesLeaveTheirMachines(t *testing.T) {
 	c := bringUp(t)
 	t.Run("a banned node is evicted, and comes back when the ban is lifted", func(t *testing.T) { c.ban(t, "node2") })
+	t.Run("and once more", func(t *testing.T) { c.ban(t, "node2") })
 	oldKey := c.Must(t, "node2", "", "cat", certificate)
 	forgottenDisk := c.Must(t, "node2", "", "cat", diskID)
 	oldDisk, oldCheck := c.Must(t, "node3", "", "cat", diskID), c.Must(t, "node3", "", "cat", diskCheck)
