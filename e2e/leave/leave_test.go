@@ -96,6 +96,9 @@ func (c *cluster) shows(ctx context.Context, want string, args ...string) error 
 func (c *cluster) ban(t *testing.T, node string) {
 	t.Helper()
 	key := c.Must(t, node, "", "cat", certificate)
+	labtest.Eventually(t, func(ctx context.Context) error { // a Ready node may still be starting it
+		return c.shows(ctx, "Running", "-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-proxy", "--field-selector", "spec.nodeName="+node, "-o", "jsonpath={.items[*].status.phase}")
+	})
 	token := strings.TrimSpace(c.Must(t, node, "", "sh", "-c", "cat /var/lib/kubelet/pods/"+
 		strings.TrimSpace(c.MustKubectl(t, "-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-proxy", "--field-selector", "spec.nodeName="+node, "-o", "jsonpath={.items[0].metadata.uid}"))+
 		"/volumes/kubernetes.io~projected/*/token"))
