@@ -27,8 +27,8 @@ func (a *app) forgetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "forget NODE",
 		Short: "Free a node's name: shut its machine out, and delete its Node and enrolment",
-		Long: `The machine's writes are refused from the first step on, and its certificates are retired: whoever gets the name next, they don't
-write under it. Its disk stays the machine's: no other one gets its key, until kubectl delete attesteddisk UUID. Nothing is drained,
+		Long: `The machine is banned, then its writes are refused and its certificates retired: whoever gets the name next, they don't write
+under it. Its disk stays the machine's: no other one gets its key, until kubectl delete attesteddisk UUID. Nothing is drained,
 and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the same
 command finishes.`,
 		Args: cobra.ExactArgs(1),

@@ -40,7 +40,20 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			shared.Reset(t)
-			a, _ := replica(t)
+			path := filepath.Join(t.TempDir(), "audit.jsonl")
+			log, err := audit.Open(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = log.Close() })
+			a, _ := replica(t, func(k *Kube) { k.audit = log })
+			recorded := func(want int) {
+				t.Helper()
+				text, err := os.ReadFile(path)
+				if n := strings.Count(string(text), `"node evicted"`); err != nil || n != want {
+					t.Errorf("recorded %d times: %v, want %d", n, err, want)
+				}
+			}
 			enrol(t, a, claim(1), "a")
 			makeReady(t, a, "w1")
 			held := hold(t)
@@ -65,9 +78,13 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 			if err := a.leave(t.Context(), "w1"); err == nil || !strings.Contains(err.Error(), "example.com/keep") || !strings.Contains(err.Error(), held.GetName()) {
 				t.Errorf("error %v", err)
 			}
+			recorded(0)
 			finalizers()
-			if err := a.leave(t.Context(), "w1"); err != nil {
-				t.Error(err)
+			for range 2 {
+				if err := a.leave(t.Context(), "w1"); err != nil {
+					t.Error(err)
+				}
+				recorded(1)
 			}
 			if exists(t, object("w1")) || exists(t, held) {
 				t.Error("it is still there")

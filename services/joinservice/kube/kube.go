@@ -54,6 +54,7 @@ type Kube struct {
 	turns     leaseView
 	services  serviceAddresses
 	cleanups  sync.WaitGroup
+	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
 	// life is how long a node's certificate lives.
 	life time.Duration
 	// now is the clock of all that waits for hours.

@@ -173,7 +173,6 @@ func (k *Kube) lastControlPlane(n *v1alpha1.AttestedNode) bool {
 // their node read. Without a Node nothing runs new ones there, and admission takes none that names it (muster-pods-of-nodes). It returns an error as long as one
 // of them is there.
 func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
-	deleted := false
 	if o := k.nodes.get(n.Name); o.uid != "" {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
@@ -182,7 +181,9 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if ignoreGone(err) != nil {
 			return unavailable("delete Node "+n.Name, err)
 		}
-		deleted = err == nil
+		if err == nil {
+			k.evicting.Store(n.UID, nil)
+		}
 	}
 	// Pods that have tokens and Secrets first. Mirrors of static pods have neither, and the node itself has made them, in any number.
 	for _, mirrors := range []bool{false, true} {
@@ -198,9 +199,11 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
 		}
+		k.evicting.Store(n.UID, nil)
 		k.tell(ctx, n, eventWarning, "NotEvicted", held)
 		return fmt.Errorf("its Node or pods on it are still there: %s", held)
-	case deleted:
+	}
+	if _, begun := k.evicting.LoadAndDelete(n.UID); begun {
 		k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted, with its pods", "node", n.Name, "machine", n.Spec.MachineID)
 		k.tellAuditor(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
 		k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
