@@ -15,6 +15,7 @@ type bounds struct {
 	mu          sync.Mutex
 	c           *http.ResponseController // nil: the call is over, and w is no more ours
 	read, write *time.Timer
+	http1       bool
 }
 
 // passed is a deadline that is over at once.
@@ -22,8 +23,8 @@ var passed = time.Unix(1, 0)
 
 // newBounds bounds the time of what a call reads and writes; 0 of write: it is not bounded. It must not fail open, so a connection that knows no deadlines is
 // an error.
-func newBounds(w http.ResponseWriter, read, write time.Duration) (*bounds, error) {
-	b := &bounds{c: http.NewResponseController(w)}
+func newBounds(w http.ResponseWriter, r *http.Request, read, write time.Duration) (*bounds, error) {
+	b := &bounds{c: http.NewResponseController(w), http1: r.ProtoMajor == 1}
 	// The call before it on a connection of HTTP/1.1 may have left some.
 	if err := errors.Join(b.c.SetReadDeadline(time.Time{}), b.c.SetWriteDeadline(time.Time{})); err != nil {
 		return nil, err
@@ -56,13 +57,45 @@ func (b *bounds) keep(until time.Time) {
 	}
 }
 
-// end is called when the call's handler has returned.
+// end is called when the call's handler has returned. net/http then reads what is left of a request of HTTP/1.1, and sends what is left of its answer: the
+// connection's own deadlines are for that, which end with it.
 func (b *bounds) end() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.http1 {
+		now := time.Now()
+		_ = errors.Join(b.c.SetReadDeadline(now.Add(plainRequestTimeout)), b.c.SetWriteDeadline(now.Add(plainWriteTimeout))) // it could at first
+	}
 	b.c = nil
 	b.read.Stop()
 	if b.write != nil {
 		b.write.Stop()
+	}
+}
+
+// answer notes whether a handler has written a part of an answer's body.
+type answer struct {
+	http.ResponseWriter
+
+	wrote bool
+}
+
+// Write implements [http.ResponseWriter].
+func (a *answer) Write(p []byte) (int, error) {
+	a.wrote = a.wrote || len(p) > 0
+	return a.ResponseWriter.Write(p)
+}
+
+// Flush implements [http.Flusher].
+func (a *answer) Flush() { _ = http.NewResponseController(a.ResponseWriter).Flush() }
+
+// Unwrap is for [http.ResponseController].
+func (a *answer) Unwrap() http.ResponseWriter { return a.ResponseWriter }
+
+// send sends what the handler has written, while the call's time still runs. net/http would do that once the handler has returned, and wait for as long as a peer
+// of HTTP/2 leaves no room for it.
+func (a *answer) send() {
+	if a.wrote {
+		a.Flush()
 	}
 }

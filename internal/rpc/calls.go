@@ -186,7 +186,7 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			c.procedure, c.log = "unknown", log.With("remote", r.RemoteAddr)
 		}
 		read, write := g.times(r.URL.Path)
-		bounds, err := newBounds(w, read, write)
+		bounds, err := newBounds(w, r, read, write)
 		if err != nil {
 			c.log.Error("cannot bound a request's time", "err", err)
 			http.Error(w, "internal error", http.StatusInternalServerError)
@@ -213,7 +213,11 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			// The request is here. What comes after it over HTTP/1.1 is none of it, and must not end the call.
 			bounds.keep(c.began.Add(g.timeout))
 		}}
-		next.ServeHTTP(w, bounded)
+		a := &answer{ResponseWriter: w}
+		next.ServeHTTP(a, bounded)
+		if r.ProtoMajor > 1 {
+			a.send()
+		}
 		switch {
 		case c.recorded:
 		case c.refused != nil:

@@ -5,8 +5,10 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"io"
 	"net"
 	"net/http"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -183,6 +185,74 @@ func TestAConnectionWithoutACallIsClosed(t *testing.T) {
 	}
 }
 
+// opened is a connection of HTTP/2 whose frames the test writes itself.
+type opened struct {
+	*http2.Framer
+
+	t       *testing.T
+	conn    net.Conn
+	out     bytes.Buffer // what is not sent yet
+	block   bytes.Buffer
+	encoder *hpack.Encoder
+}
+
+func openHTTP2(t *testing.T, addr string, settings ...http2.Setting) *opened {
+	t.Helper()
+	c, err := (&tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}}).DialContext(t.Context(), "tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	o := &opened{t: t, conn: c}
+	o.Framer, o.encoder = http2.NewFramer(&o.out, c), hpack.NewEncoder(&o.block)
+	o.out.WriteString(http2.ClientPreface)
+	o.must(o.WriteSettings(settings...))
+	return o
+}
+
+func (o *opened) must(err error) {
+	o.t.Helper()
+	if err != nil {
+		o.t.Fatal(err)
+	}
+}
+
+// request begins one, and ends it if it has a body.
+func (o *opened) request(stream uint32, path string, body []byte, fields ...string) {
+	o.t.Helper()
+	o.block.Reset()
+	fields = append([]string{":method", "POST", ":scheme", "https", ":authority", "muster", ":path", path}, fields...)
+	for i := 0; i < len(fields); i += 2 {
+		o.must(o.encoder.WriteField(hpack.HeaderField{Name: fields[i], Value: fields[i+1]}))
+	}
+	o.must(o.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: o.block.Bytes(), EndHeaders: true}))
+	if body != nil {
+		o.must(o.WriteData(stream, true, body))
+	}
+}
+
+func (o *opened) flush() {
+	o.t.Helper()
+	_, err := o.conn.Write(o.out.Bytes())
+	o.must(err)
+	o.out.Reset()
+}
+
+// until reads frames up to one of that type.
+func (o *opened) until(want http2.FrameType) {
+	o.t.Helper()
+	o.must(o.conn.SetReadDeadline(time.Now().Add(30 * time.Second)))
+	for {
+		f, err := o.ReadFrame()
+		if err != nil {
+			o.t.Fatalf("no frame %s: %v", want, err)
+		}
+		if f.Header().Type == want {
+			return
+		}
+	}
+}
+
 // A call that is canceled before its handler has begun leaves nothing behind either.
 func TestACallThatIsCanceledAtOnceHoldsNoMemory(t *testing.T) {
 	var l *accepted
@@ -191,34 +261,60 @@ func TestACallThatIsCanceledAtOnceHoldsNoMemory(t *testing.T) {
 		c.Listener = l
 	})
 	for range many {
-		c, err := (&tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}}).DialContext(t.Context(), "tcp", r.addr)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var frames, fields bytes.Buffer
-		frames.WriteString(http2.ClientPreface)
-		framer, encoder := http2.NewFramer(&frames, c), hpack.NewEncoder(&fields)
-		errs := []error{framer.WriteSettings()}
+		o := openHTTP2(t, r.addr)
 		for stream := uint32(1); stream < 16; stream += 2 {
-			fields.Reset()
-			for _, f := range [][2]string{{":method", "POST"}, {":scheme", "https"}, {":authority", "muster"}, {":path", healthv1connect.HealthWatchProcedure}, {"content-type", "application/grpc"}} {
-				errs = append(errs, encoder.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}))
-			}
-			errs = append(errs, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: fields.Bytes(), EndHeaders: true}),
-				framer.WriteRSTStream(stream, http2.ErrCodeCancel))
+			o.request(stream, healthv1connect.HealthWatchProcedure, nil, "content-type", "application/grpc")
+			o.must(o.WriteRSTStream(stream, http2.ErrCodeCancel))
 		}
-		errs = append(errs, framer.WritePing(false, [8]byte{}))
-		if _, err := c.Write(frames.Bytes()); errors.Join(append(errs, err)...) != nil {
-			t.Fatal(errors.Join(append(errs, err)...))
-		}
-		for answered := false; !answered; {
-			f, err := framer.ReadFrame()
+		o.must(o.WritePing(false, [8]byte{}))
+		o.flush()
+		o.until(http2.FramePing)
+		_ = o.conn.Close()
+	}
+	wait(t, "closed connections are free", func() bool { return l.open.Load() == 0 && l.inMemory() < many/2 })
+}
+
+// A peer that gives an answer no room has its call ended, also when the handler has returned, or when there was none.
+func TestAnAnswerThatIsNotTakenEndsItsCall(t *testing.T) {
+	r := run(t, keyService{}, func(c *rpc.Config) { c.Timeout = 500 * time.Millisecond })
+	for name, request := range map[string]func(o *opened){
+		"an answer": func(o *opened) {
+			o.request(1, healthv1connect.HealthCheckProcedure, []byte("{}"), "content-type", "application/json")
+		},
+		"not found":  func(o *opened) { o.request(1, "/nothing", []byte("{}")) },
+		"net/http's": func(o *opened) { o.request(1, "/", []byte("{}"), "connection", "x") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := openHTTP2(t, r.addr, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			request(o)
+			o.flush()
+			o.until(http2.FrameRSTStream)
+		})
+	}
+}
+
+// A connection is closed whose request is answered before it has come, and then does not come.
+func TestARestOfARequestThatDoesNotComeEndsItsConnection(t *testing.T) {
+	r := run(t, keyService{}, nil)
+	for name, request := range map[string]string{
+		"not found":    "POST /x HTTP/1.1\r\nHost: muster\r\nContent-Length: 10\r\n\r\n",
+		"another type": "POST " + healthv1connect.HealthCheckProcedure + " HTTP/1.1\r\nHost: muster\r\nContent-Type: text/plain\r\nContent-Length: 10\r\n\r\n",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c, err := (&tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}}}).DialContext(t.Context(), "tcp", r.addr)
 			if err != nil {
 				t.Fatal(err)
 			}
-			answered = f.Header().Type == http2.FramePing
-		}
-		_ = c.Close()
+			defer func() { _ = c.Close() }()
+			_, err = c.Write([]byte(request))
+			if err = errors.Join(err, c.SetReadDeadline(time.Now().Add(20*time.Second))); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Error("it is still open after 20 s")
+			}
+		})
 	}
-	wait(t, "closed connections are free", func() bool { return l.open.Load() == 0 && l.inMemory() < many/2 })
 }

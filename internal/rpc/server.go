@@ -86,8 +86,10 @@ type Server struct {
 const (
 	readHeaderTimeout = 5 * time.Second
 	idleTimeout       = 5 * time.Minute
-	maxHeaderBytes    = 8 << 10
-	maxStreams        = 16
+	// ownWriteTimeout is for what net/http answers by itself. A call's time is that of its bounds.
+	ownWriteTimeout = 10 * time.Second
+	maxHeaderBytes  = 8 << 10
+	maxStreams      = 16
 	// What HTTP/2 holds for one connection, in bytes: the frame that it reads, what peers send before
 	// a handler reads it, and the tables of header compression.
 	maxFrame       = 16 << 10
@@ -155,6 +157,7 @@ func NewServer(cfg Config) (*Server, error) {
 		Handler:           l.Handler(handler),
 		Protocols:         protocols((*http.Protocols).SetUnencryptedHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
+		WriteTimeout:      ownWriteTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &http2,
 		ConnContext:       l.ConnContext,
@@ -166,6 +169,7 @@ func NewServer(cfg Config) (*Server, error) {
 		ConnContext:       l.ConnContext,
 		Protocols:         protocols((*http.Protocols).SetHTTP1, (*http.Protocols).SetHTTP2),
 		ReadHeaderTimeout: readHeaderTimeout,
+		WriteTimeout:      ownWriteTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
 		HTTP2:             &plainHTTP2,
 		ConnState:         s.state(min(plainIdleTimeout, cfg.IdleTimeout)),

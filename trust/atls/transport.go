@@ -117,7 +117,7 @@ func (t *Transport) newHTTP() *http.Transport {
 	pool := &http.Transport{
 		Protocols:          protocols,
 		MaxConnsPerHost:    1, // or every concurrent first call would dial and quote for itself
-		IdleConnTimeout:    5 * time.Minute,
+		IdleConnTimeout:    4 * time.Minute, // before the server, which closes after 5 min, without GOAWAY
 		DisableCompression: true,
 		HTTP2: &http.HTTP2Config{
 			SendPingTimeout:             15 * time.Second,
