@@ -116,7 +116,7 @@ func (t *Transport) newHTTP() *http.Transport {
 	protocols.SetUnencryptedHTTP2(true) // inside TLS that is plain HTTP/2
 	pool := &http.Transport{
 		Protocols:          protocols,
-		MaxConnsPerHost:    1, // or every concurrent first call would dial and quote for itself
+		MaxConnsPerHost:    1,               // or every concurrent first call would dial and quote for itself
 		IdleConnTimeout:    4 * time.Minute, // before the server, which closes after 5 min, without GOAWAY
 		DisableCompression: true,
 		HTTP2: &http.HTTP2Config{

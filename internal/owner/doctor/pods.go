@@ -3,6 +3,8 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -14,12 +16,20 @@ const namesInText = 5
 
 // privilegedPods looks at what the API server does with pods that are as good as root on their node, in namespaces that say nothing of them.
 func (d *doctor) privilegedPods(ctx context.Context) error {
-	open, err := d.kube.Privileged(ctx)
+	open, unclear, err := d.kube.Privileged(ctx)
 	if err != nil {
 		return err
 	}
-	if len(open) == 0 {
+	for _, ns := range slices.Sorted(maps.Keys(unclear)) {
+		d.Add(CheckPods, checkup.Warn, "Label the namespace "+ns+" if its users are no administrators: kubectl label namespace "+ns+" "+podsecurity.Label+"=baseline.",
+			"whether pods that mount their node's root folder are accepted in namespace %s can't be seen, something else refuses the one that is tried: %s", ns, unclear[ns])
+		break // one says what is in the way
+	}
+	if len(open) == 0 && len(unclear) == 0 {
 		d.OK(CheckPods, "are refused where no label of the namespace allows them")
+		return nil
+	}
+	if len(open) == 0 {
 		return nil
 	}
 	names := strings.Join(open[:min(len(open), namesInText)], ", ")

@@ -4,8 +4,10 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -53,4 +55,25 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 			}
 		})
 	}
+	t.Run("something else refuses the pod", func(t *testing.T) {
+		ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "limited"}}
+		limit := &corev1.LimitRange{ObjectMeta: metav1.ObjectMeta{Namespace: "limited", Name: "small"}, Spec: corev1.LimitRangeSpec{Limits: []corev1.LimitRangeItem{
+			{Type: corev1.LimitTypeContainer, Max: corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("1Ki")}},
+		}}}
+		try(t, byDefault.Client.Create(t.Context(), ns), byDefault.Client.Create(t.Context(), limit))
+		text, err := os.ReadFile(byDefault.Kubeconfig)
+		try(t, err)
+		kube, err := cluster.Connect(text)
+		try(t, err)
+		d := &doctor{kube: kube}
+		again := time.NewTicker(100 * time.Millisecond)
+		defer again.Stop()
+		for until := time.Now().Add(patience); len(d.Findings) != 2 && time.Now().Before(until); <-again.C { // the API server learns of the limit by a watch
+			d.Findings = nil
+			try(t, d.privilegedPods(t.Context()))
+		}
+		if len(d.Findings) != 2 || d.Findings[0].Level != checkup.Warn || !strings.Contains(d.Findings[0].Detail, "in namespace limited can't be seen") || !strings.Contains(d.Findings[0].Detail, "maximum memory usage") {
+			t.Errorf("%+v", d.Findings)
+		}
+	})
 }
