@@ -9,6 +9,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
@@ -69,15 +70,27 @@ func (s *stage) inCluster(t *testing.T) {
 	s.policy(t, device, s.enroll(t, device))
 }
 
-// free is an address that nobody listens on now.
+// given are the ports that free has given.
+var given = map[int]bool{}
+
+// free is an address that nobody listens on now. Programs take it anew for each row, so its port is one that no connection gets by itself
+// (net.ipv4.ip_local_port_range begins at 32768).
 func free(t *testing.T) string {
 	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	for range 100 {
+		port := 12000 + rand.IntN(18000)
+		l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", fmt.Sprintf("127.0.0.1:%d", port))
+		if err != nil {
+			continue
+		}
+		addr := l.Addr().String()
+		if err := l.Close(); err == nil && !given[port] {
+			given[port] = true
+			return addr
+		}
 	}
-	defer func() { _ = l.Close() }()
-	return l.Addr().String()
+	t.Fatal("no free port of 100")
+	return ""
 }
 
 // enroll makes the machine with the real TPM the control plane cp1, and returns who it is.
