@@ -73,7 +73,7 @@ func (s *stage) inCluster(t *testing.T) {
 // given are the ports that free has given.
 var given = map[int]bool{}
 
-// free is an address that nobody listens on now. Programs take it anew for each row, so its port is one that no connection gets by itself
+// free returns an address that nobody listens on now. Programs listen on it anew for each row, so its port is one that the kernel gives to no connection
 // (net.ipv4.ip_local_port_range begins at 32768).
 func free(t *testing.T) string {
 	t.Helper()
