@@ -364,10 +364,15 @@ func (s *Service) Ready(t testing.TB) error {
 // Families reads its metrics.
 func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 	t.Helper()
-	_, body, err := s.get(t, "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
+	var body string
+	Eventually(t, func() error {
+		code, text, err := s.get(t, "/metrics")
+		if err == nil && code != http.StatusOK { // a test that asks very often is told to come again
+			err = fmt.Errorf("metrics: %d %s", code, text)
+		}
+		body = text
+		return err
+	})
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(strings.NewReader(body))
 	if err != nil {

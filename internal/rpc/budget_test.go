@@ -12,13 +12,17 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/net/http2"
 	"google.golang.org/protobuf/proto"
 
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
+	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -124,5 +128,96 @@ func TestAPlainConnectionIsWoundUpBeforeItIsCutOff(t *testing.T) {
 		}
 		_, _ = io.Copy(io.Discard, resp.Body)
 		_ = resp.Body.Close()
+	}
+}
+
+// A peer that did not attest begins no more requests on one connection than it may, also if it cancels each at once.
+func TestCallsOfAConnectionAreBounded(t *testing.T) {
+	var l *accepted
+	r := run(t, keyService{}, func(c *rpc.Config) {
+		l = &accepted{Listener: c.Listener}
+		c.Listener = l
+	})
+	for name, canceled := range map[string]bool{"answered": false, "canceled": true} {
+		t.Run(name, func(t *testing.T) {
+			before := r.calls()
+			o := openHTTP2(t, r.addr)
+			for stream := uint32(1); stream < 600; stream += 2 {
+				o.request(stream, "/x", nil)
+				if canceled {
+					o.must(o.WriteRSTStream(stream, http2.ErrCodeCancel))
+				} else {
+					o.must(o.WriteData(stream, true, nil))
+				}
+				o.must(o.WritePing(false, [8]byte{}))
+				if !o.sent() {
+					break
+				}
+			}
+			if began := r.calls() - before; began < 8 || began > 32 {
+				t.Errorf("%v requests began on one connection, want 8 to 32", began)
+			}
+		})
+	}
+	// Who has attested begins as many as it likes.
+	kms := kmsv1connect.NewKeyServiceClient(r.attested(attest.PurposeJoinservice), r.url)
+	before := l.all()
+	for range 100 {
+		if _, err := kms.DeriveClusterId(t.Context(), &kmsv1.DeriveClusterIdRequest{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := l.all() - before; n != 1 {
+		t.Errorf("an attested machine needed %d connections for 100 calls", n)
+	}
+}
+
+// Who is refused again and again fills no log, and hides nobody else's refusal.
+func TestRefusalsOfUnattestedPeersAreRationedInTheLog(t *testing.T) {
+	r := run(t, keyService{}, func(c *rpc.Config) { c.ATLS.Limits.Total = 10000 })
+	clients := map[string]*http.Client{"127.0.0.2": r.plainFrom("127.0.0.2"), "127.0.0.3": r.plainFrom("127.0.0.3")}
+	for name, line := range map[string]struct {
+		message string
+		refused func(ip string)
+	}{
+		"calls": {"call refused", func(ip string) {
+			kms := kmsv1connect.NewKeyServiceClient(clients[ip], r.url)
+			if _, err := kms.DeriveDiskKey(t.Context(), &kmsv1.DeriveDiskKeyRequest{}); rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED {
+				t.Fatalf("a plain client: %v, want a refusal", err)
+			}
+		}},
+		"sessions": {"peer refused", func(ip string) {
+			d := &tls.Dialer{
+				NetDialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}},
+				Config:    &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13, NextProtos: []string{atls.ALPN}},
+			}
+			c, err := d.DialContext(t.Context(), "tcp", r.addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, _ = c.Write([]byte{0, 0, 0, 1, 0xff})
+			_ = answerOf(c)
+			_ = c.Close()
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			began := time.Now()
+			for range 100 {
+				line.refused("127.0.0.2")
+			}
+			line.refused("127.0.0.3")
+			lines := func(ip string) (n int) {
+				for l := range strings.Lines(r.log.String()) {
+					if strings.Contains(l, `"level":"WARN"`) && strings.Contains(l, line.message) && strings.Contains(l, `"remote":"`+ip+`:`) {
+						n++
+					}
+				}
+				return n
+			}
+			wait(t, "the other's refusal has a line", func() bool { return lines("127.0.0.3") == 1 })
+			if n, most := lines("127.0.0.2"), 17+int(time.Since(began).Seconds()); n < 16 || n > most {
+				t.Errorf("100 refusals have %d lines, want 16 to %d", n, most)
+			}
+		})
 	}
 }

@@ -14,12 +14,14 @@ import (
 	"connectrpc.com/connect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // call is what is known of a request, from its first byte on.
 type call struct {
 	procedure string
+	source    admission.Source
 	began     time.Time
 	log       *slog.Logger
 	held      []func()
@@ -72,6 +74,8 @@ type guard struct {
 	streamTimeout time.Duration // 0: none
 	maxRequest    int
 	refused       func(Refused)
+	// lines says whether a refused call of a peer that did not attest has a line in the log.
+	lines *admission.Rate
 }
 
 // options are those of every handler of a Server.
@@ -164,7 +168,7 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 		log.ErrorContext(ctx, "call failed", append(attrs, "err", err)...)
 	case connect.CodeOf(out) == connect.CodeCanceled:
 		log.DebugContext(ctx, "caller hung up", attrs...)
-	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, !g.logged(ctx):
 		// Anybody can cause any number of these: the metric counts them.
 		log.DebugContext(ctx, "call refused", append(attrs, "err", err)...)
 	default:
@@ -173,11 +177,19 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 	return out
 }
 
+// logged reports whether the caller's refusal has a line that operators see.
+func (g *guard) logged(ctx context.Context) bool {
+	if _, attested := attest.PeerFrom(ctx); attested {
+		return true
+	}
+	return g.lines.Allow(sourceFrom(ctx), time.Now()) == nil
+}
+
 // observe begins a call, bounds the time of its body and its answer, and counts what never
 // reached a handler: an unknown path, a message too large, too slow or not decodable.
 func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		c := &call{procedure: r.URL.Path, began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
+		c := &call{procedure: r.URL.Path, source: admission.SourceOfAddress(r.RemoteAddr), began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
 		if p, ok := attest.PeerFrom(r.Context()); ok {
 			c.log = c.log.With("machine", p.Machine().String(), "purpose", string(p.Purpose()))
 		}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/admission"
@@ -86,15 +87,36 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 		return nil, q.err
 	}
 	ev := q.evidence[i]
-	if !req.GetEventLog() && ev.GetTpm2().GetEventLog() != nil {
-		ev = proto.CloneOf(ev)
-		ev.GetTpm2().EventLog = nil
+	if !req.GetEventLog() {
+		ev = withoutEventLog(ev)
 	}
 	// A caller may leave its answer unread.
 	if err := hold(ctx, evidenceCopies*int64(proto.Size(ev))); err != nil {
 		return nil, err
 	}
 	return &attestv1.GetEvidenceResponse{Evidence: ev}, nil
+}
+
+// withoutEventLog returns evidence without its event log. The rest is shared, not copied: the caller has not been charged yet.
+func withoutEventLog(ev *attestv1.Evidence) *attestv1.Evidence {
+	with := ev.GetTpm2()
+	if with.GetEventLog() == nil {
+		return ev
+	}
+	without, body := shallow(ev), shallow(with)
+	body.EventLog = nil
+	without.Body = &attestv1.Evidence_Tpm2{Tpm2: body}
+	return without
+}
+
+// shallow returns a message with the fields of m.
+func shallow[M proto.Message](m M) M {
+	out := m.ProtoReflect().New()
+	m.ProtoReflect().Range(func(field protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		out.Set(field, v)
+		return true
+	})
+	return out.Interface().(M) //nolint:forcetypeassert // New makes the same type
 }
 
 // join adds a nonce to the quote that is open, or opens one. Who opens it is told how long

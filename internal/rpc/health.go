@@ -15,8 +15,8 @@ import (
 
 // sourceFrom returns the source of a call.
 func sourceFrom(ctx context.Context) admission.Source {
-	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
-		return admission.SourceOfAddress(call.Peer().Addr)
+	if c, ok := ctx.Value(callKey{}).(*call); ok {
+		return c.source
 	}
 	return admission.Source{}
 }

@@ -70,6 +70,13 @@ func (a *accepted) inMemory() (n int) {
 	return n
 }
 
+// all returns how many connections were accepted.
+func (a *accepted) all() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return len(a.conns)
+}
+
 // clients are the ways to call, with a function that breaks the client's connections off.
 func clients(t *testing.T, r *running) map[string]func() (c *http.Client, off func()) {
 	recorded := func(dial func(ctx context.Context, network, addr string) (net.Conn, error)) (func(ctx context.Context, network, addr string) (net.Conn, error), func()) {
@@ -236,6 +243,21 @@ func (o *opened) flush() {
 	_, err := o.conn.Write(o.out.Bytes())
 	o.must(err)
 	o.out.Reset()
+}
+
+// sent sends what was written, and reports whether the server has answered its PING.
+func (o *opened) sent() bool {
+	o.t.Helper()
+	_, err := o.conn.Write(o.out.Bytes())
+	o.out.Reset()
+	o.must(o.conn.SetReadDeadline(time.Now().Add(30 * time.Second)))
+	for err == nil {
+		var f http2.Frame
+		if f, err = o.ReadFrame(); err == nil && f.Header().Type == http2.FramePing {
+			return true
+		}
+	}
+	return false
 }
 
 // until reads frames up to one of that type.

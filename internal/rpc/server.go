@@ -187,7 +187,8 @@ func protocols(set ...func(*http.Protocols, bool)) *http.Protocols {
 }
 
 func (s *Server) handler() http.Handler {
-	g := &guard{hold: s.listener.Hold, metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, streamTimeout: s.cfg.StreamTimeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused}
+	g := &guard{hold: s.listener.Hold, metrics: s.cfg.Metrics, timeout: s.cfg.Timeout, streamTimeout: s.cfg.StreamTimeout, maxRequest: s.cfg.MaxRequest, refused: s.cfg.Refused,
+		lines: atls.LogRate()}
 	options := g.options()
 	mux := http.NewServeMux()
 	names := []string{healthv1connect.HealthName}

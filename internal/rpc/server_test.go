@@ -227,6 +227,23 @@ func (r *running) metric(name string, labels ...string) float64 {
 	return 0
 }
 
+// calls returns how many calls there have been.
+func (r *running) calls() (sum float64) {
+	r.t.Helper()
+	families, err := r.registry.Gather()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	for _, f := range families {
+		if f.GetName() == "muster_rpc_requests_total" {
+			for _, m := range f.GetMetric() {
+				sum += m.GetCounter().GetValue()
+			}
+		}
+	}
+	return sum
+}
+
 func wait(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)

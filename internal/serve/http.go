@@ -42,6 +42,9 @@ const (
 	// maxConns is how many connections there are at one time, sourceConns how many of one source: the
 	// kubelet's probes find a place whoever else connects.
 	maxConns, sourceConns = 64, 8
+	// sourceRate is how many requests a second one source may send, sourceBurst how many at once, and totalRate how many a second all
+	// sources together that sent one within the last 5 s: an answer takes about a millisecond of one core.
+	sourceRate, sourceBurst, totalRate = 20, 100, 60
 	// maxHeaderBytes bounds what one request sends.
 	maxHeaderBytes = 4 << 10
 )
@@ -78,7 +81,7 @@ func (p Probes) Run(ctx context.Context) error {
 		answer(w, p.failing(ctx))
 	})
 	srv := &http.Server{
-		Handler:           mux,
+		Handler:           rationed(mux),
 		ReadHeaderTimeout: probeTimeout,
 		ReadTimeout:       probeTimeout,
 		WriteTimeout:      2 * probeTimeout,
@@ -102,6 +105,20 @@ func (p Probes) Run(ctx context.Context) error {
 		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)
 	}
 	return nil
+}
+
+// rationed bounds what answers take of the processor.
+func rationed(next http.Handler) http.Handler {
+	rate := admission.NewRate(sourceRate, sourceBurst, totalRate, time.Now())
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if rate.Allow(admission.SourceOfAddress(r.RemoteAddr), time.Now()) != nil {
+			w.Header().Set("Connection", "close")
+			w.Header().Set("Retry-After", "1")
+			http.Error(w, "too many requests", http.StatusTooManyRequests)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // readiness tells of each check by name whether it holds, whenever metrics are read.

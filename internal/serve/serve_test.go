@@ -153,3 +153,41 @@ func get(t *testing.T, url string) (int, string) {
 	}
 	return resp.StatusCode, string(body)
 }
+
+// Whoever asks again and again takes little of the processor, and the kubelet's probe is answered all the same.
+func TestRequestsOfASourceAreRationed(t *testing.T) {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() {
+		done <- serve.Probes{Listener: l, Metrics: prometheus.NewRegistry(), Ready: map[string]func(context.Context) error{}, Log: slog.New(slog.DiscardHandler)}.Run(ctx)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	base := "http://" + l.Addr().String()
+	began, answered := time.Now(), 0
+	for range 300 {
+		if code, _ := get(t, base+"/metrics"); code == http.StatusOK {
+			answered++
+		}
+	}
+	if most := 101 + int(20*time.Since(began).Seconds()); answered < 60 || answered > most {
+		t.Errorf("%d of 300 requests of one source were answered, want 60 to %d", answered, most)
+	}
+	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}).DialContext}}
+	resp, err := c.Get(base + "/healthz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		t.Errorf("another source: %s", resp.Status)
+	}
+}

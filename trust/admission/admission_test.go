@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -348,6 +349,54 @@ func TestManySourcesTakeBoundedMemory(t *testing.T) {
 		if err := r.Allow(source(2*maxSources+i), now); err != nil {
 			t.Fatalf("source %d though there is room: %v", i, err)
 		}
+	}
+}
+
+// What limits.md counts for the sources that are remembered.
+func TestRememberedSourcesFitTheirMemory(t *testing.T) {
+	ipv6 := func(i int) Source {
+		ip := [16]byte{0x20, 0x01}
+		binary.BigEndian.PutUint32(ip[4:], uint32(i))
+		return netip.PrefixFrom(netip.AddrFrom16(ip), 64)
+	}
+	for name, remember := range map[string]func() (any, func(Source)){
+		"Rate": func() (any, func(Source)) {
+			r := NewRate(1, 2, 1e9, time.Now())
+			return r, func(s Source) { _ = r.Allow(s, time.Now()) }
+		},
+		"Limiter": func() (any, func(Source)) {
+			l := NewLimiter[Source](1, 1)
+			return l, func(s Source) {
+				if p, err := l.Take(s, 1, func() {}); err == nil {
+					p.Release()
+				}
+			}
+		},
+		"Queue": func() (any, func(Source)) {
+			q := NewQueue(QueueConfig{Slots: 1, Waiting: 1, PerSource: 1})
+			return q, func(s Source) { _ = q.Do(t.Context(), s, func() error { return nil }) }
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			heap := func() int64 {
+				runtime.GC()
+				var m runtime.MemStats
+				runtime.ReadMemStats(&m)
+				return int64(m.HeapAlloc)
+			}
+			before, most := heap(), int64(0)
+			table, source := remember()
+			for i := range 2*maxSources + 2 {
+				source(ipv6(i))
+				if i%(maxSources/4) == 0 || i == maxSources-1 {
+					most = max(most, heap()-before)
+				}
+			}
+			runtime.KeepAlive(table)
+			if most > SourcesMemory || most < maxSources*8 {
+				t.Errorf("%d bytes for %d sources, want at most %d", most, maxSources, SourcesMemory)
+			}
+		})
 	}
 }
 

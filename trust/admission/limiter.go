@@ -20,8 +20,8 @@ const settle = 3 * time.Second
 // window is after how long half of what a source was given before is forgotten.
 const window = time.Minute
 
-// Limiter shares a capacity among sources. Its memory is bounded by its capacity, and by 16,384
-// sources that it remembers.
+// Limiter shares a capacity among sources. Its memory is bounded by its capacity, and by
+// [SourcesMemory] for sources that it remembers.
 type Limiter[K comparable] struct {
 	capacity, perSource int64
 	keepEqual           bool

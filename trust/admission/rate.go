@@ -5,9 +5,11 @@ import (
 	"time"
 )
 
-// maxSources bounds the memory of a Rate: 16,384 sources, about 2 MiB. Further ones share one
-// bucket.
-const maxSources = 16384
+// maxSources is how many sources a Rate, a Limiter and a Queue each remember. Those that a Rate has no room for share one bucket.
+const maxSources = 4096
+
+// SourcesMemory is what a Rate, a Limiter or a Queue takes at most to remember sources, in bytes.
+const SourcesMemory = 768 << 10
 
 // Rate says how often sources may come: a token bucket for each, and one for all together. A
 // source that did not come for 5 s passes the bucket of all, so that sources that come often

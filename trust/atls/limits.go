@@ -51,13 +51,16 @@ type Limits struct {
 	// bytes on the wire; 32 KiB. Half of it winds the connection up, all of it closes it. It
 	// bounds requests and control frames of every kind alike.
 	ConnBytes int64
+	// ConnCalls is how many requests such a peer may begin on one connection; 32. Half of them wind the connection up,
+	// one more closes it: what they take of the processor is bounded by the new connections that a source may open.
+	ConnCalls int
 }
 
 func (l Limits) withDefaults() Limits {
 	for _, d := range []struct {
 		field *int
 		value int
-	}{{&l.SetUp, 256}, {&l.SetUpPerSource, 64}, {&l.Open, 128}, {&l.OpenPerSource, 16}, {&l.Attested, 512}, {&l.AttestedPerMachine, 8}, {&l.Burst, 64}} {
+	}{{&l.SetUp, 256}, {&l.SetUpPerSource, 64}, {&l.Open, 128}, {&l.OpenPerSource, 16}, {&l.Attested, 512}, {&l.AttestedPerMachine, 8}, {&l.Burst, 64}, {&l.ConnCalls, 32}} {
 		if *d.field <= 0 {
 			*d.field = d.value
 		}
@@ -91,6 +94,8 @@ const (
 	perByte = 8
 	// attestedMemory is for one of an attested machine that keeps to the protocol.
 	attestedMemory = 64 << 10
+	// sourceTables is how many tables of sources a server has: limiters has eight, and internal/rpc one of lines.
+	sourceTables = 9
 )
 
 // Memory returns the most memory that peers can make a Listener with these limits hold, in
@@ -98,7 +103,7 @@ const (
 // buffers of sockets come on top: 64 KiB for each direction of a connection.
 func (l Limits) Memory() (unattested, attested int64) {
 	l = l.withDefaults()
-	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*l.ConnBytes) + l.Bytes
+	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*l.ConnBytes) + l.Bytes + sourceTables*admission.SourcesMemory
 	return unattested, int64(l.Attested)*attestedMemory + l.AttestedBytes
 }
 
@@ -126,6 +131,10 @@ func NewChallengeQueue() *admission.Queue {
 	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: 3})
 }
 
+// LogRate returns how often peers that did not attest may have their refusals logged as a warning: 16 lines of
+// each source at once and one a second, 16 a second of all sources together that had one within the last 5 s. Metrics count all.
+func LogRate() *admission.Rate { return admission.NewRate(1, 16, 16, time.Now()) }
+
 // limiters are a Listener's.
 type limiters struct {
 	limits     Limits
@@ -138,6 +147,7 @@ type limiters struct {
 	verify     *admission.Queue
 	challenges *admission.Queue // of peers that did not attest
 	accepted   *admission.Queue // challenges of peers that did
+	lines      *admission.Rate
 	// Sizes of our own evidence as last made, without and with the event log, in bytes.
 	evidence, evidenceLog atomic.Int64
 }
@@ -157,6 +167,7 @@ func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 		verify:     admission.NewQueue(admission.QueueConfig{Slots: runtime.GOMAXPROCS(0), Waiting: l.SetUp, PerSource: l.SetUp}),
 		challenges: challenges,
 		accepted:   admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: l.SetUp, PerSource: l.SetUpPerSource}),
+		lines:      LogRate(),
 	}
 	out.evidence.Store(maxSmallEvidence)
 	out.evidenceLog.Store(640 << 10)
@@ -182,6 +193,8 @@ type tracked struct {
 	open    *admission.Place[admission.Source] // nil at a client, and if the peer has attested
 	// left is how much the peer may still send, in bytes; negative: as much as it likes.
 	left atomic.Int64
+	// calls is how many requests it has begun.
+	calls atomic.Int64
 
 	mu      sync.Mutex
 	closed  bool
@@ -201,6 +214,17 @@ func (t *tracked) Read(p []byte) (int, error) {
 	n, err := t.Conn.Read(p[:min(int64(len(p)), left)])
 	t.left.Add(-int64(n))
 	return n, err
+}
+
+// spent counts a request of a peer that did not attest, and reports whether half of what it may send or begin is spent, and
+// whether it has begun more than it may.
+func (t *tracked) spent(l Limits) (half, all bool) {
+	left := t.left.Load()
+	if left < 0 {
+		return false, false
+	}
+	calls := t.calls.Add(1)
+	return left < l.ConnBytes/2 || calls >= int64(l.ConnCalls)/2, calls > int64(l.ConnCalls)
 }
 
 // Close implements [net.Conn].

@@ -145,25 +145,27 @@ type connKey struct{}
 
 // Handler winds up connections, for both [http.Server]s: those whose verdict has aged, past MaxAge
 // or by another generation of the policy than is in force, and those of peers that did not attest
-// and have sent half of what they may. A response then carries Connection: close, which
-// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end as they would.
+// and have sent half of what they may, or begun half of the requests. A response then carries Connection: close, which
+// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end as they would. A peer that begins more requests
+// than it may, as one that cancels each before its response, has its connection closed.
 func (l *Listener) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s, ok := SessionFrom(r.Context())
-		if ok && l.aged(s.conn) || l.halfSpent(r.Context()) {
+		if ok && l.aged(s.conn) {
 			windUp(w)
+		}
+		if t, ok := r.Context().Value(connKey{}).(*tracked); ok {
+			half, all := t.spent(l.limiters.limits)
+			if all {
+				t.drop()
+				return
+			}
+			if half {
+				windUp(w)
+			}
 		}
 		next.ServeHTTP(w, r)
 	})
-}
-
-func (l *Listener) halfSpent(ctx context.Context) bool {
-	t, ok := ctx.Value(connKey{}).(*tracked)
-	if !ok {
-		return false
-	}
-	left := t.left.Load()
-	return left >= 0 && left < l.limiters.limits.ConnBytes/2
 }
 
 // Hold charges a request with memory, in bytes, until release is called: its source, or, if its peer
@@ -440,8 +442,12 @@ func (l *Listener) observe(s SetUp) {
 	case s.Err == nil:
 		l.cfg.Log.Debug("session opened", "remote", s.Remote, "peer", peerName(s.Peer), "seconds", s.Times.Total.Seconds())
 	case errors.As(s.Err, new(*attest.Refusal)):
-		// What a stranger is not told stands here alone.
-		l.cfg.Log.Warn("peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err)
+		// What a stranger is not told stands here alone. Of those who come too often it stands nowhere but in the metrics.
+		level := slog.LevelWarn
+		if l.limiters.lines.Allow(admission.SourceOfAddress(s.Remote), time.Now()) != nil {
+			level = slog.LevelDebug
+		}
+		l.cfg.Log.Log(l.ctx, level, "peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err)
 	default:
 		l.cfg.Log.Debug("connection failed", "remote", s.Remote, "err", s.Err)
 	}
