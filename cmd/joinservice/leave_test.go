@@ -197,6 +197,16 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		"with a finalizer": {func() error {
 			return took.kubelet.Create(t.Context(), mirror(metav1.NamespaceSystem, keep...), client.DryRunAll)
 		}, "adds no finalizers"},
+		"in the place of a control plane's": {func() error {
+			p := mirror(metav1.NamespaceSystem)
+			p.Name = "kube-apiserver-cp1"
+			return took.kubelet.Create(t.Context(), p, client.DryRunAll)
+		}, "name of another control plane's"},
+		"of a control plane that it would be": {func() error {
+			p := mirror(metav1.NamespaceSystem)
+			p.Name = "kube-apiserver-w1"
+			return took.kubelet.Create(t.Context(), p, client.DryRunAll)
+		}, ""},
 		"beside joinservice": {func() error { return took.kubelet.Create(t.Context(), mirror(namespace), client.DryRunAll) }, "makes no pods in " + namespace},
 		"gives its Node a finalizer": {func() error {
 			return took.kubelet.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)

@@ -17,22 +17,39 @@ import (
 // probed bounds how many namespaces are asked.
 const probed = 50
 
-// Privileged returns the namespaces whose labels name no Pod Security Standard, and where the API server accepts a pod that mounts its node's root folder: whoever
-// may create pods there may be root on every node. No pod is created. unclear is where something else than that standard refuses the pod, with what it says.
-func (c *Client) Privileged(ctx context.Context) (open []string, unclear map[string]string, err error) {
+// PodSecurity is where a pod may be root on its node.
+type PodSecurity struct {
+	// Open are namespaces whose labels name no Pod Security Standard, and where the API server accepts a pod that mounts its node's root folder.
+	Open []string
+	// Allowed are those with the label for it.
+	Allowed []string
+	// Unclear are those where something else than that standard refuses the pod, with what it says.
+	Unclear map[string]string
+	// Unasked is how many without a label were not asked.
+	Unasked int
+}
+
+// PodSecurity returns it, of all namespaces but kube-system and Muster's own: whoever may create pods in those of Open and Allowed may be root on every node. No pod is created.
+func (c *Client) PodSecurity(ctx context.Context) (PodSecurity, error) {
+	out := PodSecurity{Unclear: map[string]string{}}
 	var list corev1.NamespaceList
 	if err := c.client.List(ctx, &list); err != nil {
-		return nil, nil, err
+		return out, err
 	}
-	unclear = map[string]string{}
 	some := corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1m"), corev1.ResourceMemory: resource.MustParse("1Mi")}
 	asked := 0
 	for _, ns := range list.Items {
-		if ns.Labels[podsecurity.Label] != "" || ns.Status.Phase != corev1.NamespaceActive || podsecurity.Exempt(ns.Name) {
+		standard := ns.Labels[podsecurity.Label]
+		if ns.Status.Phase != corev1.NamespaceActive || podsecurity.Exempt(ns.Name) || standard != "" && standard != "privileged" {
+			continue
+		}
+		if standard != "" {
+			out.Allowed = append(out.Allowed, ns.Name)
 			continue
 		}
 		if asked++; asked > probed {
-			break
+			out.Unasked++
+			continue
 		}
 		err := c.client.Create(ctx, &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Namespace: ns.Name, GenerateName: "muster-doctor-"},
@@ -43,14 +60,15 @@ func (c *Client) Privileged(ctx context.Context) (open []string, unclear map[str
 		}, client.DryRunAll)
 		switch {
 		case err == nil:
-			open = append(open, ns.Name)
+			out.Open = append(out.Open, ns.Name)
 		case apierrors.IsForbidden(err) && strings.Contains(err.Error(), "violates PodSecurity"):
 		case apierrors.ReasonForError(err) != metav1.StatusReasonUnknown:
-			unclear[ns.Name] = err.Error()
+			out.Unclear[ns.Name] = err.Error()
 		default:
-			return nil, nil, err
+			return out, err
 		}
 	}
-	slices.Sort(open)
-	return open, unclear, nil
+	slices.Sort(out.Open)
+	slices.Sort(out.Allowed)
+	return out, nil
 }

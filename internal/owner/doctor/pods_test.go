@@ -27,7 +27,8 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 		want   checkup.Level
 		says   string
 	}{
-		{"clusters of muster init", shared, nil, checkup.OK, ""},
+		{"clusters of muster init", shared, nil, checkup.OK, "allows them"},
+		{"clusters of muster init, for administrators alone", shared, map[string]string{podsecurity.Label: "privileged"}, checkup.OK, "only administrators should create pods: users"},
 		{"Kubernetes' default", byDefault, nil, checkup.Warn, "default, kube-node-lease, kube-public, users"},
 		{"one is labeled", byDefault, map[string]string{podsecurity.Label: "baseline"}, checkup.Warn, "default, kube-node-lease, kube-public"},
 		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public"},

@@ -135,16 +135,22 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 	return <-done
 }
 
-// Unhealthy implements [Cluster].
+// Unhealthy implements [Cluster]. A node writes the API's pods of its static ones, with any labels: those of control
+// planes count alone, whose label no node can give to itself (NodeRestriction).
 func (c *cluster) Unhealthy(ctx context.Context) ([]string, error) {
-	list, err := c.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: "tier=control-plane"})
+	nodes, err := c.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: clusterinfo.ControlPlaneLabel})
+	if err != nil {
+		return nil, err
+	}
+	pods, err := c.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: "tier=control-plane"})
 	if err != nil {
 		return nil, err
 	}
 	var out []string
-	for i := range list.Items {
-		if !ready(&list.Items[i]) {
-			out = append(out, list.Items[i].Name)
+	for i := range pods.Items {
+		p := &pods.Items[i]
+		if !ready(p) && slices.ContainsFunc(nodes.Items, func(n corev1.Node) bool { return n.Name == p.Spec.NodeName }) {
+			out = append(out, p.Name)
 		}
 	}
 	slices.Sort(out)
@@ -157,7 +163,7 @@ func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool,
 	if apierrors.IsNotFound(err) {
 		return false, nil // between two pods
 	}
-	return err == nil && pod.Annotations[Annotation] == annotation && pod.DeletionTimestamp == nil && ready(pod), err
+	return err == nil && pod.Spec.NodeName == c.node && pod.Annotations[Annotation] == annotation && pod.DeletionTimestamp == nil && ready(pod), err
 }
 
 // ShutOut implements [Cluster]. A node of a cluster that was adopted may have no enrollment, and is not shut out.

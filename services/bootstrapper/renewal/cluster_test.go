@@ -121,6 +121,12 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Errorf("%v, done: %v", err, done)
 		}
 	})
+	must := func(t *testing.T, errs ...error) {
+		t.Helper()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	}
 	t.Run("a part runs once its pod is Ready with the annotation", func(t *testing.T) {
 		pod := &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "etcd-node1", Labels: map[string]string{"tier": "control-plane"}, Annotations: map[string]string{Annotation: "new"}},
@@ -138,9 +144,12 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			}
 		}
 		want("new", false)
-		if err := api.Client.Create(ctx, pod); err != nil {
-			t.Fatal(err)
-		}
+		workers := pod.DeepCopy() // a worker's kubelet writes it
+		workers.Name, workers.Spec.NodeName = "etcd-worker", "worker"
+		must(t, api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}))
+		must(t, api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "worker"}}))
+		must(t, api.Client.Create(ctx, workers))
+		must(t, api.Client.Create(ctx, pod))
 		want("new", false, "etcd-node1")
 		pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
 		if err := api.Client.Status().Update(ctx, pod); err != nil {
@@ -148,6 +157,13 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		}
 		want("old", false)
 		want("new", true)
+		place := pod.DeepCopy() // a worker takes its name
+		must(t, api.Client.Delete(ctx, pod, client.GracePeriodSeconds(0)))
+		place.ResourceVersion, place.UID, place.Spec.NodeName = "", "", "node8"
+		must(t, api.Client.Create(ctx, place))
+		place.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
+		must(t, api.Client.Status().Update(ctx, place))
+		want("new", false)
 	})
 	t.Run("a control plane whose enrollment is banned or deleted is shut out", func(t *testing.T) {
 		shutOut := func(want bool) {
@@ -219,7 +235,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 				t.Errorf("%s evicted: %v, %v, want %v", node, got, err, want)
 			}
 		}
-		evicted("node1", false) // a pod
+		evicted("node8", false) // a pod
 		evicted("node7", true)
 		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node7"}}); err != nil {
 			t.Fatal(err)
@@ -227,9 +243,6 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		evicted("node7", false)
 	})
 	t.Run("certificates are published on the Node", func(t *testing.T) {
-		if err := api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}); err != nil {
-			t.Fatal(err)
-		}
 		list := Read(root)
 		for range 2 {
 			if err := a.Publish(ctx, list); err != nil {

@@ -22,21 +22,26 @@ const (
 	apiServer = "kube-apiserver"
 	// restartWithin bounds a try to restart the API server: certificates that end meanwhile have to be renewed.
 	restartWithin = 10 * time.Minute
+	// evictedWithin is how long an eviction may take before the API server restarts all the same: a finalizer of a tenant's can hold it for as long as the tenant
+	// wishes. Once the eviction is over, the API server restarts again, since the node could read what was held meanwhile.
+	evictedWithin = 2 * time.Minute
+	// heldBack is behind the ID of a ban after which the API server restarted though the eviction was not over.
+	heldBack = "/held"
 )
 
-// RunStreams restarts this control plane's API server once a banned node is evicted, until ctx ends. No failure ends it.
+// RunStreams restarts this control plane's API server once a banned node is evicted, or its eviction takes long, until ctx ends. No failure ends it.
 //
 // An API server asks who may watch once, when the watch begins: what a node had open before its ban would be sent new Secrets for as long as it wished (J10). One
 // control plane after another restarts, by the lease (J8).
 func (r *Renewer) RunStreams(ctx context.Context) error {
 	pause := retry.Backoff{Min: r.Timing.Sign, Max: r.Timing.RetryMax}
-	seen := map[string]string{}
+	seen := map[string]time.Time{}
 	var wanted time.Time
 	for {
 		wait := r.Timing.Sign
-		banned, done, err := r.endStreams(ctx, seen, wanted)
-		if banned != nil {
-			seen = banned
+		now, done, err := r.endStreams(ctx, seen, wanted)
+		if now != nil {
+			seen = now
 		}
 		switch {
 		case done:
@@ -59,9 +64,9 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 	}
 }
 
-// endStreams restarts the API server if a node was evicted that was seen banned before; an enrollment that `muster forget` bans is gone by the next look. It returns
-// who is banned, by ID of the ban, and whether nothing is left to do. wanted is since when something was; zero: it was not.
-func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted time.Time) (map[string]string, bool, error) {
+// endStreams restarts the API server if a node was evicted, or should have been, that was seen banned before; an enrollment that `muster forget` bans is gone by the next
+// look. It returns since when each ban is seen, by its ID, and whether nothing is left to do. wanted is since when something was; zero: it was not.
+func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wanted time.Time) (map[string]time.Time, bool, error) {
 	c, err := r.Connect()
 	if err != nil {
 		return nil, false, err
@@ -71,9 +76,16 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted
 	if err != nil {
 		return nil, false, err
 	}
+	now := make(map[string]time.Time, len(banned))
+	for id := range banned {
+		now[id] = r.Now()
+		if since, before := seen[id]; before {
+			now[id] = since
+		}
+	}
 	known, err := r.plane.restartedFor()
 	if err != nil {
-		return banned, false, err
+		return now, false, err
 	}
 	var fresh []string
 	for id, node := range banned {
@@ -81,26 +93,28 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]string, wanted
 			continue
 		}
 		gone, err := c.Evicted(ctx, node)
-		if err != nil {
-			return banned, false, err
-		}
-		if gone {
+		switch {
+		case err != nil:
+			return now, false, err
+		case gone:
 			fresh = append(fresh, id)
+		case r.Now().Sub(now[id]) >= evictedWithin && !slices.Contains(known, id+heldBack):
+			fresh = append(fresh, id+heldBack)
 		}
 	}
 	due, err := r.plane.unfinished(known)
 	if err != nil || len(fresh) == 0 && !due {
-		return banned, err == nil, err
+		return now, err == nil, err
 	}
+	r.Log.InfoContext(ctx, "restarting this control plane's API server to end the watches that banned nodes had open", "bans", strings.Join(fresh, ", "))
 	for _, id := range known { // bans that were lifted need no place in the file
-		if _, still := banned[id]; still {
+		if _, still := banned[strings.TrimSuffix(id, heldBack)]; still {
 			fresh = append(fresh, id)
 		}
 	}
 	slices.Sort(fresh)
-	r.Log.InfoContext(ctx, "a banned node is evicted; restarting this control plane's API server to end the watches that it had open", "banned", len(fresh))
 	err = r.restartAPIServer(ctx, c, fresh, wanted)
-	return banned, err == nil, err
+	return now, err == nil, err
 }
 
 func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string, wanted time.Time) error {

@@ -14,7 +14,7 @@ import (
 // looks has the renewer look at who is banned, each time with what it saw before.
 func looks(t *testing.T, r *Renewer, times int) error {
 	t.Helper()
-	seen := map[string]string{}
+	seen := map[string]time.Time{}
 	for range times {
 		banned, _, err := r.endStreams(t.Context(), seen, time.Time{})
 		if err != nil {
@@ -102,6 +102,41 @@ func TestEachBanRestartsTheAPIServerOnce(t *testing.T) {
 	}
 }
 
+// A tenant's finalizer can hold an eviction for as long as he wishes: watches end all the same, and once more when nothing is held.
+func TestAnEvictionThatIsHeldRestartsTheAPIServerTwice(t *testing.T) {
+	root := newControlPlane(t)
+	c := &memoryCluster{root: root, lease: new(sync.Mutex), banned: map[string]string{"1": "node2"}, stays: "node2"}
+	now, seen := at(t, root, 0.1), map[string]time.Time{}
+	for i, step := range []struct {
+		after time.Duration
+		stays string
+		want  int // restarts so far
+	}{
+		{0, "node2", 0}, {evictedWithin - time.Second, "node2", 0}, {evictedWithin, "node2", 1}, {time.Hour, "node2", 1}, {time.Hour, "", 2}, {2 * time.Hour, "", 2},
+	} {
+		c.stays = step.stays
+		r := newRenewer(t, c, now.Add(step.after)) // each time as one that was started anew
+		var err error
+		if seen, _, err = r.endStreams(t.Context(), seen, time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+		if got := len(c.order) / 3; got != step.want {
+			t.Errorf("step %d: %d restarts, want %d", i, got, step.want)
+		}
+	}
+	// The ban is lifted, another one has its place.
+	c.banned = map[string]string{"2": "node3"}
+	for range 2 {
+		var err error
+		if seen, _, err = newRenewer(t, c, now).endStreams(t.Context(), seen, time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if text, err := os.ReadFile(filepath.Join(root, restarted)); err != nil || string(text) != `["2"]` {
+		t.Errorf("%s, %v", text, err)
+	}
+}
+
 // Killed after any step, it restarts at the next start; and so does a renewal of certificates find nothing to do afterwards but its own.
 func TestKilledAnywhereARestartIsFinished(t *testing.T) {
 	for step := 1; ; step++ {
@@ -140,10 +175,10 @@ func TestABrokenControlPlaneIsNotWaitedForForEver(t *testing.T) {
 	c := &memoryCluster{root: root, lease: new(sync.Mutex), banned: map[string]string{"1": "node2"}, down: []string{"etcd-node3"}}
 	now := at(t, root, 0.1)
 	r := newRenewer(t, c, now)
-	if _, done, err := r.endStreams(t.Context(), c.banned, now.Add(-restartWithin+time.Second)); err == nil || done {
+	if _, done, err := r.endStreams(t.Context(), map[string]time.Time{"1": now}, now.Add(-restartWithin+time.Second)); err == nil || done {
 		t.Errorf("restarted: %v", err)
 	}
-	if _, done, err := r.endStreams(t.Context(), c.banned, now.Add(-restartWithin)); err != nil || !done {
+	if _, done, err := r.endStreams(t.Context(), map[string]time.Time{"1": now}, now.Add(-restartWithin)); err != nil || !done {
 		t.Errorf("not restarted: %v", err)
 	}
 }
