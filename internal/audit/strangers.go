@@ -38,7 +38,8 @@ type Strangers struct {
 	now     func() time.Time
 
 	unrecorded atomic.Int64 // since the last record that tells their number
-	ration     ration       // of Serve alone
+	// Both are of Serve alone. Whoever has no TPM that a root of the policy vouches for can use up the first, and not the second.
+	ration, genuine ration
 }
 
 // NewStrangers returns Strangers whose records are those of the service.
@@ -46,11 +47,11 @@ func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registe
 	if service == "" || log == nil || l == nil || r == nil {
 		return nil, errors.New("audit: every argument of NewStrangers is required")
 	}
-	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refusals that were counted and logged, but not put into the audit log, since there were too many."})
+	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refusals that were counted, but not put into the audit log, since there were too many."})
 	if err := r.Register(dropped); err != nil {
 		return nil, fmt.Errorf("audit: %w", err)
 	}
-	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, ration: newRation(recordRate, recordBurst)}, nil
+	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, ration: newRation(recordRate, recordBurst), genuine: newRation(recordRate, recordBurst)}, nil
 }
 
 // Connection is for [atls.ServerConfig]'s Observe: it takes a connection that we refused. machine is
@@ -117,11 +118,15 @@ func (s *Strangers) Serve(ctx context.Context) error {
 
 // take records one refusal, if the ration allows it.
 func (s *Strangers) take(r Record) {
-	if !s.ration.left(s.now()) {
+	from := &s.ration
+	if r.Machine != "" && r.Reason != attest.ReasonName(attestv1.Reason_REASON_EK_UNTRUSTED) {
+		from = &s.genuine
+	}
+	if !from.left(s.now()) {
 		s.Skip()
 		return
 	}
-	s.ration.tokens--
+	from.tokens--
 	s.write(r)
 }
 

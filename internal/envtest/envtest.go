@@ -105,7 +105,7 @@ func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cl
 		"--tls-cert-file=" + c.pki.file("apiserver.crt"), "--tls-private-key-file=" + c.pki.file("apiserver.key"), "--client-ca-file=" + c.pki.file("ca.crt"),
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=" + c.pki.file("sa.key"), "--service-account-signing-key-file=" + c.pki.file("sa.key"),
 		"--audit-policy-file=" + filepath.Join(dir, "audit-policy.yaml"), "--audit-log-path=" + filepath.Join(dir, auditLog), "--audit-log-mode=blocking",
-		"--enable-bootstrap-token-auth", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--admission-control-config-file=" + filepath.Join(dir, "admission.yaml"), "--disable-admission-plugins=ServiceAccount"}, args...)...); err != nil {
+		"--enable-bootstrap-token-auth", "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction," + podsecurity.EventRateLimit, "--admission-control-config-file=" + filepath.Join(dir, "admission.yaml"), "--disable-admission-plugins=ServiceAccount"}, args...)...); err != nil {
 		return nil, err
 	}
 	if err := c.connect(ctx, server); err != nil {

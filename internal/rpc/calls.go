@@ -15,6 +15,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -134,8 +135,27 @@ func (g *guard) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.
 		if err := g.authorized(ctx, procedure); err != nil {
 			return err
 		}
+		if procedure == reflectionV1 || procedure == reflectionV1Alpha {
+			conn = &fewMessages{StreamingHandlerConn: conn}
+		}
 		return g.done(ctx, procedure, next(ctx, conn))
 	}
+}
+
+// fewMessages bounds what one stream asks for.
+type fewMessages struct {
+	connect.StreamingHandlerConn
+
+	received int
+}
+
+// Receive implements [connect.StreamingHandlerConn].
+func (f *fewMessages) Receive(m any) error {
+	err := f.StreamingHandlerConn.Receive(m)
+	if f.received++; err == nil && f.received > maxReflections {
+		err = Error(attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "a stream of reflection answers %d requests; open another one", maxReflections))
+	}
+	return err
 }
 
 // WrapStreamingClient implements [connect.Interceptor].
@@ -161,28 +181,24 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 	}
 	g.metrics.call(procedure, code, reason, took)
 	attrs := []any{"code", code, "reason", reason, "seconds", took.Seconds()}
-	switch {
-	case err == nil:
+	if err == nil {
 		log.DebugContext(ctx, "call answered", attrs...)
-	case connect.CodeOf(out) == connect.CodeInternal:
-		log.ErrorContext(ctx, "call failed", append(attrs, "err", err)...)
+		return nil
+	}
+	_, attested := attest.PeerFrom(ctx)
+	attrs = append(attrs, "err", atls.LogText(err, !attested))
+	switch {
 	case connect.CodeOf(out) == connect.CodeCanceled:
 		log.DebugContext(ctx, "caller hung up", attrs...)
-	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, !g.logged(ctx):
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, !attested && g.lines.Allow(sourceFrom(ctx), time.Now()) != nil:
 		// Anybody can cause any number of these: the metric counts them.
-		log.DebugContext(ctx, "call refused", append(attrs, "err", err)...)
+		log.DebugContext(ctx, "call refused", attrs...)
+	case connect.CodeOf(out) == connect.CodeInternal:
+		log.ErrorContext(ctx, "call failed", attrs...)
 	default:
-		log.WarnContext(ctx, "call refused", append(attrs, "err", err)...)
+		log.WarnContext(ctx, "call refused", attrs...)
 	}
 	return out
-}
-
-// logged reports whether the caller's refusal has a line that operators see.
-func (g *guard) logged(ctx context.Context) bool {
-	if _, attested := attest.PeerFrom(ctx); attested {
-		return true
-	}
-	return g.lines.Allow(sourceFrom(ctx), time.Now()) == nil
 }
 
 // observe begins a call, bounds the time of its body and its answer, and counts what never
@@ -326,6 +342,8 @@ func (b *body) Read(p []byte) (int, error) {
 const (
 	streamLimit     = 10 * time.Minute
 	reflectionLimit = 30 * time.Second
+	// maxReflections is how many requests one stream of reflection answers.
+	maxReflections = 16
 )
 
 // times returns how long the request of a procedure may take to come in, and its answer to be taken; 0: as long as it likes.

@@ -118,7 +118,11 @@ func Error(err error) error {
 	// An error made here by connect or by a generic handler, as health's NotFound, says
 	// what it is. One that came over the wire from somewhere else does not pass.
 	if ce, ok := err.(*connect.Error); ok && !connect.IsWireError(err) { //nolint:errorlint // outermost only
-		return ce
+		if ce.Code() != connect.CodeInternal {
+			return ce
+		}
+		// What connect calls internal is a request that breaks its protocol, as by a compressed message.
+		err = attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "%w", err)
 	}
 	if errors.Is(err, context.Canceled) && !isRefusal(err) {
 		return withInfo(connect.NewError(connect.CodeCanceled, context.Canceled), &attestv1.ErrorInfo{Reason: attestv1.Reason_REASON_DEADLINE})

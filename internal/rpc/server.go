@@ -163,6 +163,8 @@ func NewServer(cfg Config) (*Server, error) {
 		ConnContext:       l.ConnContext,
 		ConnState:         s.state(cfg.IdleTimeout),
 		ErrorLog:          errorLog,
+		// net/http's own answer to "OPTIONS *" passes no Handler, and so no limit.
+		DisableGeneralOptionsHandler: true,
 	}
 	s.plain = &http.Server{
 		Handler:           l.Handler(handler),
@@ -174,6 +176,8 @@ func NewServer(cfg Config) (*Server, error) {
 		HTTP2:             &plainHTTP2,
 		ConnState:         s.state(min(plainIdleTimeout, cfg.IdleTimeout)),
 		ErrorLog:          errorLog,
+
+		DisableGeneralOptionsHandler: true,
 	}
 	return s, nil
 }

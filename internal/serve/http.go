@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"slices"
@@ -42,9 +43,11 @@ const (
 	// maxConns is how many connections there are at one time, sourceConns how many of one source: the
 	// kubelet's probes find a place whoever else connects.
 	maxConns, sourceConns = 64, 8
-	// sourceRate is how many requests a second one source may send, sourceBurst how many at once, and totalRate how many a second all
-	// sources together that sent one within the last 5 s: an answer takes about a millisecond of one core.
-	sourceRate, sourceBurst, totalRate = 20, 100, 60
+	// sourceRate is how many requests a second of one source are answered, and sourceBurst how many at once.
+	sourceRate, sourceBurst = 20, 60
+	// metricsRate is how many requests for /metrics a second are answered of all sources together that sent one within the last 5 s: an answer takes about a
+	// millisecond of one core. Other answers are cheap and have no such bound, or others could keep the kubelet, which asks as often, from its answer.
+	metricsRate = 60
 	// maxHeaderBytes bounds what one request sends.
 	maxHeaderBytes = 4 << 10
 )
@@ -69,11 +72,11 @@ func (p Probes) Run(ctx context.Context) error {
 		return fmt.Errorf("serve: %w", err)
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(prometheus.Gatherers{ready, p.Metrics}, promhttp.HandlerOpts{
+	mux.Handle("GET /metrics", rationed(metricsRate, promhttp.HandlerFor(prometheus.Gatherers{ready, p.Metrics}, promhttp.HandlerOpts{
 		ErrorLog:            errorLog,
 		MaxRequestsInFlight: 4,
 		Timeout:             probeTimeout,
-	}))
+	})))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { answer(w, nil) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) {
 		ctx, cancel := context.WithTimeout(r.Context(), probeTimeout)
@@ -81,13 +84,15 @@ func (p Probes) Run(ctx context.Context) error {
 		answer(w, p.failing(ctx))
 	})
 	srv := &http.Server{
-		Handler:           rationed(mux),
+		Handler:           rationed(math.Inf(1), mux),
 		ReadHeaderTimeout: probeTimeout,
 		ReadTimeout:       probeTimeout,
 		WriteTimeout:      2 * probeTimeout,
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          errorLog,
+		// net/http's own answer to "OPTIONS *" passes no Handler.
+		DisableGeneralOptionsHandler: true,
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- srv.Serve(admission.NewListener(p.Listener, maxConns, sourceConns)) }()
@@ -107,9 +112,9 @@ func (p Probes) Run(ctx context.Context) error {
 	return nil
 }
 
-// rationed bounds what answers take of the processor.
-func rationed(next http.Handler) http.Handler {
-	rate := admission.NewRate(sourceRate, sourceBurst, totalRate, time.Now())
+// rationed bounds what answers take of the processor, by source and in sum.
+func rationed(total float64, next http.Handler) http.Handler {
+	rate := admission.NewRate(sourceRate, sourceBurst, total, time.Now())
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if rate.Allow(admission.SourceOfAddress(r.RemoteAddr), time.Now()) != nil {
 			w.Header().Set("Connection", "close")

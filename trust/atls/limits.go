@@ -3,6 +3,7 @@ package atls
 import (
 	"net"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -47,10 +48,12 @@ type Limits struct {
 	AttestedBytes int64
 	// AttestedBytesPerMachine is how much of it one machine may hold; 2 MiB.
 	AttestedBytesPerMachine int64
-	// ConnBytes is how much a peer that did not attest may send on one connection after its set-up, in
-	// bytes on the wire; 32 KiB. Half of it winds the connection up, all of it closes it. It
-	// bounds requests and control frames of every kind alike.
+	// ConnBytes is how much a peer that did not attest may send in one session, in bytes on the wire; 32 KiB.
+	// Half of it winds the connection up, all of it closes it. It bounds requests and control frames of every kind alike.
 	ConnBytes int64
+	// PlainBytes is the same for a connection of plain HTTPS; 16 KiB, or three requests of 4 KiB with their heads,
+	// so that no client that keeps to the protocol is cut off. Frames that net/http answers by itself take up to 20 ms of one core then.
+	PlainBytes int64
 	// ConnCalls is how many requests such a peer may begin on one connection; 32. Half of them wind the connection up,
 	// one more closes it: what they take of the processor is bounded by the new connections that a source may open.
 	ConnCalls int
@@ -68,7 +71,7 @@ func (l Limits) withDefaults() Limits {
 	for _, d := range []struct {
 		field *int64
 		value int64
-	}{{&l.Bytes, 16 << 20}, {&l.BytesPerSource, 4 << 20}, {&l.AttestedBytes, 16 << 20}, {&l.AttestedBytesPerMachine, 2 << 20}, {&l.ConnBytes, 32 << 10}} {
+	}{{&l.Bytes, 16 << 20}, {&l.BytesPerSource, 4 << 20}, {&l.AttestedBytes, 16 << 20}, {&l.AttestedBytesPerMachine, 2 << 20}, {&l.ConnBytes, 32 << 10}, {&l.PlainBytes, 16 << 10}} {
 		if *d.field <= 0 {
 			*d.field = d.value
 		}
@@ -94,8 +97,8 @@ const (
 	perByte = 8
 	// attestedMemory is for one of an attested machine that keeps to the protocol.
 	attestedMemory = 64 << 10
-	// sourceTables is how many tables of sources a server has: limiters has eight, and internal/rpc one of lines.
-	sourceTables = 9
+	// sourceTables is how many tables of sources a server has: limiters has nine, and internal/rpc those of lines and of watches.
+	sourceTables = 11
 )
 
 // Memory returns the most memory that peers can make a Listener with these limits hold, in
@@ -103,7 +106,7 @@ const (
 // buffers of sockets come on top: 64 KiB for each direction of a connection.
 func (l Limits) Memory() (unattested, attested int64) {
 	l = l.withDefaults()
-	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*l.ConnBytes) + l.Bytes + sourceTables*admission.SourcesMemory
+	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + l.Bytes + sourceTables*admission.SourcesMemory
 	return unattested, int64(l.Attested)*attestedMemory + l.AttestedBytes
 }
 
@@ -131,9 +134,29 @@ func NewChallengeQueue() *admission.Queue {
 	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: 3})
 }
 
-// LogRate returns how often peers that did not attest may have their refusals logged as a warning: 16 lines of
-// each source at once and one a second, 16 a second of all sources together that had one within the last 5 s. Metrics count all.
-func LogRate() *admission.Rate { return admission.NewRate(1, 16, 16, time.Now()) }
+const (
+	// strangersText is how much of an error of a peer that did not attest stands in the log, in bytes. Such a peer chooses parts of it, as the names in a
+	// certificate of 8 KiB, of which quoting makes eight times as much.
+	strangersText = 512
+	// machinesText is the same of a genuine machine: the PCRs that differ from a policy fit.
+	machinesText = 4 << 10
+)
+
+// LogText returns an error's text for the log: 4 KiB of it at most, 512 bytes if a stranger caused it.
+func LogText(err error, stranger bool) string {
+	text, limit := err.Error(), machinesText
+	if stranger {
+		limit = strangersText
+	}
+	if len(text) <= limit {
+		return text
+	}
+	return strings.ToValidUTF8(text[:limit], "") + " [cut]"
+}
+
+// LogRate returns how often peers that did not attest may have their refusals logged as a warning: 64 lines of
+// each source at once and one a second, 32 a second of all sources together that had one within the last 5 s. Metrics count all.
+func LogRate() *admission.Rate { return admission.NewRate(1, 64, 32, time.Now()) }
 
 // limiters are a Listener's.
 type limiters struct {
@@ -147,7 +170,8 @@ type limiters struct {
 	verify     *admission.Queue
 	challenges *admission.Queue // of peers that did not attest
 	accepted   *admission.Queue // challenges of peers that did
-	lines      *admission.Rate
+	lines      *admission.Rate  // in the log, of refusals
+	genuine    *admission.Rate  // the same of machines whose TPM a root of the policy vouches for: nobody else can use it up
 	// Sizes of our own evidence as last made, without and with the event log, in bytes.
 	evidence, evidenceLog atomic.Int64
 }
@@ -168,6 +192,7 @@ func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 		challenges: challenges,
 		accepted:   admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: l.SetUp, PerSource: l.SetUpPerSource}),
 		lines:      LogRate(),
+		genuine:    LogRate(),
 	}
 	out.evidence.Store(maxSmallEvidence)
 	out.evidenceLog.Store(640 << 10)
@@ -193,7 +218,9 @@ type tracked struct {
 	open    *admission.Place[admission.Source] // nil at a client, and if the peer has attested
 	// left is how much the peer may still send, in bytes; negative: as much as it likes.
 	left atomic.Int64
-	// calls is how many requests it has begun.
+	// half is what left is when half is spent; written before requests are read.
+	half int64
+	// calls is how many requests the peer has begun.
 	calls atomic.Int64
 
 	mu      sync.Mutex
@@ -224,7 +251,7 @@ func (t *tracked) spent(l Limits) (half, all bool) {
 		return false, false
 	}
 	calls := t.calls.Add(1)
-	return left < l.ConnBytes/2 || calls >= int64(l.ConnCalls)/2, calls > int64(l.ConnCalls)
+	return left < t.half || calls >= int64(l.ConnCalls)/2, calls > int64(l.ConnCalls)
 }
 
 // Close implements [net.Conn].

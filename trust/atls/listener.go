@@ -315,7 +315,7 @@ func (l *Listener) serve(conn *tracked) {
 	delete(l.setUp, conn.Conn)
 	l.mu.Unlock()
 	if s.Err == nil {
-		s.Dropped = l.seat(conn, s.Peer)
+		s.Dropped = l.seat(conn, s.Peer, s.Plain)
 	}
 	conn.setUp.Release()
 	l.observe(s)
@@ -327,7 +327,7 @@ func (l *Listener) serve(conn *tracked) {
 }
 
 // seat finds a place for a connection whose set-up has ended, by what its peer has shown.
-func (l *Listener) seat(conn *tracked, peer *attest.Peer) (dropped string) {
+func (l *Listener) seat(conn *tracked, peer *attest.Peer, plain bool) (dropped string) {
 	if peer != nil {
 		place, err := l.limiters.attested.Take(peer.Machine(), 1, conn.drop)
 		if err != nil {
@@ -341,7 +341,12 @@ func (l *Listener) seat(conn *tracked, peer *attest.Peer) (dropped string) {
 	if err != nil {
 		return causeOf(err, "source_open_full", "open_full")
 	}
-	conn.left.Store(l.limiters.limits.ConnBytes)
+	bytes := l.limiters.limits.ConnBytes
+	if plain {
+		bytes = l.limiters.limits.PlainBytes
+	}
+	conn.left.Store(bytes)
+	conn.half = bytes / 2
 	conn.open = place
 	conn.keep(place)
 	return ""
@@ -443,11 +448,15 @@ func (l *Listener) observe(s SetUp) {
 		l.cfg.Log.Debug("session opened", "remote", s.Remote, "peer", peerName(s.Peer), "seconds", s.Times.Total.Seconds())
 	case errors.As(s.Err, new(*attest.Refusal)):
 		// What a stranger is not told stands here alone. Of those who come too often it stands nowhere but in the metrics.
-		level := slog.LevelWarn
-		if l.limiters.lines.Allow(admission.SourceOfAddress(s.Remote), time.Now()) != nil {
+		level, rate := slog.LevelWarn, l.limiters.lines
+		switch attest.ReasonOf(s.Err) { //nolint:exhaustive // those of genuine evidence, whose EK was found good before
+		case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_LOCK_FOREIGN:
+			rate = l.limiters.genuine
+		}
+		if rate.Allow(admission.SourceOfAddress(s.Remote), time.Now()) != nil {
 			level = slog.LevelDebug
 		}
-		l.cfg.Log.Log(l.ctx, level, "peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err)
+		l.cfg.Log.Log(l.ctx, level, "peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", LogText(s.Err, rate == l.limiters.lines))
 	default:
 		l.cfg.Log.Debug("connection failed", "remote", s.Remote, "err", s.Err)
 	}

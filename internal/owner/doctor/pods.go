@@ -25,19 +25,19 @@ func (d *doctor) privilegedPods(ctx context.Context) error {
 			"whether pods that mount their node's root folder are accepted in namespace %s can't be seen, something else refuses the one that is tried: %s", ns, found.Unclear[ns])
 		break // one says what is in the way
 	}
+	var more string
+	if len(found.Allowed) > 0 {
+		more += "; those with the label, where only administrators should create pods: " + some(found.Allowed)
+	}
+	if found.Unasked > 0 {
+		more += fmt.Sprintf("; %d namespaces without a label were not asked", found.Unasked)
+	}
 	switch {
 	case len(found.Open) > 0:
 		d.Add(CheckPods, checkup.Warn, "Run kubectl label namespace NAMESPACE "+podsecurity.Label+"=baseline for each whose users are no administrators; privileged, where only administrators create pods.",
-			"the API server accepts pods that mount their node's root folder: whoever may create pods in one of these namespaces may be root on every node: %s", some(found.Open))
+			"the API server accepts pods that mount their node's root folder: whoever may create pods in one of these namespaces may be root on every node: %s%s", some(found.Open), more)
 	case len(found.Unclear) == 0:
-		text := "are refused where no label of the namespace allows them"
-		if len(found.Allowed) > 0 {
-			text += "; those with the label, where only administrators should create pods: " + some(found.Allowed)
-		}
-		if found.Unasked > 0 {
-			text += fmt.Sprintf("; %d namespaces without a label were not asked", found.Unasked)
-		}
-		d.OK(CheckPods, "%s", text)
+		d.OK(CheckPods, "are refused where no label of the namespace allows them%s", more)
 	}
 	return nil
 }

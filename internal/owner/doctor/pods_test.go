@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -17,7 +18,9 @@ import (
 )
 
 func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
-	byDefault, err := envtest.StartWith(t.Context(), []string{"--admission-control-config-file="})
+	config := filepath.Join(t.TempDir(), "admission.yaml")
+	try(t, os.WriteFile(config, []byte(strings.ReplaceAll(podsecurity.Config, "enforce: baseline", "enforce: privileged")), 0o600))
+	byDefault, err := envtest.StartWith(t.Context(), []string{"--admission-control-config-file=" + config})
 	try(t, err)
 	defer func() { try(t, byDefault.Stop()) }()
 	for _, tt := range []struct {
@@ -31,7 +34,7 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 		{"clusters of muster init, for administrators alone", shared, map[string]string{podsecurity.Label: "privileged"}, checkup.OK, "only administrators should create pods: users"},
 		{"Kubernetes' default", byDefault, nil, checkup.Warn, "default, kube-node-lease, kube-public, users"},
 		{"one is labeled", byDefault, map[string]string{podsecurity.Label: "baseline"}, checkup.Warn, "default, kube-node-lease, kube-public"},
-		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public"},
+		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public; those with the label, where only administrators should create pods: users"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			text, err := os.ReadFile(tt.api.Kubeconfig)

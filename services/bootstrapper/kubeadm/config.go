@@ -32,6 +32,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/podsecurity"
 )
 
 const (
@@ -238,9 +239,12 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out.Networking.PodSubnet = strings.Join(c.PodCIDRs, ",")
 	out.Networking.ServiceSubnet = strings.Join(c.ServiceCIDRs, ",")
 	out.APIServer.CertSANs = APIServerSANs(img, c.APIServerSANs)
+	// Nodes write about themselves alone (J4), and whoever may make Services in one namespace takes no address that nodes use.
+	wanted := []string{"NodeRestriction", "DenyServiceExternalIPs"}
 	if len(values(out.APIServer.ExtraArgs, "admission-control-config-file")) == 0 { // an image that needs another configuration brings it
 		// Whoever may create pods in one namespace is not root on control planes.
 		out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{"admission-control-config-file": AdmissionFile})
+		wanted = append(wanted, podsecurity.EventRateLimit) // it starts with that file alone
 	}
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
 		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
@@ -255,7 +259,7 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"service-account-extend-token-expiration": "false",
 		// Nor does a node get one for its pods that outlives its own certificate: whoever checks tokens without the API server believes it to its end.
 		"service-account-max-token-expiration": "24h",
-		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs), ","),
+		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs, wanted), ","),
 		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.
 		"kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt",
 	}, "authorization-mode", "authorization-webhook-config-file")
@@ -275,11 +279,10 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	return out
 }
 
-// admissionPlugins returns what the image enables, and what Muster relies on: nodes write about themselves alone (J4), and whoever may make Services in
-// one namespace takes no address that nodes use. An image that disables a plugin does without it.
-func admissionPlugins(args []v1beta4.Arg) []string {
+// admissionPlugins returns what the image enables, and what Muster wants. An image that disables a plugin does without it, but for NodeRestriction.
+func admissionPlugins(args []v1beta4.Arg, wanted []string) []string {
 	disabled := values(args, "disable-admission-plugins")
-	return slices.DeleteFunc(union(values(args, "enable-admission-plugins"), "NodeRestriction", "DenyServiceExternalIPs"), func(p string) bool {
+	return slices.DeleteFunc(union(values(args, "enable-admission-plugins"), wanted...), func(p string) bool {
 		return p != "NodeRestriction" && slices.Contains(disabled, p)
 	})
 }

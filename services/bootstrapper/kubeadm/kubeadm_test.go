@@ -99,7 +99,7 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 			"kubelet's CA":         strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
 			"pods' tokens":         strings.Join(arg(api, "service-account-extend-token-expiration"), " ") == "false",
 			"tokens' lives":        strings.Join(arg(api, "service-account-max-token-expiration"), " ") == "24h",
-			"admission plugins":    strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs",
+			"admission plugins":    strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs,EventRateLimit",
 			"pods":                 strings.Join(arg(api, "admission-control-config-file"), " ") == AdmissionFile,
 			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
 			"signing duration":     strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
@@ -130,7 +130,7 @@ func TestAnImageMayDoWithoutAPlugin(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := arg(cfg.APIServer.ExtraArgs, "enable-admission-plugins"); strings.Join(got, " ") != "NodeRestriction" {
+	if got := arg(cfg.APIServer.ExtraArgs, "enable-admission-plugins"); strings.Join(got, " ") != "NodeRestriction,EventRateLimit" {
 		t.Errorf("enabled: %q", got)
 	}
 }

@@ -59,9 +59,8 @@ const (
 	callTimeout = 3 * time.Minute
 )
 
-// Limits are narrower than those of a service in the cluster: an initramfs has little memory, and
-// the machine's owner is one caller.
-var Limits = atls.Limits{SetUp: 128, SetUpPerSource: 4, Open: 128, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20}
+// Limits have lower rates than those of a service in the cluster: the machine's owner is one caller.
+var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
 
 // Config lists what a Server needs. All fields are required.
 type Config struct {

@@ -135,13 +135,8 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 	return <-done
 }
 
-// Unhealthy implements [Cluster]. A node writes the API's pods of its static ones, with any labels: those of control
-// planes count alone, whose label no node can give to itself (NodeRestriction).
+// Unhealthy implements [Cluster]. A node writes the API's pods of its static ones, with any labels: those of nodes that are enrolled as workers don't count.
 func (c *cluster) Unhealthy(ctx context.Context) ([]string, error) {
-	nodes, err := c.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: clusterinfo.ControlPlaneLabel})
-	if err != nil {
-		return nil, err
-	}
 	pods, err := c.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: "tier=control-plane"})
 	if err != nil {
 		return nil, err
@@ -149,7 +144,14 @@ func (c *cluster) Unhealthy(ctx context.Context) ([]string, error) {
 	var out []string
 	for i := range pods.Items {
 		p := &pods.Items[i]
-		if !ready(p) && slices.ContainsFunc(nodes.Items, func(n corev1.Node) bool { return n.Name == p.Spec.NodeName }) {
+		if ready(p) {
+			continue
+		}
+		n, err := c.enrollment(ctx, p.Spec.NodeName)
+		if err != nil {
+			return nil, err
+		}
+		if n == nil || n.Spec.Role != v1alpha1.RoleWorker {
 			out = append(out, p.Name)
 		}
 	}
@@ -168,18 +170,24 @@ func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool,
 
 // ShutOut implements [Cluster]. A node of a cluster that was adopted may have no enrollment, and is not shut out.
 func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
-	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", c.node).DoRaw(ctx)
+	n, err := c.enrollment(ctx, c.node)
+	return n != nil && n.ShutOut(), err
+}
+
+// enrollment returns that of a node; nil: it has none.
+func (c *cluster) enrollment(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
+	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", node).DoRaw(ctx)
 	if apierrors.IsNotFound(err) {
-		return false, nil
+		return nil, nil
 	}
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	var n v1alpha1.AttestedNode
 	if err := json.Unmarshal(text, &n); err != nil {
-		return false, fmt.Errorf("AttestedNode %s: %w", c.node, err)
+		return nil, fmt.Errorf("AttestedNode %s: %w", node, err)
 	}
-	return n.ShutOut(), nil
+	return &n, nil
 }
 
 // Banned implements [Cluster].

@@ -147,8 +147,11 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		workers := pod.DeepCopy() // a worker's kubelet writes it
 		workers.Name, workers.Spec.NodeName = "etcd-worker", "worker"
 		must(t, api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}))
-		must(t, api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "worker"}}))
 		must(t, api.Client.Create(ctx, workers))
+		want("new", false, "etcd-worker") // in a cluster that was adopted
+		must(t, api.InstallCRDs(ctx), api.Client.Create(ctx, &v1alpha1.AttestedNode{
+			ObjectMeta: metav1.ObjectMeta{Name: "worker"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{7}.String(), Role: v1alpha1.RoleWorker},
+		}))
 		must(t, api.Client.Create(ctx, pod))
 		want("new", false, "etcd-node1")
 		pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
@@ -171,10 +174,6 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			if got, err := a.ShutOut(ctx); err != nil || got != want {
 				t.Errorf("shut out %v, %v, want %v", got, err, want)
 			}
-		}
-		shutOut(false) // the definition is not there
-		if err := api.InstallCRDs(ctx); err != nil {
-			t.Fatal(err)
 		}
 		shutOut(false) // the node was adopted
 		n := &v1alpha1.AttestedNode{

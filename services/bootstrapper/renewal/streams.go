@@ -106,7 +106,6 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wan
 	if err != nil || len(fresh) == 0 && !due {
 		return now, err == nil, err
 	}
-	r.Log.InfoContext(ctx, "restarting this control plane's API server to end the watches that banned nodes had open", "bans", strings.Join(fresh, ", "))
 	for _, id := range known { // bans that were lifted need no place in the file
 		if _, still := banned[strings.TrimSuffix(id, heldBack)]; still {
 			fresh = append(fresh, id)
@@ -138,6 +137,7 @@ func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string
 		if bad, err := c.Unhealthy(ctx); err != nil || len(bad) > 0 && (wanted.IsZero() || r.Now().Sub(wanted) < restartWithin) {
 			return errors.Join(err, fmt.Errorf("not begun, since these are not Ready: %s", strings.Join(bad, ", ")))
 		}
+		r.Log.InfoContext(ctx, "restarting this control plane's API server to end the watches that banned nodes had open", "bans", strings.Join(bans, ", "))
 		text, err := json.Marshal(bans)
 		if err != nil {
 			return err
