@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 const (
@@ -16,8 +17,9 @@ const (
 
 // Request is what the API server's audit log says of one.
 type Request struct {
-	Verb      string `json:"verb"`
-	UserAgent string `json:"userAgent"`
+	Received  time.Time `json:"requestReceivedTimestamp"`
+	Verb      string    `json:"verb"`
+	UserAgent string    `json:"userAgent"`
 	User      struct {
 		Name string `json:"username"`
 	} `json:"user"`

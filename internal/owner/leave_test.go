@@ -2,11 +2,13 @@ package owner
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/internal/enrolled"
@@ -69,6 +71,38 @@ func TestARetirementLastsByTheAPIServersClock(t *testing.T) {
 				t.Errorf("retired until %s, which is %s off", r.Until, off)
 			}
 		})
+	}
+}
+
+// A finalizer that somebody has given a pod keeps it, and what it uses is read by the machine's certificate: that is not done, and the same command finishes it.
+func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	kube := defined(t)
+	list(t, map[string]string{"held": "m1", "other": "m2"})
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "held", Finalizers: []string{"example.com/keep"}},
+		Spec:       corev1.PodSpec{NodeName: "held", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+	}
+	if err := shared.Client.Create(ctx, pod); err != nil {
+		t.Fatal(err)
+	}
+	forget := func() error {
+		p, err := kube.Presence(ctx, "held")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = kube.Forget(ctx, p, time.Now(), func(string) {})
+		return err
+	}
+	if err := forget(); err == nil || !strings.Contains(err.Error(), "default/held with finalizers") {
+		t.Errorf("error %v", err)
+	}
+	if err := shared.Client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); err != nil {
+		t.Fatal(err)
+	}
+	if err := forget(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -64,6 +64,13 @@ type joinservice struct {
 	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the answer to the nth; nil: certificates
 }
 
+// signs is the policy that it shows from now on.
+func (j *joinservice) signs(p *attestv1.SignedPolicy) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.signed = p
+}
+
 // newJoinservice starts one that admits what the world's machine has booted. It runs on
 // host, and presents a policy that owner signed and that lists the host, with the changes.
 func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {

@@ -356,9 +356,7 @@ func TestAWorkerAsksOnlyAControlPlaneForNewCertificates(t *testing.T) {
 	pub, priv := ownerKey(t)
 	w.image.OwnerKey = pub
 	lists := func(m *attesttest.Machine) {
-		j.mu.Lock()
-		defer j.mu.Unlock()
-		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(m)))
+		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(m))))
 	}
 	lists(w.tpm)
 	r := w.boot()

@@ -233,7 +233,7 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 		"one that is no control plane": {func(w *world, j *joinservice) {
 			_, key := ownerKey(w.t)
 			w.image.OwnerKey = key.Public().(ed25519.PublicKey)
-			j.signed = attest.SignPolicy(key, attesttest.Policy(w.t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(w.tpm)))
+			j.signs(attest.SignPolicy(key, attesttest.Policy(w.t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(w.tpm))))
 		}, "SERVER_NOT_LISTED"},
 	} {
 		t.Run(name, func(t *testing.T) {

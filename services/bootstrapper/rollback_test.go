@@ -42,7 +42,7 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 				if p.other {
 					json = append(bytes.Clone(json), ' ')
 				}
-				j.signed = attest.SignPolicy(priv, json)
+				j.signs(attest.SignPolicy(priv, json))
 			}
 			w.meta.JoinEndpoints = []string{j.addr}
 			// Accepted, and then the machine dies before it has the lock.
@@ -82,9 +82,7 @@ func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
 	w.image.OwnerKey, w.meta.Role = pub, "worker"
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	present := func(serial uint64) {
-		j.mu.Lock()
-		defer j.mu.Unlock()
-		j.signed = attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial }))
+		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial })))
 	}
 	w.meta.JoinEndpoints = []string{j.addr}
 	w.tpm.LockTo(clusterID)
@@ -218,7 +216,7 @@ func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
 		return attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
 	}
 	old := sign(1, j.host)
-	j.signed = sign(2, attesttest.NewMachine(t, w.ca, attesttest.Options{}))
+	j.signs(sign(2, attesttest.NewMachine(t, w.ca, attesttest.Options{})))
 	r := w.start(attestv1.Reason_REASON_SERVER_NOT_LISTED)
 	r.kill(t)
 	if j.asked() != 0 || w.record().Locked() || w.record().Policy != nil {
@@ -227,7 +225,7 @@ func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
 	if err := w.journal.Save(journal.Record{Policy: &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKey), Serial: 2, Digest: bytes.Repeat([]byte{1}, 32)}}); err != nil {
 		t.Fatal(err)
 	}
-	j.signed = old
+	j.signs(old)
 	w.logged = &logBuffer{}
 	r = w.start(attestv1.Reason_REASON_POLICY_INVALID)
 	r.kill(t)

@@ -333,13 +333,20 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 }
 
 // deletePods deletes what is bound to a node, so that the tokens of it end. Nobody waits for its kubelet, which may not say any more
-// that they have ended.
+// that they have ended. What finalizers hold is an error: the machine's certificate can read what those pods use.
 func (c *Client) deletePods(ctx context.Context, node string, say func(string)) error {
-	var pods corev1.PodList
-	if err := once(ctx, func(ctx context.Context) error {
-		return c.client.List(ctx, &pods, client.MatchingFields{"spec.nodeName": node})
-	}); err != nil {
-		return fmt.Errorf("list the pods of %s: %w", node, err)
+	list := func() (out corev1.PodList, err error) {
+		err = once(ctx, func(ctx context.Context) error {
+			return c.client.List(ctx, &out, client.MatchingFields{"spec.nodeName": node})
+		})
+		if err != nil {
+			err = fmt.Errorf("list the pods of %s: %w", node, err)
+		}
+		return out, err
+	}
+	pods, err := list()
+	if err != nil {
+		return err
 	}
 	for _, pod := range pods.Items {
 		if err := once(ctx, func(ctx context.Context) error {
@@ -348,8 +355,18 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 			return fmt.Errorf("delete pod %s/%s: %w", pod.Namespace, pod.Name, err)
 		}
 	}
-	if len(pods.Items) > 0 {
-		say(fmt.Sprintf("%d pods deleted, and with them their tokens", len(pods.Items)))
+	left, err := list()
+	if err != nil {
+		return err
+	}
+	if n := len(pods.Items) - len(left.Items); n > 0 {
+		say(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
+	}
+	if len(left.Items) > 0 {
+		pod := left.Items[0]
+		return fmt.Errorf("%d pods of %s are still there, such as %s/%s with finalizers %q: the machine's certificate reads their Secrets until they are gone. "+
+			"Remove finalizers that nobody acts on, kubectl -n %s patch pod %s --type merge -p '{\"metadata\":{\"finalizers\":null}}', and run this again",
+			len(left.Items), node, pod.Namespace, pod.Name, pod.Finalizers, pod.Namespace, pod.Name)
 	}
 	return nil
 }

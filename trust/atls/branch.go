@@ -1,0 +1,45 @@
+package atls
+
+import (
+	"net"
+	"sync"
+)
+
+// branch is one of the two listeners that a Listener feeds.
+type branch struct {
+	addr   net.Addr
+	conns  chan net.Conn
+	once   sync.Once
+	closed chan struct{}
+}
+
+func newBranch(a net.Addr) *branch {
+	return &branch{addr: a, conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+func (b *branch) hand(c net.Conn) {
+	select {
+	case b.conns <- c:
+	case <-b.closed:
+		_ = c.Close()
+	}
+}
+
+// Accept implements [net.Listener].
+func (b *branch) Accept() (net.Conn, error) {
+	select {
+	case c := <-b.conns:
+		return c, nil
+	case <-b.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close implements [net.Listener]. The other branch goes on.
+func (b *branch) Close() error {
+	b.once.Do(func() { close(b.closed) })
+	return nil
+}
+
+// Addr implements [net.Listener].
+func (b *branch) Addr() net.Addr { return b.addr }
