@@ -193,10 +193,10 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	}{
 		"makes a mirror pod": {func() error {
 			return took.kubelet.Create(t.Context(), mirror(metav1.NamespaceSystem), client.DryRunAll)
-		}, "a worker makes no pods"},
+		}, "creates no pods"},
 		"makes one of its own": {func() error {
 			return took.kubelet.Create(t.Context(), mirror(metav1.NamespaceDefault), client.DryRunAll)
-		}, "a worker makes no pods"},
+		}, "creates no pods"},
 		"gives its Node a finalizer": {func() error {
 			return took.kubelet.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)
 		}, "adds no finalizers"},
@@ -240,11 +240,30 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), o) })
 	}
-	if err := s.list(t, "c1"); err != nil {
+	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	asControlPlane := []byte(`{"data":{"c1":"` + enrolled.Spec.MachineID + `","_control-planes":"c1"}}`)
+	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, asControlPlane)); err != nil {
 		t.Fatal(err)
+	}
+	// One that was in the cluster before Muster may have static pods, but none that count as a control plane's.
+	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"w0":"unattested"}}`))); err != nil {
+		t.Fatal(err)
+	}
+	before, static := s.as(t, "w0"), mirror(metav1.NamespaceSystem)
+	earlier := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w0"}}
+	if err := s.Client.Create(t.Context(), earlier); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), earlier) })
+	static.Name, static.Spec.NodeName, static.OwnerReferences[0].Name, static.OwnerReferences[0].UID = "static-w0", "w0", "w0", earlier.UID
+	membertest.Eventually(t, func() error { return before.Create(t.Context(), static.DeepCopy(), client.DryRunAll) })
+	static.Labels = map[string]string{"component": "etcd", "tier": "control-plane"}
+	if err := before.Create(t.Context(), static, client.DryRunAll); err == nil || !strings.Contains(err.Error(), "no pods of a control plane") {
+		t.Errorf("a pod of etcd by a node that nobody judged: %v", err)
 	}
 	controlPlane, own := s.as(t, "c1"), mirror(metav1.NamespaceSystem)
 	own.Name, own.Spec.NodeName, own.OwnerReferences[0].Name, own.OwnerReferences[0].UID = "etcd-c1", "c1", "c1", other.UID
+	own.Labels = static.Labels
 	membertest.Eventually(t, func() error { return controlPlane.Create(t.Context(), own.DeepCopy(), client.DryRunAll) })
 	for says, change := range map[string]func(*corev1.Pod){
 		"adds no finalizers":            func(p *corev1.Pod) { p.Finalizers = []string{"example.com/keep"} },

@@ -48,6 +48,11 @@ func bringUpPlanes(t *testing.T, validity string) *world {
 	}
 	for _, name := range controlPlanes {
 		w.Ready(t, name)
+		// A Node is Ready before the join is done, and the machine takes an unfinished one up again at boot.
+		within(t, func(ctx context.Context) error {
+			_, err := w.At(ctx, name, "", "grep", "-q", "this machine is a node", "/var/log/muster-bootstrapper.log")
+			return err
+		})
 	}
 	return w
 }

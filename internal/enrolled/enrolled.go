@@ -41,11 +41,15 @@ const maxCertificates = 8
 // suffix has a character that no node name has (RFC 1123).
 const suffix = "_certificates"
 
+// ControlPlanes is the key of the names of enrolled control planes, with a space between two of them. Their kubelets show static pods in the API; those of other
+// nodes that Muster enrolled may not (admission policy muster-pods-of-workers).
+const ControlPlanes = "_control-planes"
+
 // Key is where the retirement of a node's older certificates stands.
 func Key(node string) string { return node + suffix }
 
 // IsNode says whether a key of the ConfigMap is a node's name.
-func IsNode(key string) bool { return !strings.HasSuffix(key, suffix) }
+func IsNode(key string) bool { return !strings.Contains(key, "_") }
 
 // Retirement names the certificates that may still write under a name.
 type Retirement struct {

@@ -36,8 +36,11 @@ func newRegistry() *prometheus.Registry {
 }
 
 // InitLimits are narrower than those of a joinservice, since the machine's owner is one caller, but for what that
-// one may send.
-var InitLimits = atls.Limits{SetUp: 128, SetUpPerSource: 16, Open: 32, OpenPerSource: 8, Total: 64, Bytes: 12 << 20, BytesPerSource: 4 << 20, ConnBytes: 512 << 10}
+// one may send in a request that has the init secret.
+var InitLimits = atls.Limits{
+	SetUp: 256, SetUpPerSource: 16, Open: 256, OpenPerSource: 8, Total: 64, Bytes: 12 << 20, BytesPerSource: 4 << 20, ConnBytes: 16 << 10,
+	Large: 16, LargePerSource: 4, LargeBytes: 512 << 10,
+}
 
 // maxInit bounds the owner's request, in bytes: it lists components and their addresses.
 const maxInit = 256 << 10

@@ -57,6 +57,12 @@ type Limits struct {
 	// ConnCalls is how many requests such a peer may begin on one connection; 32. Half of them wind the connection up,
 	// one more closes it: what they take of the processor is bounded by the new connections that a source may open.
 	ConnCalls int
+	// Large is how many sessions of peers that did not attest may send LargeBytes more than ConnBytes: those in which a secret is shown in a large request; 0: none.
+	Large int
+	// LargePerSource is how many of those one source may have; all.
+	LargePerSource int
+	// LargeBytes is how much more that is, in bytes on the wire.
+	LargeBytes int64
 }
 
 func (l Limits) withDefaults() Limits {
@@ -75,6 +81,9 @@ func (l Limits) withDefaults() Limits {
 		if *d.field <= 0 {
 			*d.field = d.value
 		}
+	}
+	if l.LargePerSource <= 0 {
+		l.LargePerSource = l.Large
 	}
 	if l.Rate <= 0 {
 		l.Rate = 16
@@ -97,8 +106,8 @@ const (
 	perByte = 8
 	// attestedMemory is for one of an attested machine that keeps to the protocol.
 	attestedMemory = 64 << 10
-	// sourceTables is how many tables of sources a server has: limiters has nine, and internal/rpc those of lines and of watches.
-	sourceTables = 11
+	// sourceTables is how many tables of sources a server has: limiters has ten, and internal/rpc those of lines and of watches.
+	sourceTables = 12
 )
 
 // Memory returns the most memory that peers can make a Listener with these limits hold, in
@@ -106,7 +115,7 @@ const (
 // buffers of sockets come on top: 64 KiB for each direction of a connection.
 func (l Limits) Memory() (unattested, attested int64) {
 	l = l.withDefaults()
-	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + l.Bytes + sourceTables*admission.SourcesMemory
+	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + int64(l.Large)*perByte*l.LargeBytes + l.Bytes + sourceTables*admission.SourcesMemory
 	return unattested, int64(l.Attested)*attestedMemory + l.AttestedBytes
 }
 
@@ -165,6 +174,7 @@ type limiters struct {
 	setUp      *admission.Limiter[admission.Source]
 	open       *admission.Limiter[admission.Source]
 	attested   *admission.Limiter[attest.MachineID]
+	large      *admission.Limiter[admission.Source]
 	bytes      *admission.Limiter[admission.Source]
 	calls      *admission.Limiter[attest.MachineID]
 	verify     *admission.Queue
@@ -185,6 +195,7 @@ func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 		rate:       admission.NewRate(l.Rate, l.Burst, l.Total, time.Now()),
 		setUp:      admission.NewLimiter[admission.Source](int64(l.SetUp), int64(l.SetUpPerSource)),
 		open:       admission.NewLimiter[admission.Source](int64(l.Open), int64(l.OpenPerSource)),
+		large:      admission.NewLimiter[admission.Source](int64(l.Large), int64(l.LargePerSource)),
 		attested:   admission.NewLimiter[attest.MachineID](int64(l.Attested), int64(l.AttestedPerMachine)).KeepEqual(),
 		bytes:      admission.NewLimiter[admission.Source](l.Bytes, l.BytesPerSource),
 		calls:      admission.NewLimiter[attest.MachineID](l.AttestedBytes, l.AttestedBytesPerMachine).KeepEqual(),
@@ -222,6 +233,8 @@ type tracked struct {
 	half int64
 	// calls is how many requests the peer has begun.
 	calls atomic.Int64
+	// more is called once, when nothing is left, and may add to it; nil: that is the end. Only Read looks at it then.
+	more func(*tracked) error
 
 	mu      sync.Mutex
 	closed  bool
@@ -232,6 +245,13 @@ type tracked struct {
 // Read implements [net.Conn].
 func (t *tracked) Read(p []byte) (int, error) {
 	left := t.left.Load()
+	if more := t.more; left == 0 && more != nil {
+		t.more = nil
+		if err := more(t); err != nil {
+			return 0, err
+		}
+		left = t.left.Load()
+	}
 	if left == 0 {
 		return 0, attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, "the peer sent more than it may before it has attested")
 	}

@@ -347,9 +347,23 @@ func (l *Listener) seat(conn *tracked, peer *attest.Peer, plain bool) (dropped s
 	}
 	conn.left.Store(bytes)
 	conn.half = bytes / 2
+	if !plain && l.limiters.limits.Large > 0 {
+		conn.more = l.enlarge
+	}
 	conn.open = place
 	conn.keep(place)
 	return ""
+}
+
+// enlarge gives a connection one of [Limits.Large] places until it is closed, and lets it send [Limits.LargeBytes] more.
+func (l *Listener) enlarge(t *tracked) error {
+	place, err := l.limiters.large.Take(t.source, 1, t.drop)
+	if err != nil {
+		return busy(err)
+	}
+	t.keep(place)
+	t.left.Add(l.limiters.limits.LargeBytes)
+	return nil
 }
 
 // forget is told once of every connection that was admitted.

@@ -302,6 +302,58 @@ func TestWhatAnUnattestedConnectionSendsIsBounded(t *testing.T) {
 	_ = resp.Body.Close()
 }
 
+// Where a secret is shown in a large request, few sessions send one at a time; the others send what every session may.
+func TestFewSessionsSendMuch(t *testing.T) {
+	w := newWorld(t)
+	sc := w.serverConfig(t)
+	sc.Appraiser = atls.JudgeNobody
+	sc.Limits = atls.Limits{ConnBytes: 16 << 10, Large: 2, LargePerSource: 1, LargeBytes: 64 << 10}
+	read, answer := make(chan struct{}), make(chan struct{})
+	s := serve(t, sc, func(w http.ResponseWriter, r *http.Request) {
+		n, err := io.Copy(io.Discard, r.Body)
+		if n == r.ContentLength && err == nil && n > 16<<10 {
+			read <- struct{}{}
+			<-answer
+		}
+		w.WriteHeader(http.StatusOK)
+	})
+	post := func(ip string, n int) error {
+		cc := w.clientConfig(t)
+		cc.Attester = atls.NoAttester
+		from(&cc, ip)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.url, bytes.NewReader(make([]byte, n)))
+		if err != nil {
+			return err
+		}
+		resp, err := dial(t, cc).Do(req)
+		if err != nil {
+			return err
+		}
+		_, err = io.Copy(io.Discard, resp.Body)
+		return errors.Join(err, resp.Body.Close())
+	}
+	var wg sync.WaitGroup
+	for _, ip := range []string{"127.0.0.2", "127.0.0.3"} {
+		wg.Go(func() {
+			if err := post(ip, 60<<10); err != nil {
+				t.Errorf("60 KiB from %s: %v", ip, err)
+			}
+		})
+		<-read
+		if err := post("127.0.0.2", 60<<10); err == nil {
+			t.Error("a source sends much over two sessions at one time, where it may over one")
+		}
+		if err := post("127.0.0.2", 4<<10); err != nil {
+			t.Errorf("a small request meanwhile: %v", err)
+		}
+	}
+	close(answer)
+	wg.Wait()
+	if err := post("127.0.0.4", 256<<10); err == nil {
+		t.Error("256 KiB passed where 80 KiB may")
+	}
+}
+
 // Before its handshake is over a peer may send less than TLS would take from it.
 func TestAnEndlessHelloIsCutOff(t *testing.T) {
 	w := newWorld(t)

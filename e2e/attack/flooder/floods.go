@@ -17,10 +17,11 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// Procedures that every client may call, and sizes that listeners grant.
+// Procedures that every client may call, or every session, and sizes that listeners grant.
 const (
 	health      = "/grpc.health.v1.Health/Check"
 	watch       = "/grpc.health.v1.Health/Watch"
+	initialize  = "/muster.init.v1.InitService/Init"
 	reflection  = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 	evidence    = "/muster.attest.v1.EvidenceService/GetEvidence"
 	body        = 256 << 10
@@ -59,6 +60,26 @@ var bodies = []flood{
 			return err
 		}
 		return h.each(ctx, plainStream, h.reflect)
+	}},
+	{name: "half-init", about: "an init of 256 KiB but for its last byte, on all streams of such a session", attack: func(ctx context.Context, c *client) error {
+		s, err := c.empty(ctx)
+		if err != nil {
+			return err
+		}
+		h, err := newH2(s)
+		if err != nil {
+			return err
+		}
+		return h.each(ctx, allStreams, func() error {
+			stream, err := h.open(initialize, "application/grpc", "te", "trailers")
+			if err != nil {
+				return err
+			}
+			if err := h.send(stream, slices.Concat(binary.BigEndian.AppendUint32([]byte{0}, body), zeroes[:body-1]), false); err != nil {
+				return err
+			}
+			return h.over(stream)
+		})
 	}},
 	{name: "reflection-session", about: "the same on all streams of a session that has shown nothing", attack: func(ctx context.Context, c *client) error {
 		s, err := c.empty(ctx)

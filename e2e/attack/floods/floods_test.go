@@ -57,11 +57,13 @@ func rows() (out []row) {
 	}
 	if !*long {
 		add("joinservice", "joinservice", []string{"half-bodies-streams", "half-bodies-session"}, 1)
+		add("init", "init", []string{"half-init"}, 1)
+		add("unlock", "recover", []string{"half-bodies-session"}, 1)
 		return out
 	}
 	add("joinservice", "joinservice", all, 1, 200)
 	add("kms", "kms", heavy, 1, 200)
-	add("init", "init", append(slices.Clone(all), "event-log"), 1, 200)
+	add("init", "init", append(slices.Clone(all), "event-log", "half-init"), 1, 200)
 	add("unlock", "recover", heavy, 1, 200)
 	add("unlock", "unlock", append(slices.Clone(heavy), "event-log"), 1, 200)
 	add("joinservice", "joinservice-metrics", metrics, 1, 200)
@@ -116,6 +118,9 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 	}
 	if strings.HasPrefix(r.flood, "metrics-") && r.service == "init" {
 		one = s.scraper(r.port)
+	}
+	if r.flood == "half-init" {
+		one = s.initializer
 	}
 	res := &result{row: r, quiet: &outcome{}, limit: victim.memory.number(t, limitFile(victim.memory))}
 	if *long {

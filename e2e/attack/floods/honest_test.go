@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -17,6 +18,9 @@ import (
 
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
@@ -163,6 +167,33 @@ func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal,
 // owner asks a machine for its health over a session, after it has judged the machine: what every command of the
 // owner's begins with.
 func (s *stage) owner(port string) func(t *testing.T, source string, n int) func(context.Context) error {
+	return s.session(func(ctx context.Context, client *http.Client) error {
+		_, err := healthv1connect.NewHealthClient(client, "https://"+s.ports[port], rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
+		return err
+	})
+}
+
+// initializer sends an init that is large. It is served once the init server has read the whole of it, and has found that it asks for no cluster.
+func (s *stage) initializer(t *testing.T, source string, n int) func(context.Context) error {
+	t.Helper()
+	return s.session(func(ctx context.Context, client *http.Client) error {
+		stream, err := initv1connect.NewInitServiceClient(client, "https://"+s.ports["init"], rpc.ClientOptions()...).
+			Init(ctx, &initv1.InitRequest{InitSecret: make([]byte, 200<<10)})
+		if err != nil {
+			return err
+		}
+		if stream.Receive() {
+			return errors.New("an init of nothing is under way")
+		}
+		if err = stream.Err(); rpc.ReasonFrom(err) == attestv1.Reason_REASON_REQUEST_INVALID {
+			err = nil
+		}
+		return errors.Join(err, stream.Close())
+	})(t, source, n)
+}
+
+// session does something over a session with a machine that was judged.
+func (s *stage) session(do func(context.Context, *http.Client) error) func(t *testing.T, source string, n int) func(context.Context) error {
 	return func(t *testing.T, source string, _ int) func(context.Context) error {
 		cfg := atls.ClientConfig{
 			Attester: atls.NoAttester, Verifier: s.verifier(t), PeerPurpose: attest.PurposeMachine, Appraiser: genuine{}, DialContext: from(source),
@@ -175,8 +206,7 @@ func (s *stage) owner(port string) func(t *testing.T, source string, n int) func
 			defer func() { _ = transport.Close() }()
 			ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 			defer cancel()
-			_, err = healthv1connect.NewHealthClient(rpc.HTTPClient(transport), "https://"+s.ports[port], rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
-			return err
+			return do(ctx, rpc.HTTPClient(transport))
 		}
 	}
 }

@@ -227,11 +227,20 @@ func (s *stage) bootstrapper(t *testing.T) *process {
 		"--journal", filepath.Join(s.dir, "init-journal"), "--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
 }
 
+// stateDisk is what a state disk begins with, and as long as one may be at least. It has to be a whole one, or `unlock` says what is wrong with it, and listens nowhere
+// for its owner.
+func stateDisk(t *testing.T) []byte {
+	t.Helper()
+	const size = 32 << 20
+	header := luks2test.Genuine(t, make([]byte, 32), luks2.HMACSHA256, luks2.LabelState).Bytes()
+	return slices.Concat(header, make([]byte, luks2.Size-len(header)), luks2test.Superblock(size), make([]byte, size-luks2.Size-luks2.SuperblockSize))
+}
+
 // unlock runs the initramfs of a control plane whose disk waits for its key, by joinservice or by its owner.
 func (s *stage) unlock(t *testing.T) *process {
 	t.Helper()
 	meta := s.write(t, "metadata.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\n"))
-	device := s.write(t, "disk", luks2test.Genuine(t, make([]byte, 32), luks2.HMACSHA256, luks2.LabelState).Bytes())
+	device := s.write(t, "disk", stateDisk(t))
 	return start(t, "unlock", unit(t, "muster-bootstrapper"), s.ports["unlock-metrics"],
 		filepath.Join(*bin, "bootstrapper"), "unlock", "--image", s.image(t, "unlock", fmt.Sprintf("{mode: luks, path: %s}", device)), "--metadata", meta,
 		"--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))

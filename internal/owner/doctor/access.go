@@ -59,7 +59,11 @@ func (d *doctor) enrolled(ctx context.Context) error {
 			d.Add(CheckEnrolled, checkup.Fail, "Set the key in the ConfigMap: kubectl -n muster-system patch configmap muster-enrolled --type merge -p '{\"data\":{\""+n.Name+"\":\""+n.Spec.MachineID+"\"}}'", "%s is enrolled, and muster-enrolled does not list its machine: its writes are refused", n.Name)
 		}
 	}
+	listed := 0
 	for name, machine := range m.Data {
+		if enrolled.IsNode(name) {
+			listed++
+		}
 		if machine == enrolled.Unattested {
 			d.Add(CheckEnrolled, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its key by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and nobody judged its machine", name)
 			continue
@@ -69,7 +73,7 @@ func (d *doctor) enrolled(ctx context.Context) error {
 		}
 	}
 	if d.Clean(CheckEnrolled) {
-		d.OK(CheckEnrolled, "%d, as the admission policy knows them", len(m.Data))
+		d.OK(CheckEnrolled, "%d, as the admission policy knows them", listed)
 	}
 	return nil
 }

@@ -378,7 +378,7 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 		_, e.retired = k.enrolled.retirement(c.Node)
 		return nil
 	}
-	list, err := k.list(ctx, c.Node, c.Machine.String())
+	list, err := k.list(ctx, c.Node, c.Machine.String(), e.node.Spec.Role)
 	if err != nil {
 		return err
 	}

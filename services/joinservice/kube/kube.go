@@ -125,6 +125,8 @@ type names struct {
 // present is what is known of a Node.
 type present struct {
 	uid types.UID
+	// controlPlane is whether it is labeled as a control plane, which no kubelet may do (NodeRestriction).
+	controlPlane bool
 	// serves is whether pods of joinservice can run there: it is Ready, and labeled as a control plane.
 	serves bool
 }
@@ -135,7 +137,7 @@ func (n *names) put(o *corev1.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	_, labeled := o.Labels[clusterinfo.ControlPlaneLabel]
-	n.set[o.Name] = present{o.UID, labeled && slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
+	n.set[o.Name] = present{o.UID, labeled, labeled && slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})}
 }

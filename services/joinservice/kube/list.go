@@ -4,6 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
@@ -69,7 +72,7 @@ func certified(n *v1alpha1.AttestedNode) bool {
 
 // list puts a node into the ConfigMap, which it gives as it is then. A merge patch of one key cannot lose another replica's, and
 // whose the key is was settled by compare-and-swap on the AttestedNode before.
-func (k *Kube) list(ctx context.Context, node, machine string) (*corev1.ConfigMap, error) {
+func (k *Kube) list(ctx context.Context, node, machine string, role v1alpha1.Role) (*corev1.ConfigMap, error) {
 	// The owner's `muster init` made the ConfigMap. Without it no node may write, and to make it anew
 	// with one node would lock out all others.
 	patch, err := json.Marshal(map[string]any{"data": map[string]string{node: machine}})
@@ -80,7 +83,63 @@ func (k *Kube) list(ctx context.Context, node, machine string) (*corev1.ConfigMa
 	if err != nil {
 		return nil, unavailable("write ConfigMap "+enrolled.ConfigMap, err)
 	}
-	return m, nil
+	return m, k.listControlPlanes(ctx, m, func(_ map[string]string, names map[string]bool) {
+		delete(names, node) // a control plane may have had the name before
+		if role == v1alpha1.RoleControlPlane {
+			names[node] = true
+		}
+	})
+}
+
+// listControlPlanes changes which nodes are listed as control planes, by compare-and-swap from m on, which it brings up to date.
+func (k *Kube) listControlPlanes(ctx context.Context, m *corev1.ConfigMap, change changeNames) error {
+	for range writeAttempts {
+		want, same := change.apply(m.Data)
+		if same {
+			return nil
+		}
+		// Joins of workers change other keys of it all the time, so it is this key that must be as it was. Only one that is not there can't be compared.
+		kind, patch := types.JSONPatchType, any([]map[string]string{
+			{"op": "test", "path": "/data/" + enrolled.ControlPlanes, "value": m.Data[enrolled.ControlPlanes]},
+			{"op": "replace", "path": "/data/" + enrolled.ControlPlanes, "value": want},
+		})
+		if _, there := m.Data[enrolled.ControlPlanes]; !there {
+			kind, patch = types.MergePatchType, map[string]any{
+				"metadata": map[string]string{"resourceVersion": m.ResourceVersion}, "data": map[string]string{enrolled.ControlPlanes: want},
+			}
+		}
+		raw, err := json.Marshal(patch)
+		if err != nil {
+			return err
+		}
+		now, err := k.patchEnrolled(ctx, kind, raw)
+		if err == nil {
+			*m = *now
+			return nil
+		}
+		if !apierrors.IsConflict(err) && !apierrors.IsInvalid(err) { // another replica was faster
+			return unavailable("write ConfigMap "+enrolled.ConfigMap, err)
+		}
+		*m = corev1.ConfigMap{}
+		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}, m); err != nil {
+			return unavailable("read ConfigMap "+enrolled.ConfigMap, err)
+		}
+	}
+	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("the list of control planes changed %d times meanwhile", writeAttempts))
+}
+
+// changeNames changes the names of control planes; listed is what the ConfigMap says.
+type changeNames func(listed map[string]string, names map[string]bool)
+
+// apply returns the list after the change, and whether it is the one of before.
+func (c changeNames) apply(listed map[string]string) (want string, same bool) {
+	names := map[string]bool{}
+	for _, name := range strings.Fields(listed[enrolled.ControlPlanes]) {
+		names[name] = true
+	}
+	c(listed, names)
+	want = strings.Join(slices.Sorted(maps.Keys(names)), " ")
+	return want, want == listed[enrolled.ControlPlanes]
 }
 
 // strike takes the node from the list if the machine is the one that stands there (J4): who
@@ -151,7 +210,7 @@ func (k *Kube) settle(ctx context.Context, node string, put bool) error {
 			return nil
 		}
 		if may {
-			if _, err := k.list(ctx, node, n.Spec.MachineID); err != nil {
+			if _, err := k.list(ctx, node, n.Spec.MachineID, n.Spec.Role); err != nil {
 				return err
 			}
 			continue

@@ -10,13 +10,16 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -146,6 +149,7 @@ func (s *Sweeper) pass(ctx context.Context) {
 		}
 	}
 	s.settleStrays(ctx)
+	s.settleControlPlanes(ctx)
 	s.lapse(ctx)
 	s.discardRequests(ctx)
 }
@@ -341,6 +345,44 @@ func (s *Sweeper) settleStrays(ctx context.Context) {
 		}
 	}
 	s.stray = stray
+}
+
+// settleControlPlanes lists control planes as such: the first machine, those that an earlier version enrolled, and those that were in the cluster before Muster. A ticket
+// does it for the others.
+func (s *Sweeper) settleControlPlanes(ctx context.Context) {
+	k := s.kube
+	change := changeNames(func(listed map[string]string, names map[string]bool) {
+		for name := range names {
+			if n := k.cluster.Nodes.ByName(name); listed[name] == "" || n != nil && n.Spec.MachineID == listed[name] && n.Spec.Role != v1alpha1.RoleControlPlane {
+				delete(names, name)
+			}
+		}
+		for name, machine := range listed {
+			if p := k.nodes.get(name); machine != enrolled.Unattested || p == (present{}) {
+				continue
+			} else if p.controlPlane {
+				names[name] = true
+			} else {
+				delete(names, name)
+			}
+		}
+		for _, n := range k.cluster.Nodes.All() {
+			if n.Spec.Role == v1alpha1.RoleControlPlane && listed[n.Name] == n.Spec.MachineID {
+				names[n.Name] = true
+			}
+		}
+	})
+	if _, same := change.apply(k.enrolled.all()); same {
+		return
+	}
+	m := &corev1.ConfigMap{}
+	err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}, m)
+	if err == nil {
+		err = k.listControlPlanes(ctx, m, change)
+	}
+	if err != nil {
+		k.log.ErrorContext(ctx, "the list of control planes could not be changed; trying again", "err", err)
+	}
 }
 
 // discardRequests deletes requests that tickets left, because their replica ended or the API did not answer.
