@@ -63,7 +63,7 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 	if err := yaml.Unmarshal(values, &chart); err != nil {
 		t.Fatal(err)
 	}
-	const own, probes = 48 << 20, 4 << 20
+	const own, probes = 48 << 20, 6 << 20
 	for name, l := range map[string]atls.Limits{"joinservice": joinservice.Limits, "kms": kms.Limits} {
 		raw, err := yaml.Marshal(chart[name])
 		if err != nil {

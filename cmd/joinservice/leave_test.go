@@ -212,7 +212,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}, "no events of more than"},
 		"writes one whose object is large": {func() error {
 			e := event("Node")
-			e.InvolvedObject.FieldPath = strings.Repeat("x", 600)
+			e.InvolvedObject.FieldPath = strings.Repeat("x", 5000)
 			return took.kubelet.Create(t.Context(), e, client.DryRunAll)
 		}, "no events of more than"},
 		"writes one of its enrollment": {func() error { return took.kubelet.Create(t.Context(), event("AttestedNode"), client.DryRunAll) }, "writes no events"},

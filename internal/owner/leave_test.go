@@ -131,7 +131,9 @@ func defined(t *testing.T) *cluster.Client {
 func list(t *testing.T, data map[string]string) *corev1.ConfigMap {
 	t.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}}
-	if err := shared.Client.Create(t.Context(), m.DeepCopy()); client.IgnoreAlreadyExists(err) != nil {
+	made := m.DeepCopy()
+	made.Data = map[string]string{"other": "m2"} // as always: of an object that is made empty the API server does not say who wrote it when
+	if err := shared.Client.Create(t.Context(), made); client.IgnoreAlreadyExists(err) != nil {
 		t.Fatal(err)
 	}
 	// Nobody else may leave the list empty.

@@ -1,0 +1,272 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	resourcev1 "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/membertest"
+)
+
+// stringsOf calls set for each string below v, also behind pointers and in structs, with its path. It leaves metadata out.
+func stringsOf(v reflect.Value, path string, set func(path string, f reflect.Value)) {
+	switch v.Kind() {
+	case reflect.String:
+		set(path, v)
+	case reflect.Pointer:
+		if v.IsNil() {
+			v.Set(reflect.New(v.Type().Elem()))
+		}
+		stringsOf(v.Elem(), path, set)
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[metav1.Time]() || v.Type() == reflect.TypeFor[metav1.MicroTime]() {
+			return
+		}
+		for i := range v.NumField() {
+			if f := v.Type().Field(i); f.Name != "TypeMeta" && f.Name != "ObjectMeta" {
+				stringsOf(v.Field(i), path+"."+f.Name, set)
+			}
+		}
+	default:
+	}
+}
+
+// No field of an event takes much room in etcd, whatever it is called.
+func TestANodesEventsAreSmall(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
+	about := corev1.ObjectReference{Kind: "Node", Name: "w1"}
+	large := strings.Repeat("x", 5000)
+	events := map[string]func() client.Object{
+		"core": func() client.Object {
+			return &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, Reason: "Starting", Type: "Normal", InvolvedObject: about}
+		},
+		"events.k8s.io": func() client.Object {
+			return &eventsv1.Event{
+				ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, Reason: "Starting", Type: "Normal", Regarding: about, EventTime: metav1.NowMicro(),
+				Action: "Starting", ReportingController: "example.com/kubelet", ReportingInstance: "w1",
+			}
+		},
+	}
+	create := func(o client.Object) error { _, err := createAny(t, took.kubelet, o); return err }
+	refused := func(o client.Object, what string) {
+		if is, err := createAny(t, took.kubelet, o); err == nil && is > 4500 { // the API server drops some fields
+			t.Errorf("%s: an event of %d bytes is taken", what, is)
+		}
+	}
+	membertest.Eventually(t, func() error { // the API server learns of policies by a watch
+		o := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, InvolvedObject: about, Message: large}
+		return says(create(o), "no events of more than 4 KiB")
+	})
+	for group, fresh := range events {
+		membertest.Eventually(t, func() error { return create(fresh()) })
+		var paths []string
+		stringsOf(reflect.ValueOf(fresh()).Elem(), "", func(path string, _ reflect.Value) { paths = append(paths, path) })
+		if len(paths) < 15 {
+			t.Fatalf("%s: only %v", group, paths)
+		}
+		for _, path := range paths {
+			o := fresh()
+			stringsOf(reflect.ValueOf(o).Elem(), "", func(p string, f reflect.Value) {
+				if p == path {
+					f.SetString(large)
+				}
+			})
+			refused(o, group+path)
+		}
+		for name, change := range map[string]func(client.Object){
+			"name":          func(o client.Object) { o.SetName(large) },
+			"generateName":  func(o client.Object) { o.SetGenerateName(large) },
+			"selfLink":      func(o client.Object) { o.SetSelfLink(large) },
+			"annotations":   func(o client.Object) { o.SetAnnotations(map[string]string{"a": large}) },
+			"managedFields": func(o client.Object) { o.SetManagedFields(managed(t, 1, large)) },
+			"managers":      func(o client.Object) { o.SetManagedFields(managed(t, 20, "x")) },
+		} {
+			o := fresh()
+			change(o)
+			refused(o, group+" "+name)
+		}
+	}
+}
+
+// createAny makes an object whose type its client may not know, as a dry run, and returns how many bytes it then has.
+func createAny(t *testing.T, as client.Client, o client.Object) (int, error) {
+	t.Helper()
+	raw, err := runtime.DefaultUnstructuredConverter.ToUnstructured(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	u := &unstructured.Unstructured{Object: raw}
+	switch o.(type) {
+	case *corev1.Event:
+		u.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Event"))
+	case *eventsv1.Event:
+		u.SetGroupVersionKind(eventsv1.SchemeGroupVersion.WithKind("Event"))
+	case *resourcev1.ResourceSlice:
+		u.SetGroupVersionKind(resourcev1.SchemeGroupVersion.WithKind("ResourceSlice"))
+	}
+	err = as.Create(t.Context(), u, client.DryRunAll)
+	is, merr := u.MarshalJSON()
+	if merr != nil {
+		t.Fatal(merr)
+	}
+	return len(is), err
+}
+
+// managed are managers of a field with that name.
+func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry) {
+	t.Helper()
+	raw, err := json.Marshal(map[string]any{"f:" + field: map[string]any{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range n {
+		out = append(out, metav1.ManagedFieldsEntry{
+			Manager: fmt.Sprintf("m%d", i), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: raw},
+			Time: &metav1.Time{Time: time.Now()},
+		})
+	}
+	return out
+}
+
+// A node that is listed as no control plane gets no pod of Muster's services, shows no static pod under another node's name, and leaves nothing in etcd for good.
+func TestAWorkerIsNoControlPlane(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
+	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"c1":"x","_control-planes":"c1 c2"}}`))); err != nil {
+		t.Fatal(err)
+	}
+	pod := func(node string) *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, GenerateName: "kms-"}, Spec: corev1.PodSpec{NodeName: node, Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+		}
+	}
+	membertest.Eventually(t, func() error { return s.Client.Create(t.Context(), pod("c1"), client.DryRunAll) })
+	membertest.Eventually(t, func() error {
+		return says(s.Client.Create(t.Context(), pod("w1"), client.DryRunAll), "gets no pods of "+namespace)
+	})
+	unbound := pod("")
+	if err := s.Client.Create(t.Context(), unbound); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), unbound, client.GracePeriodSeconds(0)) })
+	bind := &corev1.Binding{Target: corev1.ObjectReference{Kind: "Node", Name: "w1"}}
+	if err := says(s.Client.SubResource("binding").Create(t.Context(), unbound, bind), "gets no pods of "+namespace); err != nil {
+		t.Error(err)
+	}
+
+	slice := &resourcev1.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "x-"},
+		Spec:       resourcev1.ResourceSliceSpec{NodeName: new("w1"), Driver: "a.b", Pool: resourcev1.ResourcePool{Name: "p", Generation: 1, ResourceSliceCount: 1}},
+	}
+	_, err := createAny(t, took.kubelet, slice)
+	if err := says(err, "publishes no ResourceSlices"); err != nil {
+		t.Error(err)
+	}
+
+	// Nodes of c2 are control planes, and yet show no pods of c1's.
+	c2 := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c2"}}
+	if err := s.Client.Create(t.Context(), c2); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), c2) })
+	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"c2":"y"}}`))); err != nil {
+		t.Fatal(err)
+	}
+	static := pod("c2")
+	static.ObjectMeta = metav1.ObjectMeta{
+		Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-c2", Annotations: map[string]string{corev1.MirrorPodAnnotationKey: "x"},
+		OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: "c2", UID: c2.UID, Controller: new(true)}},
+	}
+	kubelet := s.as(t, "c2")
+	membertest.Eventually(t, func() error { return kubelet.Create(t.Context(), static.DeepCopy(), client.DryRunAll) })
+	static.Name = "kube-apiserver-c1"
+	if err := says(kubelet.Create(t.Context(), static, client.DryRunAll), "ends in the node's name"); err != nil {
+		t.Error(err)
+	}
+}
+
+// says is nil if err has these words.
+func says(err error, words string) error {
+	return membertest.Want(err != nil && strings.Contains(err.Error(), words), "%v, want %q", err, words)
+}
+
+// The token of a network driver, which is on every worker, may change the status of nodes. It makes none of them a control plane.
+func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
+	s := setUp(t)
+	role := &rbacv1.ClusterRole{
+		ObjectMeta: metav1.ObjectMeta{Name: "driver"}, Rules: []rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status"}, Verbs: []string{"create", "patch", "update", "get"}}},
+	}
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "driver"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "driver"},
+		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Name: "driver", Namespace: metav1.NamespaceSystem}},
+	}
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+	real := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}
+	for _, o := range []client.Object{role, binding, node, real} {
+		if err := s.Client.Create(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), o) })
+	}
+	cfg, err := s.AsUser("system:serviceaccount:kube-system:driver", "system:serviceaccounts")
+	if err != nil {
+		t.Fatal(err)
+	}
+	driver, err := client.New(cfg, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	patch := func(value string) client.Patch {
+		return client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"`+clusterinfo.ControlPlaneLabel+`":`+value+`}}}`))
+	}
+	const no = "only an administrator changes the label"
+	for what, try := range map[string]struct {
+		do   func() error
+		says string
+	}{
+		"by the status": {func() error {
+			return driver.Status().Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll)
+		}, no},
+		"of the Node": {func() error { return driver.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, no},
+		"takes one's away": {func() error {
+			return driver.Status().Patch(t.Context(), real.DeepCopy(), patch(`null`), client.DryRunAll)
+		}, no},
+		"gives another value": {func() error {
+			return driver.Status().Patch(t.Context(), real.DeepCopy(), patch(`"x"`), client.DryRunAll)
+		}, no},
+		"creates one": {func() error {
+			return driver.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c9", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}, client.DryRunAll)
+		}, no},
+		"writes a status": {func() error {
+			return driver.Status().Patch(t.Context(), real.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"a":"b"}}}`)), client.DryRunAll)
+		}, ""},
+		"administrator": {func() error { return s.Client.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, ""},
+		"administrator, by the status": {func() error {
+			return s.Client.Status().Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll)
+		}, no},
+	} {
+		membertest.Eventually(t, func() error { // the API server learns of roles by a watch
+			err := try.do()
+			return membertest.Want(err == nil && try.says == "" || err != nil && try.says != "" && strings.Contains(err.Error(), try.says), "%s: %v, want %q", what, err, try.says)
+		})
+	}
+}
