@@ -33,6 +33,7 @@ func TestTheRunbooks(t *testing.T) {
 	}{
 		{"first boot", w.firstBoot},
 		{"reboot", w.reboot},
+		{"etcd is full", w.etcdIsFull},
 		{"lost TPM", func(t *testing.T) { w.lostTPM(t, "node4") }},
 		{"cleared TPM", func(t *testing.T) { w.clearedTPM(t, "node5") }},
 		{"lost worker", w.lostWorker},
@@ -93,6 +94,36 @@ func (w *world) reboot(t *testing.T) {
 	each(t, []string{"node5", "node2"}, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
 	w.back(t, start, "node5", "node2")
 	w.voters(t, "node1", "node1", "node2", "node3")
+	w.well(t)
+}
+
+// raiseNoSpace has node1's etcd say that it is full.
+const raiseNoSpace = `ask() {
+  curl -sS --fail --cacert /etc/kubernetes/pki/etcd/ca.crt --cert /etc/kubernetes/pki/etcd/server.crt --key /etc/kubernetes/pki/etcd/server.key "https://127.0.0.1:2379/v3/maintenance/$1" -d "$2"
+}
+id=$(ask status '{}' | grep -o '"member_id":"[0-9]*"' | head -n 1 | grep -o '[0-9]*')
+ask alarm '{"action":"ACTIVATE","memberID":"'"$id"'","alarm":"NOSPACE"}'`
+
+func (w *world) etcdIsFull(t *testing.T) {
+	write := func(ctx context.Context) error {
+		_, err := w.kubectl(ctx, "annotate", "node", "node4", "--overwrite", "example.com/written="+time.Now().Format("150405"))
+		return err
+	}
+	w.Must(t, "node1", "", "sh", "-c", raiseNoSpace)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		if err := write(ctx); err == nil || !strings.Contains(err.Error(), "database space exceeded") {
+			return fmt.Errorf("a write to an etcd that is full: %w", err)
+		}
+		return nil
+	})
+	w.owner(t, "etcd-objects", "node1")
+	w.owner(t, "etcd-space", "node1", "ALIVE=node1")
+	if err := write(t.Context()); err != nil {
+		t.Error(err)
+	}
+	for _, n := range everybody {
+		w.owner(t, "node-ready", n)
+	}
 	w.well(t)
 }
 
