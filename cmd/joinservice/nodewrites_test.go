@@ -138,7 +138,7 @@ func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry
 	}
 	for i := range n {
 		out = append(out, metav1.ManagedFieldsEntry{
-			Manager: fmt.Sprintf("m%d", i), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: raw},
+			Manager: fmt.Sprintf("m%d", i), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(string(raw)),
 			Time: &metav1.Time{Time: time.Now()},
 		})
 	}
@@ -220,8 +220,8 @@ func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Name: "driver", Namespace: metav1.NamespaceSystem}},
 	}
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
-	real := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}
-	for _, o := range []client.Object{role, binding, node, real} {
+	control := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}
+	for _, o := range []client.Object{role, binding, node, control} {
 		if err := s.Client.Create(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
@@ -248,16 +248,16 @@ func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 		}, no},
 		"of the Node": {func() error { return driver.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, no},
 		"takes one's away": {func() error {
-			return driver.Status().Patch(t.Context(), real.DeepCopy(), patch(`null`), client.DryRunAll)
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), patch(`null`), client.DryRunAll)
 		}, no},
 		"gives another value": {func() error {
-			return driver.Status().Patch(t.Context(), real.DeepCopy(), patch(`"x"`), client.DryRunAll)
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), patch(`"x"`), client.DryRunAll)
 		}, no},
 		"creates one": {func() error {
 			return driver.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c9", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}, client.DryRunAll)
 		}, no},
 		"writes a status": {func() error {
-			return driver.Status().Patch(t.Context(), real.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"a":"b"}}}`)), client.DryRunAll)
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"a":"b"}}}`)), client.DryRunAll)
 		}, ""},
 		"administrator": {func() error { return s.Client.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, ""},
 		"administrator, by the status": {func() error {
