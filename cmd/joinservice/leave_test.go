@@ -199,23 +199,23 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}, "creates no pods"},
 		"gives its Node a finalizer": {func() error {
 			return took.kubelet.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)
-		}, "adds no finalizers"},
+		}, "finalizer"},
 		"gives its Node one with its status": {func() error {
 			return took.kubelet.Status().Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, finalize)
-		}, "adds no finalizers"},
+		}, "finalizer"},
 		"gives its pod one with its status": {func() error { return took.kubelet.Status().Patch(t.Context(), took.pod.DeepCopy(), finalize) }, "adds no finalizers"},
 		"writes an event of its Node":       {func() error { return took.kubelet.Create(t.Context(), event("Node"), client.DryRunAll) }, ""},
 		"writes a large one": {func() error {
 			e := event("Node")
 			e.Message = strings.Repeat("x", 13<<10)
 			return took.kubelet.Create(t.Context(), e, client.DryRunAll)
-		}, "no events of more than"},
+		}, "at most 4 KiB"},
 		"writes one whose object is large": {func() error {
 			e := event("Node")
 			e.InvolvedObject.FieldPath = strings.Repeat("x", 5000)
 			return took.kubelet.Create(t.Context(), e, client.DryRunAll)
-		}, "no events of more than"},
-		"writes one of its enrollment": {func() error { return took.kubelet.Create(t.Context(), event("AttestedNode"), client.DryRunAll) }, "writes no events"},
+		}, "at most 4 KiB"},
+		"writes one of its enrollment": {func() error { return took.kubelet.Create(t.Context(), event("AttestedNode"), client.DryRunAll) }, "only joinservice and administrators"},
 	} {
 		membertest.Eventually(t, func() error { // the API server learns of policies and their parameters by a watch
 			err := try.do()

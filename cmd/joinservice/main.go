@@ -15,6 +15,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/member"
+	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -34,6 +35,9 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "probe" {
+		return serve.Probe(ctx, args[1:])
+	}
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	common := member.NewFlags(flags, attest.PurposeJoinservice, ":9090")
@@ -64,6 +68,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	defer func() { _ = auditLog.Close() }()
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Attester: p.Attester, Owner: p.Owner, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

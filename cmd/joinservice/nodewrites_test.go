@@ -72,7 +72,7 @@ func TestANodesEventsAreSmall(t *testing.T) {
 	}
 	membertest.Eventually(t, func() error { // the API server learns of policies by a watch
 		o := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, InvolvedObject: about, Message: large}
-		return says(create(o), "no events of more than 4 KiB")
+		return says(create(o), "an event has at most 4 KiB")
 	})
 	for group, fresh := range events {
 		membertest.Eventually(t, func() error { return create(fresh()) })
@@ -204,16 +204,54 @@ func TestAWorkerIsNoControlPlane(t *testing.T) {
 	}
 }
 
+// Who may do everything in one namespace doesn't have the API server ask at any address.
+func TestATenantGivesNoPodAnAddress(t *testing.T) {
+	s := setUp(t)
+	const tenant = "tenant-of-pods"
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "p"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}}}
+	binding := &rbacv1.RoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "all"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+		Subjects: []rbacv1.Subject{{Kind: "User", APIGroup: rbacv1.GroupName, Name: "tina"}},
+	}
+	for _, o := range []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}}, binding, pod} {
+		if err := client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	cfg, err := s.AsUser("tina", "tenants")
+	if err != nil {
+		t.Fatal(err)
+	}
+	tina, err := client.New(cfg, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	status := func(s string) client.Patch {
+		return client.RawPatch(types.MergePatchType, []byte(`{"status":`+s+`}`))
+	}
+	address := status(`{"podIP":"10.1.2.3","podIPs":[{"ip":"10.1.2.3"}]}`)
+	membertest.Eventually(t, func() error {
+		return says(tina.Status().Patch(t.Context(), pod.DeepCopy(), address, client.DryRunAll), "only who may update the status of all pods")
+	})
+	if err := tina.Status().Patch(t.Context(), pod.DeepCopy(), status(`{"message":"x"}`), client.DryRunAll); err != nil {
+		t.Error(err)
+	}
+	if err := s.Client.Status().Patch(t.Context(), pod.DeepCopy(), address, client.DryRunAll); err != nil {
+		t.Error(err)
+	}
+}
+
 // says is nil if err has these words.
 func says(err error, words string) error {
 	return membertest.Want(err != nil && strings.Contains(err.Error(), words), "%v, want %q", err, words)
 }
 
-// The token of a network driver, which is on every worker, may change the status of nodes. It makes none of them a control plane.
+// The token of a network driver, which is on every worker, may change nodes. It makes none of them a control plane, has none collected, keeps none through
+// a ban, and fills etcd with no events.
 func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 	s := setUp(t)
 	role := &rbacv1.ClusterRole{
-		ObjectMeta: metav1.ObjectMeta{Name: "driver"}, Rules: []rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status"}, Verbs: []string{"create", "patch", "update", "get"}}},
+		ObjectMeta: metav1.ObjectMeta{Name: "driver"}, Rules: []rbacv1.PolicyRule{{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status", "events"}, Verbs: []string{"create", "patch", "update", "get"}}},
 	}
 	binding := &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: "driver"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "driver"},
@@ -235,10 +273,18 @@ func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	event := func(kind, message string) *corev1.Event {
+		return &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, Message: message, InvolvedObject: corev1.ObjectReference{Kind: kind, Name: "x"}}
+	}
 	patch := func(value string) client.Patch {
 		return client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"`+clusterinfo.ControlPlaneLabel+`":`+value+`}}}`))
 	}
-	const no = "only an administrator changes the label"
+	const no, keeps = "only an administrator changes the label", "only who may delete all nodes gives one"
+	metadata := func(s string) client.Patch {
+		return client.RawPatch(types.MergePatchType, []byte(`{"metadata":`+s+`}`))
+	}
+	owner := metadata(`{"ownerReferences":[{"apiVersion":"v1","kind":"Node","name":"none","uid":"00000000-0000-0000-0000-000000000001"}]}`)
+	finalizer := metadata(`{"finalizers":["example.com/hold"]}`)
 	for what, try := range map[string]struct {
 		do   func() error
 		says string
@@ -259,7 +305,18 @@ func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 		"writes a status": {func() error {
 			return driver.Status().Patch(t.Context(), control.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"a":"b"}}}`)), client.DryRunAll)
 		}, ""},
-		"administrator": {func() error { return s.Client.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, ""},
+		"gives it an owner, so that it is collected": {func() error { return driver.Patch(t.Context(), control.DeepCopy(), owner, client.DryRunAll) }, keeps},
+		"gives it a finalizer":                       {func() error { return driver.Patch(t.Context(), control.DeepCopy(), finalizer, client.DryRunAll) }, keeps},
+		"gives it one by the status": {func() error {
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), finalizer, client.DryRunAll)
+		}, keeps},
+		"administrator gives it one": {func() error { return s.Client.Patch(t.Context(), control.DeepCopy(), finalizer, client.DryRunAll) }, ""},
+		"writes a large event": {func() error {
+			return driver.Create(t.Context(), event("Pod", strings.Repeat("x", 5000)), client.DryRunAll)
+		}, "at most 4 KiB"},
+		"writes an event of Muster's": {func() error { return driver.Create(t.Context(), event("attestednode", "x"), client.DryRunAll) }, "only joinservice and administrators"},
+		"writes an event":             {func() error { return driver.Create(t.Context(), event("Pod", "x"), client.DryRunAll) }, ""},
+		"administrator":               {func() error { return s.Client.Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll) }, ""},
 		"administrator, by the status": {func() error {
 			return s.Client.Status().Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll)
 		}, no},

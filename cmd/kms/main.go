@@ -14,6 +14,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/member"
+	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -33,6 +34,9 @@ func main() {
 
 // run writes audit records to stdout and its log to stderr.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "probe" {
+		return serve.Probe(ctx, args[1:])
+	}
 	flags := flag.NewFlagSet("kms", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	common := member.NewFlags(flags, attest.PurposeKMS, ":9001")
@@ -46,6 +50,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	defer p.Close()
 	return kms.Run(ctx, kms.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Attester: p.Attester, Owner: p.Owner, RootDir: *rootDir, API: p.API, Audit: audit.NewStream(stdout), Log: p.Log,
+		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, RootDir: *rootDir, API: p.API, Audit: audit.NewStream(stdout), Log: p.Log,
 	})
 }

@@ -15,13 +15,14 @@ import (
 
 	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Flags are those that the programs of all services have.
 type Flags struct {
-	service                                          string
-	listen, metrics, socket, owner, node, kubeconfig *string
+	service                                                  string
+	listen, metrics, probes, socket, owner, node, kubeconfig *string
 }
 
 // NewFlags adds them to set. The service has the name of its purpose; listen is where its RPCs are by default.
@@ -30,6 +31,7 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 		service:    string(service),
 		listen:     set.String("listen", listen, "address of the RPCs, over attested TLS"),
 		metrics:    set.String("metrics", ":9464", "address of metrics and probes, in plain HTTP: pod network or loopback only"),
+		probes:     set.String("probes", "", "Unix socket for the command probe, as "+serve.ProbeSocket+"; empty: none"),
 		socket:     set.String("attester", attester.Socket(attester.Dir, service), "socket of this machine's attester for the purpose "+string(service)),
 		owner:      set.String("owner-key", "", "the cluster owner's Ed25519 public key, 32 bytes in base64 (required)"),
 		node:       set.String("node-name", "", "name of the node that this pod runs on, for the log"),
@@ -43,8 +45,8 @@ const memoryShare = 0.8
 
 // Process is what a service's program has by its flags before the service itself is made.
 type Process struct {
-	// Listener is where RPCs are served, Metrics where metrics and probes are.
-	Listener, Metrics net.Listener
+	// Listener is where RPCs are served, Metrics where metrics and probes are. Probes is where the latter are too, or nil.
+	Listener, Metrics, Probes net.Listener
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester *attester.Client
 	// Owner is the public key that policies are signed with.
@@ -80,6 +82,13 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 		p.Attester.Close()
 		return nil, errors.Join(fmt.Errorf("--listen: %w", err), p.Metrics.Close())
 	}
+	if *f.probes != "" {
+		if p.Probes, err = new(net.ListenConfig).Listen(ctx, "unix", *f.probes); err != nil {
+			p.Probes = nil
+			p.Close()
+			return nil, fmt.Errorf("--probes: %w", err)
+		}
+	}
 	p.Log.InfoContext(ctx, "starting", "version", build.String(), "listen", p.Listener.Addr().String(), "metrics", p.Metrics.Addr().String(), "memoryLimitBytes", memory)
 	return p, nil
 }
@@ -87,5 +96,8 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 // Close closes all of it; what the service has closed by then stays closed.
 func (p *Process) Close() {
 	_, _ = p.Listener.Close(), p.Metrics.Close()
+	if p.Probes != nil {
+		_ = p.Probes.Close()
+	}
 	p.Attester.Close()
 }

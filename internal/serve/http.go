@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -33,6 +34,8 @@ type Probes struct {
 	Ready map[string]func(ctx context.Context) error
 	// Log takes the errors of the server.
 	Log *slog.Logger
+	// Local is where /healthz and /readyz are served too, to whoever may reach it: nobody else takes its places. nil: nowhere. Run closes it.
+	Local net.Listener
 }
 
 const (
@@ -93,6 +96,13 @@ func (p Probes) Run(ctx context.Context) error {
 		ErrorLog:          errorLog,
 		// net/http's own answer to "OPTIONS *" passes no Handler.
 		DisableGeneralOptionsHandler: true,
+	}
+	if p.Local != nil {
+		local := &http.Server{Handler: mux, ReadTimeout: probeTimeout, WriteTimeout: 2 * probeTimeout, MaxHeaderBytes: maxHeaderBytes, ErrorLog: errorLog}
+		var wg sync.WaitGroup
+		wg.Go(func() { _ = local.Serve(p.Local) }) // without it probes fail, and say so
+		defer wg.Wait()
+		defer func() { _ = local.Close() }()
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- srv.Serve(admission.NewListener(p.Listener, maxConns, sourceConns)) }()

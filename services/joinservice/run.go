@@ -25,10 +25,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options say what a joinservice of a cluster needs from outside. All fields are required.
+// Options say what a joinservice of a cluster needs from outside. All fields but Probes are required.
 type Options struct {
 	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
 	Listener, Metrics net.Listener
+	// Probes is where probes are too, see [serve.Probes.Local]; nil: nowhere.
+	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose joinservice.
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
@@ -158,7 +160,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	probes := serve.Probes{Listener: o.Metrics, Metrics: m.Registry, Ready: m.Ready(), Log: o.Log}
+	probes := serve.Probes{Listener: o.Metrics, Local: o.Probes, Metrics: m.Registry, Ready: m.Ready(), Log: o.Log}
 	return serve.All(ctx, append(parts,
 		probes.Part(),
 		serve.Part{Name: "rpc", Run: server.Run},

@@ -257,6 +257,9 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"enable-bootstrap-token-auth": "false",
 		// A pod's token lives for the hour that was asked for, and not for a year: what is taken from a node ends.
 		"service-account-extend-token-expiration": "false",
+		// etcd keeps each version of an object until it is compacted, and takes no write any more once it has 2 GiB, a ban neither. A node that writes
+		// large objects again and again has a minute or two for that, and not five to ten.
+		"etcd-compaction-interval": "1m0s",
 		// Nor does a node get one for its pods that outlives its own certificate: whoever checks tokens without the API server believes it to its end.
 		"service-account-max-token-expiration": "24h",
 		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs, wanted), ","),

@@ -21,18 +21,20 @@ privileged: false
 readOnlyRootFilesystem: true
 {{- end }}
 
-{{/* Probes on the plain port. Liveness never looks at other services (a restart cures nothing there). */}}
+{{/* Probes by a command in the container: on the port of metrics whoever has many addresses could take their places, and have the service restarted. Liveness never
+     looks at other services (a restart cures nothing there). */}}
 {{- define "muster.probes" -}}
 startupProbe:
-  httpGet: {path: /healthz, port: metrics}
+  exec: {command: [/{{ . }}, probe, /healthz]}
   periodSeconds: 1
+  timeoutSeconds: 3
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /healthz, port: metrics}
+  exec: {command: [/{{ . }}, probe, /healthz]}
   periodSeconds: 10
   timeoutSeconds: 3
 readinessProbe:
-  httpGet: {path: /readyz, port: metrics}
+  exec: {command: [/{{ . }}, probe, /readyz]}
   periodSeconds: 5
   timeoutSeconds: 3
 {{- end }}
