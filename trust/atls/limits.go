@@ -136,11 +136,14 @@ const (
 	busyRetry = time.Second
 )
 
-// NewChallengeQueue returns what shares the TPM among peers that did not attest and want a
-// challenge answered: one at a time, for a quarter of the time at most; at most 64 wait, two
-// of each source. Servers of one process share one.
-func NewChallengeQueue() *admission.Queue {
-	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: 3})
+// NewChallengeQueue returns what shares the TPM among peers that did not attest and want a challenge answered, on a machine that is no member of a cluster: one
+// at a time, for half of the time at most; at most 64 wait, two of each source. Whoever comes for the first time waits for one answer and as long a rest, and then
+// for its own answer: with a TPM of 150 ms a command that is 7 s of the 10 that an exchange may take. Servers of one process share one.
+func NewChallengeQueue() *admission.Queue { return newChallengeQueue(1) }
+
+// newChallengeQueue is the same for a server: rest 3 leaves three quarters of the TPM's time to machines that attest.
+func newChallengeQueue(rest float64) *admission.Queue {
+	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: rest})
 }
 
 const (
@@ -188,7 +191,7 @@ type limiters struct {
 
 func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 	if challenges == nil {
-		challenges = NewChallengeQueue()
+		challenges = newChallengeQueue(3)
 	}
 	out := &limiters{
 		limits:     l,

@@ -216,10 +216,10 @@ func TestChallengesOfASlowTPM(t *testing.T) {
 }
 
 // apart is how far apart callers come that a TPM of this delay can serve one after the other: evidence and the
-// answer to a challenge take about 16 commands. Owners, who show no evidence, have the TPM for a quarter of the time.
+// answer to a challenge take about 16 commands. Owners, who show no evidence, have the TPM for half of the time.
 func (r row) apart(delay time.Duration) time.Duration {
 	if r.callers == owners {
-		delay *= 4
+		delay *= 2
 	}
 	return max(quietApart, 20*delay)
 }
