@@ -98,10 +98,10 @@ func TestExpiryNeedsACertificate(t *testing.T) {
 // Root on any node writes its Node's status, and the owner reads it in a terminal.
 func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
 	n := &corev1.Node{}
-	n.Status.NodeInfo.KubeletVersion = "v1.36.1\x1b]0;x\x07\n\u202e" + strings.Repeat("x", 1<<20)
+	n.Status.NodeInfo.KubeletVersion = "v1.36.1 yes\x1b]0;x\x07\n\u202e" + strings.Repeat("x", 1<<20)
 	var s NodeStatus
 	s.see(n)
-	if want := "v1.36.1]0;x" + strings.Repeat("x", maxVersion-11); s.Kubelet != want {
+	if want := "v1.36.1yes0x" + strings.Repeat("x", maxVersion-12); s.Kubelet != want {
 		t.Errorf("%.100q, want %q", s.Kubelet, want)
 	}
 }

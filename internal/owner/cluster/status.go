@@ -5,9 +5,9 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"strings"
 	"time"
 	"unicode"
-	"unicode/utf8"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -172,7 +172,8 @@ const maxVersion = 40
 func (s *NodeStatus) see(n *corev1.Node) {
 	s.Joined = true
 	for _, r := range n.Status.NodeInfo.KubeletVersion {
-		if unicode.IsPrint(r) && utf8.RuneCountInString(s.Kubelet) < maxVersion {
+		// What a semantic version has (semver.org): no spaces, which would look like other columns.
+		if (unicode.IsLetter(r) || unicode.IsDigit(r) || strings.ContainsRune(".+-", r)) && r < unicode.MaxASCII && len(s.Kubelet) < maxVersion {
 			s.Kubelet += string(r)
 		}
 	}
