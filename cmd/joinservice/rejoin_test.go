@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/hex"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -214,7 +215,13 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 				_ = s.notAgain(t, m, again(), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask) // the informers follow
+			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), func() error { // the informers follow
+				err := ask()
+				if attest.ReasonOf(err) != tt.want { // the informers were told between the connection and the call
+					return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason is not to be found
+				}
+				return err
+			})
 			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
