@@ -215,13 +215,7 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 				_ = s.notAgain(t, m, again(), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), func() error { // the informers follow
-				err := ask()
-				if attest.ReasonOf(err) != tt.want { // the informers were told between the connection and the call
-					return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason is not to be found
-				}
-				return err
-			})
+			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
 			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
@@ -272,5 +266,16 @@ func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	}
 	if at := s.Node(t, "w1").Status.ReleasedAt; at == nil {
 		t.Error("it is not released any more")
+	}
+}
+
+// inExchange gives ask's refusal if the connection was refused. The informers may be told of a change between the connection and the call.
+func inExchange(want attestv1.Reason, ask func() error) func() error {
+	return func() error {
+		err := ask()
+		if attest.ReasonOf(err) != want {
+			return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason is not to be found
+		}
+		return err
 	}
 }

@@ -320,12 +320,12 @@ func TestReattestationIsRefused(t *testing.T) {
 				_, err := s.reattest(t, m)
 				return err
 			}
-			places := refusaltest.Connection()
+			places, refused := refusaltest.Connection(), inExchange(tt.reason, ask)
 			if tt.asked {
 				about := []string{"event", "verdict refused", "machine", m.ID().String()}
-				places = refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}
+				places, refused = refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.reason, places, ask) // the informers follow
+			refusaltest.Until(t, s.witnesses(t), tt.reason, places, refused) // the informers follow
 			_ = refusaltest.Refused(t, s.witnesses(t), tt.reason, places, ask)
 			if tt.verdict == "-" {
 				return

@@ -214,7 +214,7 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 				s.notRenewed(t, m, renewingAs(t), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask) // the informers follow
+			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
 			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
