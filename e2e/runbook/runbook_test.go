@@ -4,9 +4,11 @@ package runbook
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -219,6 +221,15 @@ func (w *world) lostControlPlane(t *testing.T) {
 	w.well(t)
 }
 
+// policy reads the policy in force.
+func (w *world) policy(t *testing.T) (out map[string]any) {
+	t.Helper()
+	if err := json.Unmarshal([]byte(w.get(t, "attestationpolicy/default", "{.spec.policy}")), &out); err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
 // answers waits until the API does.
 func (w *world) answers(t *testing.T) {
 	t.Helper()
@@ -226,7 +237,7 @@ func (w *world) answers(t *testing.T) {
 }
 
 func (w *world) lostQuorum(t *testing.T) {
-	before, policy := w.known(t), w.get(t, "attestationpolicy/default", "{.spec}")
+	before, policy := w.known(t), w.policy(t)
 	each(t, []string{"node1", "node2"}, func(n string) error { return w.RemoveNode(t.Context(), n) })
 	labtest.Eventually(t, func(ctx context.Context) error {
 		if out, err := w.kubectl(ctx, "get", "nodes"); err == nil {
@@ -250,8 +261,16 @@ func (w *world) lostQuorum(t *testing.T) {
 			t.Errorf("%s was enrolled as %+v, and is as %+v", name, before[name].Spec, n.Spec)
 		}
 	}
-	if now := w.get(t, "attestationpolicy/default", "{.spec}"); now != policy {
-		t.Errorf("the policy changed:\n%s\n%s", policy, now)
+	now := w.policy(t)
+	if listed, ok := now["controlPlanes"].([]any); !ok || len(listed) != 1 || listed[0] != after["node3"].Spec.MachineID { // A7
+		t.Errorf("the policy lists %v as control planes, want node3 alone", now["controlPlanes"])
+	}
+	for _, changed := range []string{"controlPlanes", "serial"} {
+		delete(policy, changed)
+		delete(now, changed)
+	}
+	if !reflect.DeepEqual(now, policy) {
+		t.Errorf("the policy changed:\n%v\n%v", policy, now)
 	}
 
 	start = time.Now()
