@@ -269,7 +269,8 @@ func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	}
 }
 
-// inExchange gives ask's refusal if the connection was refused. The informers may be told of a change between the connection and the call.
+// inExchange returns ask's refusal only if the attestation exchange was refused. If the informers see a change after the exchange and before the call, the
+// call is refused instead, which has other witnesses.
 func inExchange(want attestv1.Reason, ask func() error) func() error {
 	return func() error {
 		err := ask()

@@ -41,8 +41,8 @@ const maxCertificates = 8
 // suffix has a character that no node name has (RFC 1123).
 const suffix = "_certificates"
 
-// ControlPlanes is the key of the names of enrolled control planes, with a space between two of them. Their kubelets show static pods in the API; those of other
-// nodes that Muster enrolled may not (admission policy muster-pods-of-workers).
+// ControlPlanes is the key of the names of control planes, enrolled ones and [Unattested] ones, with a space between two of them. The admission policies
+// muster-pods-of-workers and muster-pods-of-nodes read it: who may show static pods in the API, and who gets pods of Muster's services.
 const ControlPlanes = "_control-planes"
 
 // Key is where the retirement of a node's older certificates stands.
