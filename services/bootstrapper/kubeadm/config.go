@@ -257,9 +257,6 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"enable-bootstrap-token-auth": "false",
 		// A pod's token lives for the hour that was asked for, and not for a year: what is taken from a node ends.
 		"service-account-extend-token-expiration": "false",
-		// etcd keeps each version of an object until it is compacted, and takes no write any more once it has 2 GiB, a ban neither. A node that writes
-		// large objects again and again has a minute or two for that, and not five to ten.
-		"etcd-compaction-interval": "1m0s",
 		// Nor does a node get one for its pods that outlives its own certificate: whoever checks tokens without the API server believes it to its end.
 		"service-account-max-token-expiration": "24h",
 		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs, wanted), ","),
@@ -279,7 +276,34 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		// The kubelet asks for no duration; without this a renewed certificate lasts a year.
 		"cluster-signing-duration": "24h",
 	})
+	boundRewrites(out)
 	return out
+}
+
+// boundRewrites bounds what large objects cost that a node or a tenant writes again and again, where the image says nothing else: docs/threat-model.md has the sums.
+func boundRewrites(c *v1beta4.ClusterConfiguration) {
+	// etcd keeps each version of an object until it is compacted, and takes no write any more once it has 2 GiB, a ban neither.
+	c.APIServer.ExtraArgs = unlessSet(c.APIServer.ExtraArgs, map[string]string{"etcd-compaction-interval": "30s"})
+	if c.Etcd.External != nil {
+		return
+	}
+	if c.Etcd.Local == nil {
+		c.Etcd.Local = &v1beta4.LocalEtcd{}
+	}
+	c.Etcd.Local.ExtraArgs = unlessSet(c.Etcd.Local.ExtraArgs, map[string]string{
+		// A write has up to 1.5 MiB, and etcd keeps the last ones in memory for members that lag: by default 5,000, more than a machine has.
+		"snapshot-catchup-entries": "500",
+		// It keeps those since the last snapshot on the disk, and reads all of them when it starts.
+		"snapshot-count": "1000",
+	})
+}
+
+// unlessSet sets those arguments that args does not have.
+func unlessSet(args []v1beta4.Arg, values map[string]string) []v1beta4.Arg {
+	for _, a := range args {
+		delete(values, a.Name)
+	}
+	return set(args, values)
 }
 
 // admissionPlugins returns what the image enables, and what Muster wants. An image that disables a plugin does without it, but for NodeRestriction.

@@ -59,7 +59,7 @@ func first() Cluster {
 // An image that asks for the opposite of each hardened setting.
 const hostile = `{
  "kubernetesVersion":"v1.0.0","clusterName":"other","controlPlaneEndpoint":"evil:1","networking":{"podSubnet":"1.0.0.0/8"},
- "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"}]}},
+ "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"},{"name":"snapshot-count","value":"5000"}]}},
  "apiServer":{"certSANs":["from.image","api.example"],
   "extraArgs":[{"name":"authorization-mode","value":"AlwaysAllow"},{"name":"authorization-config","value":"/x"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"enable-bootstrap-token-auth","value":"true"},{"name":"encryption-provider-config","value":"/x"},{"name":"service-account-extend-token-expiration","value":"true"},{"name":"service-account-max-token-expiration","value":"87600h"},{"name":"enable-admission-plugins","value":"AlwaysPullImages"},{"name":"audit-log-path","value":"/var/log/audit/audit.log"}],
   "extraVolumes":[{"name":"muster-authz","hostPath":"/x","mountPath":"/x"},{"name":"other","hostPath":"/x","mountPath":"/etc/kubernetes/authz"},{"name":"audit","hostPath":"/var/log/audit","mountPath":"/var/log/audit"}]},
