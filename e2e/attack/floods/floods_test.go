@@ -32,6 +32,7 @@ type result struct {
 	killed  bool
 	quiet   *outcome
 	under   *outcome
+	tickets bool // are what the honest ones ask for
 }
 
 // Floods of the listeners that speak TLS.
@@ -101,7 +102,7 @@ func of(service string, member, alone *stage) *stage {
 func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 	t.Helper()
 	var victim *process
-	one := s.joiner
+	one, tickets := s.joiner, false
 	switch r.service {
 	case "init", "unlock":
 		if r.service == "init" {
@@ -111,6 +112,7 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 		}
 		one = s.owner(strings.TrimSuffix(r.port, "-metrics"))
 	default:
+		tickets = true
 		s.inCluster(t)
 		running := map[string]*process{"attester": s.attester(t)}
 		running["kms"] = s.kms(t)
@@ -123,7 +125,7 @@ func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
 	if r.flood == "half-init" {
 		one = s.initializer
 	}
-	res := &result{row: r, quiet: &outcome{}, limit: victim.memory.number(t, limitFile(victim.memory))}
+	res := &result{row: r, tickets: tickets, quiet: &outcome{}, limit: victim.memory.number(t, limitFile(victim.memory))}
 	if *long {
 		res.quiet = s.ask(t, victim, r.callers, min(r.apart(time.Duration(s.slow.delay.Load())), d/time.Duration(r.callers)), one)
 		if res.quiet.served != r.callers {
@@ -160,8 +162,9 @@ func (r *result) check(t *testing.T) {
 	if r.under.served != r.callers {
 		t.Errorf("%d of %d honest machines were served: %v", r.under.served, r.callers, r.under.last)
 	}
-	// Whoever else uses the computer in a short run is not measured.
-	if *long && r.slower() > 3 {
+	// Whoever else uses the computer in a short run is not measured. An owner's session takes 20 ms in peace and a scrape 2 ms: three times that is
+	// what the scheduler of two cores makes of any load.
+	if *long && r.slower() > 3 && (r.tickets || r.under.p99() > unnoticed) {
 		t.Errorf("the slowest took %s, %.1f times what it took in peace", r.under.p99(), r.slower())
 	}
 	if r.said.Opened == 0 {

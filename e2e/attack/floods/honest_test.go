@@ -39,6 +39,8 @@ const (
 	quietApart = 500 * time.Millisecond
 	// patience is how long one of them tries before it counts as not served.
 	patience = time.Minute
+	// unnoticed is how long somebody waits at a listener that gives no tickets without noticing it.
+	unnoticed = 200 * time.Millisecond
 )
 
 // outcome is what became of the honest machines.
