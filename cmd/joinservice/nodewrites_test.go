@@ -241,6 +241,40 @@ func TestATenantGivesNoPodAnAddress(t *testing.T) {
 	}
 }
 
+// A tenant's pods don't take the room of Muster's, and don't preempt CoreDNS.
+func TestATenantsPodsAreNotCritical(t *testing.T) {
+	s := setUp(t)
+	namespaces := map[string]map[string]string{
+		"plain": nil, "baseline": {"pod-security.kubernetes.io/enforce": "baseline"}, "drivers": {"pod-security.kubernetes.io/enforce": "privileged"},
+	}
+	for name, labels := range namespaces {
+		if err := client.IgnoreAlreadyExists(s.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	create := func(namespace, class string) error {
+		p := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, GenerateName: "p-"},
+			Spec:       corev1.PodSpec{PriorityClassName: class, Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+		}
+		return s.Client.Create(t.Context(), p, client.DryRunAll)
+	}
+	const refused = "are created in namespaces with the label pod-security.kubernetes.io/enforce=privileged only"
+	for _, class := range []string{"system-node-critical", "system-cluster-critical"} {
+		for _, namespace := range []string{"plain", "baseline"} {
+			membertest.Eventually(t, func() error { return says(create(namespace, class), refused) })
+		}
+		for _, namespace := range []string{"drivers", metav1.NamespaceSystem, clusterinfo.Namespace} {
+			if err := create(namespace, class); err != nil {
+				t.Errorf("%s in %s: %v", class, namespace, err)
+			}
+		}
+	}
+	if err := create("plain", ""); err != nil {
+		t.Error(err)
+	}
+}
+
 // says is nil if err has these words.
 func says(err error, words string) error {
 	return membertest.Want(err != nil && strings.Contains(err.Error(), words), "%v, want %q", err, words)

@@ -214,6 +214,8 @@ func (f *initFlags) chartValues() (cluster.Values, error) {
 	}
 	if f.cluster.Adopted {
 		v = v.With("joinservice", "joinCredential", jointoken.Credential)
+	} else if _, set := v.More["podSecurity"]; !set {
+		v = v.With("podSecurity", "default", "baseline") // as the bootstrapper configures API servers
 	}
 	if err := cluster.CheckValues(v); err != nil {
 		return v, fmt.Errorf("images and chart values: %w", err)

@@ -35,6 +35,7 @@ func values() map[string]any {
 		"enrolled":    map[string]any{"uid": "00000000-0000-0000-0000-000000000000"},
 		"joinservice": map[string]any{"image": "registry.example/muster/joinservice@sha256:" + strings.Repeat("1", 64)},
 		"kms":         map[string]any{"image": "registry.example/muster/kms@sha256:" + strings.Repeat("2", 64)},
+		"podSecurity": map[string]any{"default": "baseline"}, // as muster init sets it
 	}
 }
 
