@@ -44,11 +44,11 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	kms := flags.String("kms", "https://muster-kms.muster-system.svc:9001", "URL of the key service")
 	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
-	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times as often, but every 5m at most")
-	credential := flags.String("join-credential", string(kube.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialise")
+	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times within this time, and at least every 5m")
+	credential := flags.String("join-credential", string(kube.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialize")
 	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
-	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrolment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
+	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err

@@ -245,8 +245,16 @@ func (w *world) lostQuorum(t *testing.T) {
 		}
 		return nil
 	})
+	// The one that is left was off too: its kubelet has seen no API server since it started.
+	if _, err := w.RebootNode(t.Context(), "node3"); err != nil {
+		t.Fatal(err)
+	}
+	labtest.Eventually(t, func(ctx context.Context) error {
+		_, err := w.At(ctx, "node3", "", "pgrep", "-x", "etcd")
+		return err
+	})
 	start := time.Now()
-	w.say(t, "node1 and node2 are gone, and the API answers nobody")
+	w.say(t, "node1 and node2 are gone, node3 was rebooted, and the API answers nobody")
 	w.Block(t, "node3", "quorum-force")
 	w.voters(t, "node3", "node3")
 	w.answers(t)

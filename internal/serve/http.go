@@ -43,9 +43,13 @@ const (
 	probeTimeout = 5 * time.Second
 	// shutdownTimeout bounds the wait for answers that are under way.
 	shutdownTimeout = 5 * time.Second
-	// maxConns is how many connections there are at one time, sourceConns how many of one source: the
-	// kubelet's probes find a place whoever else connects. One takes 24 KiB at most: buffers of 8 KiB, header fields of 8, stacks of 8.
+	// maxConns is how many connections there are at one time, sourceConns how many of one source: who scrapes
+	// finds a place whoever else connects.
 	maxConns, sourceConns = 256, 8
+	// connMemory is what one takes at most, in bytes: buffers of 8 KiB, header fields of 8, stacks of 8.
+	connMemory = 24 << 10
+	// ProbesMemory is the most that clients can make [Probes] hold, in bytes: connections, and three tables of sources (places, and the rates of requests and of metrics).
+	ProbesMemory = maxConns*connMemory + 3*admission.SourcesMemory
 	// sourceRate is how many requests a second of one source are answered, and sourceBurst how many at once.
 	sourceRate, sourceBurst = 20, 60
 	// metricsRate is how many requests for /metrics a second are answered of all sources together that sent one within the last 5 s: an answer takes about a

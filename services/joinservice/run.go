@@ -60,8 +60,8 @@ type Options struct {
 // charged with three times as much, so that a replica has 256 at one time.
 const maxRequest = 16 << 10
 
-// Limits are the defaults: a joinservice is what they are made for.
-var Limits atls.Limits
+// Limits are the defaults, but for as many sessions without evidence as its memory has room for.
+var Limits = atls.Limits{Open: 112}
 
 // Run serves until ctx ends. It closes both listeners.
 func Run(ctx context.Context, o Options) error { return run(ctx, o, time.Now) }

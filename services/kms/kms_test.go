@@ -213,7 +213,7 @@ func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 
 // Each refusal has its reason in error detail, metric, log and audit record (R1). The same stage
 // serves its machine once the offending input alone is repaired.
-func TestRefusals(t *testing.T) {
+func TestWhoGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	good := s.token(t, "joinservice", kms.Audience, s.pod)
 	other, err := s.Pod(t.Context(), namespace, "joinservice", "cp2")

@@ -37,7 +37,7 @@ type Limits struct {
 	// Burst is how many it may open at once; 64.
 	Burst int
 	// Total is how many new connections a second all sources may open together that came within the
-	// last 5 s; 128. A handshake and the check of evidence take 1 to 6 ms of one core.
+	// last 5 s; 128. A handshake takes about 1 ms of one core, and the check of evidence 1 to 3 ms.
 	Total float64
 	// Bytes is how much memory may be held for peers that did not attest, beyond what each
 	// connection takes: large evidence on its way, and requests and their answers; 16 MiB.

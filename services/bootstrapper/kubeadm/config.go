@@ -247,7 +247,7 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		wanted = append(wanted, podsecurity.EventRateLimit) // it starts with that file alone
 	}
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
-		// Same as the default Node,RBAC, but in a file that is reloaded: a ban edits it.
+		// Same as the default Node,RBAC, but in a file that the API server reloads.
 		"authorization-config": AuthzFile,
 		// Secrets, the root of all keys among them, don't lie in etcd in the clear. The file is read
 		// again when it changes: a rotation needs no restart.
@@ -284,10 +284,7 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 func boundRewrites(c *v1beta4.ClusterConfiguration) {
 	// etcd keeps each version of an object until it is compacted, and takes no write any more once it has 2 GiB, a ban neither.
 	c.APIServer.ExtraArgs = unlessSet(c.APIServer.ExtraArgs, map[string]string{"etcd-compaction-interval": "30s"})
-	if c.Etcd.External != nil {
-		return
-	}
-	if c.Etcd.Local == nil {
+	if c.Etcd.Local == nil { // no image has an external one
 		c.Etcd.Local = &v1beta4.LocalEtcd{}
 	}
 	c.Etcd.Local.ExtraArgs = unlessSet(c.Etcd.Local.ExtraArgs, map[string]string{

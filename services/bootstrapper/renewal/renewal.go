@@ -345,7 +345,7 @@ func (r *Renewer) untilRuns(ctx context.Context, c Cluster, component, annotatio
 		}
 		if time.Since(told) > time.Minute {
 			told = time.Now()
-			r.Log.WarnContext(ctx, "a part of this control plane is not Ready since it was restarted with renewed certificates", "component", component, "since", time.Since(began).Round(time.Second).String(), "err", err)
+			r.Log.WarnContext(ctx, "a part of this control plane is not Ready since it was restarted", "component", component, "since", time.Since(began).Round(time.Second).String(), "err", err)
 		}
 		select {
 		case <-ctx.Done():
