@@ -241,7 +241,7 @@ func TestATenantGivesNoPodAnAddress(t *testing.T) {
 	}
 }
 
-// A tenant's pods don't take the room of Muster's, and don't preempt CoreDNS.
+// A tenant's pods don't take the room of Muster's, and preempt nobody.
 func TestATenantsPodsAreNotCritical(t *testing.T) {
 	s := setUp(t)
 	namespaces := map[string]map[string]string{

@@ -48,6 +48,18 @@ const ControlPlanes = "_control-planes"
 // Key is where the retirement of a node's older certificates stands.
 func Key(node string) string { return node + suffix }
 
+// requests is the suffix of the key of a node that files no certificate requests for now.
+const requests = "_requests"
+
+// TooMany is the value of such a key.
+const TooMany = "too-many"
+
+// RequestsKey is where it stands that a node has filed more certificate requests than anybody can delete meanwhile: the admission policy muster-node-requests takes none of it.
+func RequestsKey(node string) string { return node + requests }
+
+// FilesTooMany gives the node of such a key.
+func FilesTooMany(key string) (node string, ok bool) { return strings.CutSuffix(key, requests) }
+
 // IsNode says whether a key of the ConfigMap is a node's name.
 func IsNode(key string) bool { return !strings.Contains(key, "_") }
 

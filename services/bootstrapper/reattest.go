@@ -119,7 +119,7 @@ var errNoNode = errors.New("this machine is no node yet")
 // their own evidence.
 func (r *Reattester) Run(ctx context.Context) error {
 	t := r.cfg.Timing
-	pause := retry.Backoff{Min: t.RetryMin, Max: t.RetryMax}
+	pauses := seek.NewPauses(t.RetryMin, t.RetryMax)
 	for {
 		interval, err := r.once(ctx)
 		var wait time.Duration
@@ -127,20 +127,16 @@ func (r *Reattester) Run(ctx context.Context) error {
 		case ctx.Err() != nil:
 			return nil //nolint:nilerr // it was told to end
 		case err == nil:
-			pause.Reset()
+			pauses = seek.NewPauses(t.RetryMin, t.RetryMax)
 			wait = interval - rand.N(interval/5+1) //nolint:gosec // spreads load, protects nothing
 			r.total.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
 			r.last.SetToCurrentTime()
 		case errors.Is(err, errNoNode):
-			pause.Reset()
-			wait = pause.Next(0)
+			wait = t.RetryMin
 		default:
 			reason := attest.ReasonName(seek.ReasonOf(err))
 			r.total.WithLabelValues(reason).Inc()
-			if errors.Is(err, seek.ErrUnreachable) {
-				pause.Reset() // to find nobody costs nobody anything
-			}
-			wait = pause.Next(rpc.RetryAfterFrom(err))
+			wait = pauses.Next(err)
 			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
 		}
 		if retry.Wait(ctx, wait) != nil {

@@ -89,7 +89,7 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 
 // whatKeeps says where to look for what keeps the Node or the pods of a machine that is shut out.
 func whatKeeps(node string) string {
-	return "kubectl -n default get events --field-selector involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
+	return "kubectl -n default get events --field-selector involvedObject.kind=AttestedNode,involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
 }
 
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {

@@ -3,6 +3,7 @@ package cluster
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -348,25 +349,26 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 	if err != nil {
 		return err
 	}
+	var failed error // one pod that can't be deleted keeps no other one there
 	for _, pod := range pods.Items {
 		if err := once(ctx, func(ctx context.Context) error {
-			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0)))
-		}); err != nil {
-			return fmt.Errorf("delete pod %s/%s: %w", pod.Namespace, pod.Name, err)
+			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), client.PropagationPolicy(metav1.DeletePropagationBackground)))
+		}); err != nil && failed == nil {
+			failed = fmt.Errorf("delete pod %s/%s: %w", pod.Namespace, pod.Name, err)
 		}
 	}
 	left, err := list()
 	if err != nil {
-		return err
+		return errors.Join(err, failed)
 	}
 	if n := len(pods.Items) - len(left.Items); n > 0 {
 		say(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
 	}
 	if len(left.Items) > 0 {
 		pod := left.Items[0]
-		return fmt.Errorf("%d pods of %s are still there, such as %s/%s with finalizers %q: the machine's certificate reads their Secrets until they are gone. "+
+		return errors.Join(fmt.Errorf("%d pods of %s are still there, such as %s/%s with finalizers %q: the machine's certificate reads their Secrets until they are gone. "+
 			"Remove finalizers that nobody acts on, kubectl -n %s patch pod %s --type merge -p '{\"metadata\":{\"finalizers\":null}}', and run this again",
-			len(left.Items), node, pod.Namespace, pod.Name, pod.Finalizers, pod.Namespace, pod.Name)
+			len(left.Items), node, pod.Namespace, pod.Name, pod.Finalizers, pod.Namespace, pod.Name), failed)
 	}
 	return nil
 }

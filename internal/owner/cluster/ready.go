@@ -83,10 +83,24 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 	}
 	for i := range pods.Items {
 		if why := podWaits(&pods.Items[i]); why != "" {
-			return text + ": " + why, nil
+			return text + ": " + printable(why), nil
 		}
 	}
 	return text, nil
+}
+
+// maxWhy bounds what is shown of a reason, in bytes.
+const maxWhy = 200
+
+// printable is a text that others wrote, on one line, without what a terminal obeys.
+func printable(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return '?'
+		}
+		return r
+	}, s)
+	return s[:min(len(s), maxWhy)]
 }
 
 // podWaits gives the first reason in the order in which a pod comes up.

@@ -197,7 +197,9 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range nodes.Items {
 		s := at(n.Name)
 		s.see(&n)
-		s.ControlPlane = reported(n.Annotations[clusterinfo.CertificatesAnnotation])
+		if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; is { // no worker has such certificates, whatever its Node says
+			s.ControlPlane = reported(n.Annotations[clusterinfo.CertificatesAnnotation])
+		}
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {

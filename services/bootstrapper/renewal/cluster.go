@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -53,6 +55,7 @@ type Cluster interface {
 
 const (
 	requestTimeout = 20 * time.Second
+	dialTimeout    = 5 * time.Second
 	// bannedAtOnce bounds what is in memory of enrollments.
 	bannedAtOnce = 100
 	// A lease that nobody renews is free after leaseLife. It has to outlast a restart of the API server, through which it is renewed.
@@ -66,18 +69,21 @@ type cluster struct {
 	close func()
 }
 
-// Connect returns the cluster as this control plane's admin.conf leads to it.
+// Connect returns the cluster with the rights of this control plane's admin.conf: by its own API server, which nobody on the network stands before, or
+// while that does not answer by the address that admin.conf names.
 func Connect(root, node string, log *slog.Logger) (Cluster, error) {
-	text, err := os.ReadFile(filepath.Join(root, folder, "admin.conf"))
+	config, err := kubeconfig(root, "admin.conf")
 	if err != nil {
 		return nil, err
 	}
-	config, err := clientcmd.RESTConfigFromKubeConfig(text)
-	clear(text)
+	own, err := kubeconfig(root, "controller-manager.conf") // kubeadm has it lead to the machine itself
 	if err != nil {
-		return nil, errors.New("admin.conf cannot be read") // the cause could quote the key
+		return nil, err
 	}
 	config.Timeout, config.UserAgent = requestTimeout, "muster-bootstrapper"
+	if at, err := url.Parse(own.Host); err == nil && at.Host != "" {
+		config.Dial = ownFirst(at.Host)
+	}
 	client, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, err
@@ -87,6 +93,30 @@ func Connect(root, node string, log *slog.Logger) (Cluster, error) {
 		return nil, err
 	}
 	return &cluster{Interface: k, node: node, log: log, close: client.CloseIdleConnections}, nil
+}
+
+func kubeconfig(root, name string) (*rest.Config, error) {
+	text, err := os.ReadFile(filepath.Join(root, folder, name))
+	if err != nil {
+		return nil, err
+	}
+	defer clear(text)
+	config, err := clientcmd.RESTConfigFromKubeConfig(text)
+	if err != nil {
+		return nil, errors.New(name + " cannot be read") // the cause could quote the key
+	}
+	return config, nil
+}
+
+// ownFirst dials this machine's API server, whose certificate has the names and addresses of all.
+func ownFirst(own string) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	d := &net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		if conn, err := d.DialContext(ctx, network, own); err == nil {
+			return conn, nil
+		}
+		return d.DialContext(ctx, network, addr)
+	}
 }
 
 func (c *cluster) Close() { c.close() }

@@ -11,6 +11,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -52,8 +53,14 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(root, folder, "admin.conf"), text, 0o600); err != nil {
-		t.Fatal(err)
+	server := regexp.MustCompile(`server: https://\S+`)
+	for name, b := range map[string][]byte{
+		"controller-manager.conf": text,
+		"admin.conf":              server.ReplaceAll(text, []byte("server: https://127.0.0.1:1")), // as where somebody took the endpoint's address
+	} {
+		if err := os.WriteFile(filepath.Join(root, folder, name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
 	}
 	connect := func(node string) Cluster {
 		t.Helper()

@@ -33,15 +33,16 @@ type Pauses struct{ refused, knock retry.Backoff }
 func NewPauses(least, most time.Duration) *Pauses {
 	return &Pauses{
 		refused: retry.Backoff{Min: least, Max: most},
-		// To find nobody costs nobody anything: a machine that waits for its cluster to be made
-		// looks again soon.
+		// To find nobody costs nobody anything: a machine that waits for its cluster to be made looks again soon.
 		knock: retry.Backoff{Min: least, Max: min(most, maxKnock)},
 	}
 }
 
 // Next gives the pause after a try that failed with err. The server's hint in it wins.
 func (p *Pauses) Next(err error) time.Duration {
-	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) {
+	// One that hung up without a reason may have limits that others reach from this machine's address.
+	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
+	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
 		p.refused.Reset()
 		return p.knock.Next(0)
 	}

@@ -5,6 +5,7 @@ import (
 	"crypto/ed25519"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"slices"
 	"strings"
@@ -84,6 +85,9 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	for range 50 {
 		if d := p.Next(unreachable); d > maxKnock {
 			t.Fatalf("%s while nobody answers", d)
+		}
+		if d := p.Next(fmt.Errorf("10.0.0.1:30090: %w", io.ErrUnexpectedEOF)); d > maxKnock {
+			t.Fatalf("%s after it hung up", d)
 		}
 	}
 	if d := p.Next(refused); d > 500*time.Millisecond {

@@ -39,6 +39,8 @@ const (
 	// open; and those that were denied in the last keepDenied. An honest kubelet has one or two at a time, and a few more
 	// when it starts again and again.
 	maxRequests = 8
+	// maxFiled is how many requests a node may have before admission takes no more of it for a minute: it files them faster than they can be deleted.
+	maxFiled = 64
 	// maxWrites is how many requests of a node are decided or deleted before it is another node's turn.
 	maxWrites = 4
 	// keepApproved is how long a signed certificate can be fetched by its kubelet, keepDenied how long a denial can be read.
@@ -142,6 +144,9 @@ func (a *Approver) turn(ctx context.Context, node string) (again time.Duration, 
 	open, superfluous, again, ok := a.sort(ctx, node)
 	if !ok {
 		err = errors.New("a renewed certificate is to be listed")
+	}
+	if len(open)+len(superfluous) > maxFiled {
+		err = errors.Join(err, a.kube.takeNoRequests(ctx, node))
 	}
 	writes := 0
 	for _, o := range superfluous {

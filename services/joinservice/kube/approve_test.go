@@ -22,6 +22,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -164,5 +166,31 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 				t.Error("the newest request was deleted")
 			}
 		})
+	}
+}
+
+// A node that was taken no requests of files again once few of its are left.
+func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
+	b := newBroom(t)
+	key := enrolled.RequestsKey("w1")
+	setListed(t, key, enrolled.TooMany)
+	membertest.Eventually(t, func() error { return membertest.Want(b.enrolled.get(key) != "", "the replica has not seen it") })
+	var filed []*certificatesv1.CertificateSigningRequest
+	for i := range 3 * maxRequests {
+		o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("csr-", i)}}
+		o.Spec.SignerName, o.Spec.Username, o.Spec.Groups = signerOf[nodecert.Client], "system:node:w1", []string{nodecert.Organization}
+		b.requests.set(o)
+		filed = append(filed, o)
+	}
+	b.after(t, time.Minute)
+	if shared.Listed(t)[key] == "" {
+		t.Fatal("its requests are there still")
+	}
+	for _, o := range filed[:2*maxRequests] {
+		b.requests.remove(o)
+	}
+	b.after(t, time.Minute)
+	if shared.Listed(t)[key] != "" {
+		t.Error("it files none for ever")
 	}
 }

@@ -3,6 +3,7 @@ package kube
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -235,4 +236,48 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, object("w1")) {
 		t.Errorf("with another one it stays: %v", err)
 	}
+}
+
+// stuck is an API server that can't delete some pods, as etcd takes no deletion of one that is too large with its finalizers.
+type stuck struct{ client.Client }
+
+func (s stuck) Delete(ctx context.Context, o client.Object, opts ...client.DeleteOption) error {
+	if strings.HasPrefix(o.GetName(), "stuck-") {
+		return errors.New("etcdserver: request is too large")
+	}
+	return s.Client.Delete(ctx, o, opts...)
+}
+
+// Pods that can't be deleted keep no other one there, and are named.
+func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	innocent, token := pod(t, "proxy", "w1")
+	no := false
+	for i := range 2 * podsAtOnce { // they are on the first pages
+		p := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: fmt.Sprintf("stuck-%02d", i)},
+			Spec:       corev1.PodSpec{NodeName: "w1", AutomountServiceAccountToken: &no, Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+		}
+		if err := shared.Client.Create(t.Context(), p); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := shared.Client.Delete(context.WithoutCancel(t.Context()), p, client.GracePeriodSeconds(0)); client.IgnoreNotFound(err) != nil {
+				t.Error(err)
+			}
+		})
+	}
+	ban(t, true)
+	seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	a.cluster.Client = stuck{a.cluster.Client}
+	if err := a.leave(t.Context(), "w1"); err == nil || !strings.Contains(err.Error(), "delete pod default/stuck-") || !strings.Contains(err.Error(), "request is too large") {
+		t.Errorf("error %v", err)
+	}
+	if exists(t, innocent) {
+		t.Error("a pod that can be deleted is there still")
+	}
+	membertest.Eventually(t, func() error { return membertest.Want(!knows(t, token), "its token is believed") })
 }

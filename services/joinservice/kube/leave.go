@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -177,7 +178,7 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
 		}
-		err := k.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}, client.Preconditions{UID: &o.uid})
+		err := k.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}, client.Preconditions{UID: &o.uid}, background)
 		if ignoreGone(err) != nil {
 			return unavailable("delete Node "+n.Name, err)
 		}
@@ -185,21 +186,29 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 			k.evicting.Store(n.UID, nil)
 		}
 	}
-	// Pods that have tokens and Secrets first. Mirrors of static pods have neither, and the node itself has made them, in any number.
+	// Pods that have tokens and Secrets first. Mirrors of static pods have neither, and the node itself has made them, in any number. One pod that can't be deleted keeps no other one there.
+	var failed error
 	for _, mirrors := range []bool{false, true} {
-		if err := k.podsOf(ctx, n.Name, func(pods []metav1.PartialObjectMetadata) error { return k.deletePods(ctx, n, pods, mirrors) }); err != nil {
+		if err := k.podsOf(ctx, n.Name, func(pods []metav1.PartialObjectMetadata) error {
+			why, err := k.deletePods(ctx, n, pods, mirrors)
+			failed = cmp.Or(failed, why)
+			return err
+		}); err != nil {
 			return err
 		}
 	}
 	held, err := k.held(ctx, n.Name)
 	switch {
 	case err != nil:
-		return err
+		return errors.Join(err, failed)
 	case held != "":
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
 		}
 		k.evicting.Store(n.UID, nil)
+		if failed != nil {
+			held = fmt.Sprintf("%v; %s", failed, held)
+		}
 		k.tell(ctx, n, eventWarning, "NotEvicted", held)
 		return fmt.Errorf("its Node or pods on it are still there: %s", held)
 	}
@@ -226,25 +235,29 @@ func (k *Kube) podsOf(ctx context.Context, node string, do func([]metav1.Partial
 	return nil
 }
 
-func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []metav1.PartialObjectMetadata, mirrors bool) error {
+// background also takes away the finalizers by which whoever deleted an object before had it wait for others.
+const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
+
+// deletePods deletes pods, each whatever becomes of the others, and says why the first of those can't be deleted that can't.
+func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []metav1.PartialObjectMetadata, mirrors bool) (why, err error) {
 	if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
-		return err
+		return nil, err
 	}
-	g, ctx := errgroup.WithContext(ctx)
+	var g errgroup.Group
 	for i := range pods {
 		pod := &pods[i]
 		if _, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror && !mirrors {
 			continue
 		}
 		g.Go(func() error {
-			err := k.cluster.Client.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0))
+			err := k.cluster.Client.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), background)
 			if ignoreGone(err) != nil {
 				return unavailable("delete pod "+pod.Namespace+"/"+pod.Name, err)
 			}
 			return nil
 		})
 	}
-	return g.Wait()
+	return g.Wait(), nil
 }
 
 // held says what keeps a Node or its pods there although they were deleted; empty: nothing is there. As long as they are, their tokens are good, and the node's

@@ -222,3 +222,19 @@ func (k *Kube) settle(ctx context.Context, node string, put bool) error {
 	}
 	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("node %s changed %d times meanwhile", node, writeAttempts))
 }
+
+// takeNoRequests has admission take no certificate requests of a node until the [Sweeper] finds few of it.
+func (k *Kube) takeNoRequests(ctx context.Context, node string) error {
+	if k.enrolled.get(enrolled.RequestsKey(node)) != "" || k.enrolled.get(node) == "" { // of a node that is not listed it takes none anyway
+		return nil
+	}
+	patch, err := json.Marshal(map[string]any{"data": map[string]string{enrolled.RequestsKey(node): enrolled.TooMany}})
+	if err != nil {
+		return err
+	}
+	if _, err := k.patchEnrolled(ctx, types.MergePatchType, patch); err != nil {
+		return unavailable("write ConfigMap "+enrolled.ConfigMap, err)
+	}
+	k.log.WarnContext(ctx, "a node files certificate requests faster than they can be deleted; admission takes none of it for a minute", "node", node)
+	return nil
+}

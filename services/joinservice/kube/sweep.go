@@ -154,11 +154,18 @@ func (s *Sweeper) pass(ctx context.Context) {
 	s.discardRequests(ctx)
 }
 
-// lapse takes away retirements that have lapsed: every certificate that they kept out has expired.
+// lapse takes away retirements that have lapsed, since every certificate that they kept out has expired, and lets nodes file certificate requests again
+// whose requests have been deleted.
 func (s *Sweeper) lapse(ctx context.Context) {
 	k := s.kube
 	for key, text := range k.enrolled.all() {
 		if enrolled.IsNode(key) {
+			continue
+		}
+		if node, ok := enrolled.FilesTooMany(key); ok && len(k.requests.of(node)) <= 2*maxRequests { // as many as stay at most
+			if err := k.unlist(ctx, key, text); err != nil {
+				k.log.ErrorContext(ctx, "a node still files no certificate requests; trying again", "node", node, "err", err)
+			}
 			continue
 		}
 		if r, err := enrolled.ParseRetirement(text); err != nil || !r.Lapsed(k.now()) || ctx.Err() != nil {

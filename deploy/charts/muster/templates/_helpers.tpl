@@ -39,14 +39,12 @@ readinessProbe:
   timeoutSeconds: 3
 {{- end }}
 
-{{/* Control planes only: that is where the attester, the cluster's CA and the audit log are. */}}
+{{/* Control planes only: that is where the attester, the cluster's CA and the audit log are. Drivers on workers may give a control plane other labels and taints: none takes these pods from it. */}}
 {{- define "muster.placement" -}}
 nodeSelector:
-  kubernetes.io/os: linux
   node-role.kubernetes.io/control-plane: ""
 tolerations:
-  - {key: node-role.kubernetes.io/control-plane, operator: Exists, effect: NoSchedule}
-  - {key: CriticalAddonsOnly, operator: Exists}
+  - operator: Exists
 priorityClassName: system-node-critical
 {{- end }}
 

@@ -1,0 +1,224 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/membertest"
+)
+
+// write is one write as a dry run, and what its refusal says; empty: it is taken.
+type write struct {
+	do   func() error
+	says string
+}
+
+func (s *stage) try(t *testing.T, writes map[string]write) {
+	t.Helper()
+	for what, w := range writes {
+		membertest.Eventually(t, func() error { // the API server learns of roles and policies by a watch
+			err := w.do()
+			return membertest.Want(err == nil && w.says == "" || err != nil && w.says != "" && strings.Contains(err.Error(), w.says), "%s: %v, want %q", what, err, w.says)
+		})
+	}
+}
+
+// The rights that drivers of networks, of storage and of other kinds have, whose tokens are on every worker, break nothing that Muster rests on.
+func TestADriversTokenBreaksNothing(t *testing.T) {
+	s := setUp(t)
+	all := []string{"get", "create", "patch", "update", "delete"}
+	role := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "driver-of-all"}, Rules: []rbacv1.PolicyRule{
+		{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status", "pods/status", "events", "endpoints"}, Verbs: all[:4]},
+		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: all},
+		{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices", "endpointslices/restricted"}, Verbs: all},
+		{APIGroups: []string{"apiextensions.k8s.io"}, Resources: []string{"customresourcedefinitions"}, Verbs: all},
+	}}
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "driver-of-all"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "driver-of-all"},
+		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Name: "driver", Namespace: metav1.NamespaceSystem}},
+	}
+	control := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "etcd-c1", Labels: map[string]string{"component": "etcd"}, Annotations: map[string]string{"kubeadm.kubernetes.io/x": "1"}},
+		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+	}
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-controller-manager"}}
+	for _, o := range []client.Object{role, binding, control, pod, lease} {
+		if err := client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), o, client.GracePeriodSeconds(0)) })
+	}
+	cfg, err := s.AsUser("system:serviceaccount:kube-system:driver", "system:serviceaccounts")
+	if err != nil {
+		t.Fatal(err)
+	}
+	driver, err := client.New(cfg, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	merge := func(s string) client.Patch { return client.RawPatch(types.MergePatchType, []byte(s)) }
+	ofNode := func(as client.Client, p string) func() error {
+		return func() error { return as.Patch(t.Context(), control.DeepCopy(), merge(p), client.DryRunAll) }
+	}
+	ofPod := func(p string) func() error {
+		return func() error { return driver.Status().Patch(t.Context(), pod.DeepCopy(), merge(p), client.DryRunAll) }
+	}
+	slice := func(namespace, name, service string) func() error {
+		return func() error {
+			return driver.Create(t.Context(), &discoveryv1.EndpointSlice{
+				ObjectMeta:  metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: map[string]string{discoveryv1.LabelServiceName: service}},
+				AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.1.2.3"}}},
+			}, client.DryRunAll)
+		}
+	}
+	takes := func(as client.Client, name string) func() error {
+		return func() error {
+			l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: name}}
+			return as.Patch(t.Context(), l, merge(`{"spec":{"holderIdentity":"x"}}`), client.DryRunAll)
+		}
+	}
+	definition := func(as client.Client, group, kind, plural string) func() error {
+		return func() error {
+			o := &unstructured.Unstructured{Object: map[string]any{
+				"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": map[string]any{"name": plural + "." + group},
+				"spec": map[string]any{
+					"group": group, "scope": "Cluster", "names": map[string]any{"kind": kind, "plural": plural},
+					"versions": []any{map[string]any{"name": "v1", "served": true, "storage": true, "schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}},
+				},
+			}}
+			return as.Create(t.Context(), o, client.DryRunAll)
+		}
+	}
+	ours := func() *unstructured.Unstructured {
+		o := &unstructured.Unstructured{}
+		o.SetAPIVersion("apiextensions.k8s.io/v1")
+		o.SetKind("CustomResourceDefinition")
+		o.SetName("attestednodes.muster.dev")
+		return o
+	}
+	s.try(t, map[string]write{
+		"addresses of a node's pods": {func() error {
+			return driver.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n9"}, Spec: corev1.NodeSpec{PodCIDR: "203.0.113.0/24", PodCIDRs: []string{"203.0.113.0/24"}}}, client.DryRunAll)
+		}, "chooses the addresses of one's pods"},
+		"addresses of a node that has none yet": {ofNode(driver, `{"spec":{"podCIDR":"203.0.113.0/24","podCIDRs":["203.0.113.0/24"]}}`), "chooses the addresses of one's pods"},
+		"kube-controller-manager allots them":   {ofNode(s.Client, `{"spec":{"podCIDR":"10.244.9.0/24","podCIDRs":["10.244.9.0/24"]}}`), ""},
+		"a control plane's certificates":        {ofNode(driver, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), "only an administrator changes annotations"},
+		"as muster-renewal.service does":        {ofNode(s.Client, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), ""},
+		"an annotation of its own":              {ofNode(driver, `{"metadata":{"annotations":{"example.com/x":"y"}}}`), ""},
+
+		"labels of a pod":                     {ofPod(`{"metadata":{"labels":{"tier":"control-plane"}}}`), "only who may update all pods changes labels"},
+		"takes a pod's labels away":           {ofPod(`{"metadata":{"labels":{"component":null}}}`), "only who may update all pods changes labels"},
+		"an address for kubeadm":              {ofPod(`{"metadata":{"annotations":{"kubeadm.kubernetes.io/etcd.advertise-client-urls":"https://192.0.2.1:2379"}}}`), "only who may update all pods changes labels"},
+		"another one":                         {ofPod(`{"metadata":{"annotations":{"kubeadm.kubernetes.io/x":"2"}}}`), "only who may update all pods changes labels"},
+		"takes one away":                      {ofPod(`{"metadata":{"annotations":{"kubeadm.kubernetes.io/x":null}}}`), "only who may update all pods changes labels"},
+		"a finalizer of a pod":                {ofPod(`{"metadata":{"finalizers":["example.com/hold"]}}`), "only who may update all pods adds finalizers"},
+		"a pod has failed":                    {ofPod(`{"status":{"phase":"Failed"}}`), "only who may delete all pods says"},
+		"a container waits":                   {ofPod(`{"status":{"containerStatuses":[{"name":"x","image":"x","imageID":"","ready":false,"restartCount":1}]}}`), "only who may delete all pods says"},
+		"an annotation of a pod, as networks": {ofPod(`{"metadata":{"annotations":{"cni.example/podIP":"10.1.2.3"}}}`), ""},
+		"a condition of a pod":                {ofPod(`{"status":{"conditions":[{"type":"example.com/ready","status":"True"}]}}`), ""},
+
+		"kube-controller-manager's lease": {takes(driver, "kube-controller-manager"), "no service account takes the Lease"},
+		"kube-scheduler's lease": {func() error {
+			return driver.Create(t.Context(), &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-scheduler"}}, client.DryRunAll)
+		}, "no service account takes the Lease"},
+		"an administrator takes it": {takes(s.Client, "kube-controller-manager"), ""},
+
+		"endpoints of joinservice":    {slice(clusterinfo.Namespace, "x", "muster-joinservice"), "only Kubernetes' own controllers"},
+		"endpoints of the API server": {slice(metav1.NamespaceDefault, "x", "kubernetes"), "only Kubernetes' own controllers"},
+		"endpoints of others":         {slice(metav1.NamespaceDefault, "x", "x"), ""},
+
+		"a kind with the name of ours": {definition(driver, "aaa.example", "AttestedNode", "things"), "no other group's kind has a name"},
+		"a plural with the name":       {definition(s.Client, "aaa.example", "Thing", "attestednodes"), "no other group's kind has a name"},
+		"a kind of our group":          {definition(driver, "muster.dev", "Thing", "things"), "only who may update Muster's policies"},
+		"changes ours": {func() error {
+			return driver.Patch(t.Context(), ours(), merge(`{"metadata":{"labels":{"a":"b"}}}`), client.DryRunAll)
+		}, "only who may update Muster's policies"},
+		"deletes ours": {func() error { return driver.Delete(t.Context(), ours(), client.DryRunAll) }, "only who may update Muster's policies"},
+		"an administrator changes ours": {func() error {
+			return s.Client.Patch(t.Context(), ours(), merge(`{"metadata":{"labels":{"a":"b"}}}`), client.DryRunAll)
+		}, ""},
+		"a kind of its own": {definition(driver, "aaa.example", "Thing", "things"), ""},
+
+		"an event about what looks like ours": {func() error {
+			return driver.Create(t.Context(), &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, InvolvedObject: corev1.ObjectReference{Kind: " AttestedNode", Name: "x"}}, client.DryRunAll)
+		}, "only joinservice and administrators"},
+	})
+}
+
+// Nobody rewrites joinservice's events as others, and makes no event large by finalizers.
+func TestEventsStayWhatTheyAre(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
+	event := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "held.1"}, InvolvedObject: corev1.ObjectReference{Kind: "AttestedNode", Name: "w1"}, Reason: "NotEvicted"}
+	other := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "other.1"}, InvolvedObject: corev1.ObjectReference{Kind: "Node", Name: "w1"}}
+	for _, o := range []client.Object{event, other} {
+		if err := client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	patch := func(o client.Object, p string) func() error {
+		return func() error {
+			return took.kubelet.Patch(t.Context(), o, client.RawPatch(types.MergePatchType, []byte(p)), client.DryRunAll)
+		}
+	}
+	s.try(t, map[string]write{
+		"rewrites it":       {patch(event.DeepCopy(), `{"message":"all is well","involvedObject":{"kind":"Node","apiVersion":"v1"}}`), "only joinservice and administrators"},
+		"turns one into it": {patch(other.DeepCopy(), `{"involvedObject":{"kind":"AttestedNode"}}`), "only joinservice and administrators"},
+		"finalizers":        {patch(other.DeepCopy(), `{"metadata":{"finalizers":["`+strings.Repeat("x", 60)+`/a"]}}`), "an event has at most 4 KiB"},
+		"by an administrator": {func() error {
+			return s.Client.Patch(t.Context(), other.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/a"]}}`)), client.DryRunAll)
+		}, "an event has at most 4 KiB"},
+		"characters of 4 bytes": {patch(other.DeepCopy(), `{"message":"`+strings.Repeat("😀", 1100)+`"}`), "an event has at most 4 KiB"},
+		"counts once more":      {patch(other.DeepCopy(), `{"count":2}`), ""},
+	})
+}
+
+// A node says of itself what its kubelet knows, and not what others read of control planes or route by.
+func TestANodeDescribesNothingButItself(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+	routed := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: corev1.NodeSpec{PodCIDR: "203.0.113.0/24", PodCIDRs: []string{"203.0.113.0/24"}}}
+	_ = s.Client.Delete(t.Context(), node.DeepCopy())
+	s.try(t, map[string]write{
+		"with addresses for its pods": {func() error { return took.kubelet.Create(t.Context(), routed.DeepCopy(), client.DryRunAll) }, "only who may delete all nodes chooses the addresses"},
+		"without":                     {func() error { return took.kubelet.Create(t.Context(), node.DeepCopy(), client.DryRunAll) }, ""},
+		"with a control plane's certificates": {func() error {
+			n := node.DeepCopy()
+			n.Annotations = map[string]string{clusterinfo.CertificatesAnnotation: "[]"}
+			return took.kubelet.Create(t.Context(), n, client.DryRunAll)
+		}, "only an administrator changes annotations"},
+	})
+}
+
+// A pod that nobody could delete, since its deletion has to be written and is too large for etcd, is not taken in the first place.
+func TestAPodWithFinalizersCanBeDeleted(t *testing.T) {
+	s := setUp(t)
+	pod := func(size int, finalizers ...string) func() error {
+		return func() error {
+			return s.Client.Create(t.Context(), &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "p-", Finalizers: finalizers},
+				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x", Args: []string{strings.Repeat("x", size)}}}},
+			}, client.DryRunAll)
+		}
+	}
+	s.try(t, map[string]write{
+		"large, and held": {pod(1<<20, "example.com/hold"), "a pod with finalizers has at most 512 KiB"},
+		"held":            {pod(100<<10, "batch.kubernetes.io/job-tracking"), ""},
+		"large":           {pod(1 << 20), ""},
+	})
+}
