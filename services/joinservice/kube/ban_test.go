@@ -281,3 +281,25 @@ func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 	}
 	membertest.Eventually(t, func() error { return membertest.Want(!knows(t, token), "its token is believed") })
 }
+
+// A deletion that waits for what an object owns, by a finalizer that the API server itself puts, holds no eviction: nodes may delete their pods so.
+func TestADeletionThatWaitsForOthersHoldsNoEviction(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	enrol(t, a, claim(1), "a")
+	makeReady(t, a, "w1")
+	held, _ := pod(t, "proxy", "w1")
+	for _, o := range []client.Object{held, object("w1")} {
+		if err := shared.Client.Delete(t.Context(), o, client.PropagationPolicy(metav1.DeletePropagationForeground), client.GracePeriodSeconds(0)); err != nil {
+			t.Fatal(err)
+		}
+		if !exists(t, o) {
+			t.Fatalf("%T is gone at once: nothing is tried", o)
+		}
+	}
+	ban(t, true)
+	seen(t, a, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, held) || exists(t, object("w1")) {
+		t.Errorf("they are there still: %v", err)
+	}
+}
