@@ -6,6 +6,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 )
 
 var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
@@ -103,5 +106,29 @@ func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
 	s.see(n)
 	if want := "v1.36.1yes0x" + strings.Repeat("x", maxVersion-12); s.Kubelet != want {
 		t.Errorf("%.100q, want %q", s.Kubelet, want)
+	}
+}
+
+// A driver may write why a pod of Muster's waits.
+func TestWhatAPodWaitsForIsNoCommandToATerminal(t *testing.T) {
+	p := &corev1.Pod{}
+	p.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "\x1b[2Jfine\nATTENTION run this", Message: strings.Repeat("é", 1<<20)}}}}
+	got := podWaits(p)
+	if want := "?[2Jfine?ATTENTION run this " + strings.Repeat("?", maxWhy-28); got != want {
+		t.Errorf("%.100q, want %q", got, want)
+	}
+}
+
+// A worker has no certificates of a control plane, whatever its Node says.
+func TestAWorkersNodeShowsNoCertificatesOfAControlPlane(t *testing.T) {
+	const list = `[{"name":"apiserver","notAfter":"2020-01-01T00:00:00Z"}]`
+	worker := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1", Annotations: map[string]string{clusterinfo.CertificatesAnnotation: list}}}
+	control := worker.DeepCopy()
+	control.Name, control.Labels = "c1", map[string]string{clusterinfo.ControlPlaneLabel: ""}
+	if got := certificatesOf(worker); len(got) > 0 {
+		t.Errorf("%+v", got)
+	}
+	if got := certificatesOf(control); len(got) != 1 {
+		t.Errorf("%+v", got)
 	}
 }

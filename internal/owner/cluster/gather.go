@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/waiting"
 )
@@ -123,6 +124,14 @@ func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
 
 // maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
 const maxReported = 32
+
+// certificatesOf gives what a control plane's machine says of its certificates on its Node. No worker has such ones, whatever its Node says.
+func certificatesOf(n *corev1.Node) []Certificate {
+	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
+		return nil
+	}
+	return reported(n.Annotations[clusterinfo.CertificatesAnnotation])
+}
 
 // reported reads what a control plane's machine says of its certificates; nothing if it can't be read.
 func reported(annotation string) []Certificate {

@@ -191,7 +191,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 	}
 	if p.Node != nil {
 		if err := once(ctx, func(ctx context.Context) error {
-			return client.IgnoreNotFound(c.client.Delete(ctx, p.Node, client.Preconditions{UID: &p.Node.UID}))
+			return client.IgnoreNotFound(c.client.Delete(ctx, p.Node, client.Preconditions{UID: &p.Node.UID}, background))
 		}); err != nil {
 			return retired, fmt.Errorf("delete Node %s: %w", p.Name, err)
 		}
@@ -333,6 +333,9 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 	return retired, nil
 }
 
+// background also takes away the finalizers by which whoever deleted an object before had it wait for others.
+const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
+
 // deletePods deletes what is bound to a node, so that the tokens of it end. Nobody waits for its kubelet, which may not say any more
 // that they have ended. What finalizers hold is an error: the machine's certificate can read what those pods use.
 func (c *Client) deletePods(ctx context.Context, node string, say func(string)) error {
@@ -352,7 +355,7 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 	var failed error // one pod that can't be deleted keeps no other one there
 	for _, pod := range pods.Items {
 		if err := once(ctx, func(ctx context.Context) error {
-			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), client.PropagationPolicy(metav1.DeletePropagationBackground)))
+			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), background))
 		}); err != nil && failed == nil {
 			failed = fmt.Errorf("delete pod %s/%s: %w", pod.Namespace, pod.Name, err)
 		}

@@ -83,7 +83,7 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 	}
 	for i := range pods.Items {
 		if why := podWaits(&pods.Items[i]); why != "" {
-			return text + ": " + printable(why), nil
+			return text + ": " + why, nil
 		}
 	}
 	return text, nil
@@ -103,8 +103,10 @@ func printable(s string) string {
 	return s[:min(len(s), maxWhy)]
 }
 
-// podWaits gives the first reason in the order in which a pod comes up.
-func podWaits(p *corev1.Pod) string {
+// podWaits gives the first reason in the order in which a pod comes up, as [printable] has it.
+func podWaits(p *corev1.Pod) string { return printable(firstWait(p)) }
+
+func firstWait(p *corev1.Pod) string {
 	for _, cond := range p.Status.Conditions {
 		if cond.Type == corev1.PodScheduled && cond.Status == corev1.ConditionFalse {
 			return cond.Message

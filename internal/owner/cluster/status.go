@@ -13,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
 )
 
 // Status is how a cluster stands.
@@ -197,9 +196,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range nodes.Items {
 		s := at(n.Name)
 		s.see(&n)
-		if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; is { // no worker has such certificates, whatever its Node says
-			s.ControlPlane = reported(n.Annotations[clusterinfo.CertificatesAnnotation])
-		}
+		s.ControlPlane = certificatesOf(&n)
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {
