@@ -54,10 +54,11 @@ const requests = "_requests"
 // TooMany is the value of such a key.
 const TooMany = "too-many"
 
-// RequestsKey is where it stands that a node has filed more certificate requests than anybody can delete meanwhile: the admission policy muster-node-requests takes none of it.
+// RequestsKey returns the key of a node that files certificate requests faster than joinservice deletes them. While it is there, the admission policy
+// muster-node-requests refuses the node's requests.
 func RequestsKey(node string) string { return node + requests }
 
-// FilesTooMany gives the node of such a key.
+// FilesTooMany returns the node of such a key, and whether it is one.
 func FilesTooMany(key string) (node string, ok bool) { return strings.CutSuffix(key, requests) }
 
 // IsNode says whether a key of the ConfigMap is a node's name.

@@ -17,6 +17,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -126,15 +127,7 @@ const (
 )
 
 // printable keeps a machine from writing to our terminal more than text.
-func printable(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return '?'
-		}
-		return r
-	}, s)
-	return s[:min(len(s), maxShown)]
-}
+func printable(s string) string { return cluster.Printable(s, maxShown) }
 
 func at(t *timestamppb.Timestamp) *time.Time {
 	if t == nil || t.CheckValid() != nil {

@@ -67,7 +67,9 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 			return refused(slip(client.DryRunAll), "helm uninstall muster -n "+Namespace, "delete "+name)
 		})
 	}
-	for _, empty := range []string{`{"data":null}`, `{"data":{"node1":null}}`} {
+	for _, empty := range []string{
+		`{"data":null}`, `{"data":{"node1":null}}`, `{"data":{"node1":null,"_control-planes":"node1"}}`, `{"data":{"node1":null,"node1_requests":"too-many"}}`,
+	} {
 		err := api.Client.Patch(t.Context(), list.DeepCopyObject().(client.Object), client.RawPatch("application/merge-patch+json", []byte(empty)), client.DryRunAll)
 		if err := refused(err, "listed nobody", empty); err != nil {
 			t.Error(err)

@@ -92,19 +92,19 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 // maxWhy bounds what is shown of a reason, in bytes.
 const maxWhy = 200
 
-// printable is a text that others wrote, on one line, without what a terminal obeys.
-func printable(s string) string {
+// Printable returns at most that many bytes of a text that others wrote, on one line, without what a terminal obeys.
+func Printable(s string, most int) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return '?'
 		}
 		return r
 	}, s)
-	return s[:min(len(s), maxWhy)]
+	return s[:min(len(s), most)]
 }
 
-// podWaits gives the first reason in the order in which a pod comes up, as [printable] has it.
-func podWaits(p *corev1.Pod) string { return printable(firstWait(p)) }
+// podWaits gives the first reason in the order in which a pod comes up, as [Printable] has it.
+func podWaits(p *corev1.Pod) string { return Printable(firstWait(p), maxWhy) }
 
 func firstWait(p *corev1.Pod) string {
 	for _, cond := range p.Status.Conditions {

@@ -238,7 +238,7 @@ func (k *Kube) podsOf(ctx context.Context, node string, do func([]metav1.Partial
 // background also takes away the finalizers by which whoever deleted an object before had it wait for others.
 const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
 
-// deletePods deletes pods, each whatever becomes of the others, and says why the first of those can't be deleted that can't.
+// deletePods deletes pods, each whatever becomes of the others, and returns the first error of those that can't be deleted as why.
 func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []metav1.PartialObjectMetadata, mirrors bool) (why, err error) {
 	if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 		return nil, err

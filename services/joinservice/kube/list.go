@@ -223,7 +223,7 @@ func (k *Kube) settle(ctx context.Context, node string, put bool) error {
 	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("node %s changed %d times meanwhile", node, writeAttempts))
 }
 
-// takeNoRequests has admission take no certificate requests of a node until the [Sweeper] finds few of it.
+// takeNoRequests has admission refuse the certificate requests of a node until the [Sweeper] finds that most of them are deleted.
 func (k *Kube) takeNoRequests(ctx context.Context, node string) error {
 	if k.enrolled.get(enrolled.RequestsKey(node)) != "" || k.enrolled.get(node) == "" { // of a node that is not listed it takes none anyway
 		return nil
