@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/x509"
 	"encoding/hex"
+	"errors"
 	"io/fs"
 	"net"
 	"os"
@@ -17,6 +18,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -74,10 +76,7 @@ func TestAMachineJoins(t *testing.T) {
 			t.Error("a key is in the log")
 		}
 	}
-	conf, err := os.ReadFile(filepath.Join(w.root, "/etc/kubernetes/kubelet.conf"))
-	if err != nil || !strings.Contains(string(conf), "server: https://192.168.77.1:6443") || !strings.Contains(string(conf), "/var/lib/kubelet/pki/kubelet-client-current.pem") {
-		t.Errorf("%s, %v", conf, err)
-	}
+	w.kubeletAsks(t, "https://192.168.77.1:6443")
 	// K3: the disk's key is nowhere.
 	key := bytes.Repeat([]byte{0xD1}, 32)
 	if strings.Contains(w.logged.String(), hex.EncodeToString(key)) {
@@ -111,6 +110,19 @@ func TestAControlPlaneJoinsWithExactlyItsEightFiles(t *testing.T) {
 	}
 	if j.requests[0].GetRole() != joinv1.Role_ROLE_CONTROL_PLANE {
 		t.Error("role")
+	}
+	w.kubeletAsks(t, "https://"+w.meta.Addresses[0].String()+":6443") // its own API server: whoever leads the cluster's endpoint elsewhere keeps no control plane from it
+}
+
+// kubeletAsks wants a kubelet that uses its certificate at server, and nothing left of what kubeadm discovered the cluster by.
+func (w *world) kubeletAsks(t *testing.T, server string) {
+	t.Helper()
+	conf, err := os.ReadFile(filepath.Join(w.root, kubeadm.KubeletConf))
+	if err != nil || !strings.Contains(string(conf), "server: "+server+"\n") || !strings.Contains(string(conf), clientFile) {
+		t.Errorf("%s, %v; want %s", conf, err, server)
+	}
+	if _, err := os.Stat(filepath.Join(w.root, kubeadm.DiscoveryConf)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%s: %v", kubeadm.DiscoveryConf, err)
 	}
 }
 

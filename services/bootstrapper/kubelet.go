@@ -130,8 +130,7 @@ func (b *Bootstrapper) placeKubelet(client, serving []byte) error {
 	return nil
 }
 
-// kubeletConf returns the kubelet's kubeconfig, which kubeadm also discovers the cluster by at a join. It has no secret: it names the
-// file that has one.
+// kubeletConf returns a kubeconfig of the kubelet at endpoint (HOST:PORT). It has no secret: it names the file that has one.
 func kubeletConf(endpoint string, ca []byte) ([]byte, error) {
 	const cluster, user = "default-cluster", "default-auth"
 	c := clientcmdapi.NewConfig()

@@ -92,7 +92,7 @@ func (b *Bootstrapper) reset(ctx context.Context, leave func(context.Context) er
 			return err
 		}
 	}
-	for _, file := range []string{kubeadm.KubeletConf, configFile} {
+	for _, file := range []string{kubeadm.KubeletConf, kubeadm.DiscoveryConf, configFile} {
 		if err := os.Remove(b.on(file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
@@ -126,8 +126,10 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 		}
 	}, verb, "--config", b.on(configFile))
 	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
-	if rerr := os.Remove(b.on(configFile)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
-		return rerr
+	for _, file := range []string{configFile, kubeadm.DiscoveryConf} {
+		if rerr := os.Remove(b.on(file)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+			return rerr
+		}
 	}
 	if err != nil {
 		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())

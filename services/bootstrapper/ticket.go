@@ -59,6 +59,7 @@ type ticket struct {
 	serving      []byte
 	components   []component.Component
 	controlPlane bool
+	own          string // HOST:PORT of the API server that a control plane runs itself
 	files        []*joinv1.ControlPlaneFile
 	token        *kubeadm.TokenDiscovery // nil: the certificate does
 	// Of a control plane alone: for how long it has its turn, and who runs etcd.
@@ -76,7 +77,7 @@ func (ticket) String() string { return "a join ticket" }
 func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Machine, now time.Time) (*ticket, error) {
 	out := &ticket{
 		id: t.GetTicketId(), endpoint: t.GetControlPlaneEndpoint(), ca: t.GetCaCertificate(),
-		controlPlane: m.Role == metadata.RoleControlPlane, files: t.GetControlPlaneFiles(),
+		controlPlane: m.Role == metadata.RoleControlPlane, files: t.GetControlPlaneFiles(), own: kubeadm.LocalEndpoint(nodeOf(m)),
 	}
 	if len(out.id) != 16 || len(t.GetClusterId()) != len(out.clusterID) {
 		return nil, badTicket("its ID has %d bytes, its cluster ID %d", len(out.id), len(t.GetClusterId()))
@@ -172,9 +173,20 @@ func (b *Bootstrapper) place(t *ticket) error {
 	if err := b.placeKubelet(t.client, t.serving); err != nil {
 		return err
 	}
-	conf, err := kubeletConf(t.endpoint, t.ca)
+	discovery, err := kubeletConf(t.endpoint, t.ca)
 	if err != nil {
 		return err
+	}
+	if err := machine.WriteFile(b.on(kubeadm.DiscoveryConf), discovery, 0o600, 0o755); err != nil {
+		return err
+	}
+	conf := discovery
+	if t.controlPlane {
+		// As kubeadm has it: a control plane depends on no other one, nor on the cluster's endpoint, which others on its network could
+		// lead elsewhere.
+		if conf, err = kubeletConf(t.own, t.ca); err != nil {
+			return err
+		}
 	}
 	if err := machine.WriteFile(b.on(kubeadm.KubeletConf), conf, 0o600, 0o755); err != nil {
 		return err

@@ -44,8 +44,11 @@ const (
 	AuthzFile = AuthzFolder + "/config.yaml"
 	// AdmissionFile is what --admission-control-config-file names. Its content is podsecurity.Config.
 	AdmissionFile = AuthzFolder + "/admission.yaml"
-	// KubeletConf is the kubelet's kubeconfig, which a join uses for discovery too.
+	// KubeletConf is the kubelet's kubeconfig.
 	KubeletConf = "/etc/kubernetes/kubelet.conf"
+	// DiscoveryConf is the kubeconfig by which a join discovers the cluster: the kubelet's certificate at the cluster's endpoint, which
+	// a control plane's own kubelet does not use.
+	DiscoveryConf = "/run/muster/discovery.conf"
 
 	authzVolume = "muster-authz"
 )
@@ -164,7 +167,7 @@ type TokenDiscovery struct {
 func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte, error) {
 	join := v1beta4.JoinConfiguration{
 		TypeMeta:         typeMeta("JoinConfiguration"),
-		Discovery:        v1beta4.Discovery{File: &v1beta4.FileDiscovery{KubeConfigPath: KubeletConf}},
+		Discovery:        v1beta4.Discovery{File: &v1beta4.FileDiscovery{KubeConfigPath: DiscoveryConf}},
 		NodeRegistration: registration(img, n),
 	}
 	if token != nil {

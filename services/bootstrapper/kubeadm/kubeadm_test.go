@@ -180,11 +180,11 @@ func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 		}
 		golden(t, name, b)
 		// kubeadm looks whether the kubeconfig is there.
-		conf := filepath.Join(t.TempDir(), "kubelet.conf")
+		conf := filepath.Join(t.TempDir(), "discovery.conf")
 		if err := os.WriteFile(conf, nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(KubeletConf), []byte(conf), 1), false, false); err != nil {
+		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(DiscoveryConf), []byte(conf), 1), false, false); err != nil {
 			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
 		}
 	}

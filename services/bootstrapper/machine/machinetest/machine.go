@@ -282,7 +282,7 @@ func (m *Machine) preflight(verb, config string) error {
 	absent := []string{"/etc/kubernetes/manifests/kube-apiserver.yaml", "/var/lib/etcd/member", "/var/lib/kubelet/config.yaml"}
 	present := []string{}
 	if verb == "join" {
-		present = []string{"/etc/kubernetes/kubelet.conf", "/var/lib/kubelet/pki"}
+		present = []string{"/etc/kubernetes/kubelet.conf", "/run/muster/discovery.conf", "/var/lib/kubelet/pki"}
 		if controlPlane(config) {
 			if m.Member() {
 				return errors.New("etcd: the cluster has a member with this peer URL already")
