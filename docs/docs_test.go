@@ -326,19 +326,25 @@ func TestInvariantsAreExplainedAndKept(t *testing.T) {
 		t.Fatalf("docs/threat-model.md explains %v, want %v", got, want)
 	}
 	// "(A1)", "(A1, A2)", "// J1" and "J1: …" are how comments name one.
-	mention := regexp.MustCompile(`(?:\(|// |# |, )([AJKBR]\d+)\b`)
-	kept := map[string]bool{}
-	for _, rel := range files(t, ".go", ".yaml", ".proto") {
+	mention := regexp.MustCompile(`(?:\(|// |//\t|/\* |# |, )([AJKBR]\d+)\b`)
+	kept := map[string][]string{} // the files that name it
+	for _, rel := range files(t, ".go", ".yaml", ".proto", ".service") {
 		if strings.HasSuffix(rel, "_test.go") {
 			continue
 		}
 		for _, m := range mention.FindAllStringSubmatch(read(t, rel), -1) {
-			kept[m[1]] = true
+			kept[m[1]] = append(kept[m[1]], rel)
 		}
 	}
-	for _, i := range want {
-		if !kept[i] {
-			t.Errorf("no line of code says that it keeps %s", i)
+	keepers := regexp.MustCompile(`(?ms)^\*\*([AJKBR]\d+)\. .*?^\*Kept by\* (.*?)\. \*Tried by\*`).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1)
+	if len(keepers) != len(want) {
+		t.Errorf("%d of %d invariants say who keeps them", len(keepers), len(want))
+	}
+	for _, k := range keepers {
+		for _, m := range regexp.MustCompile("`([a-z0-9]+(?:/[a-z0-9-]+)+)`").FindAllStringSubmatch(k[2], -1) {
+			if !slices.ContainsFunc(kept[k[1]], func(rel string) bool { return strings.HasPrefix(rel, m[1]+"/") }) {
+				t.Errorf("no line of code in %s says that it keeps %s", m[1], k[1])
+			}
 		}
 	}
 }

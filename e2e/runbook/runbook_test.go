@@ -119,6 +119,9 @@ func (w *world) etcdIsFull(t *testing.T) {
 		return nil
 	})
 	w.owner(t, "etcd-objects", "node1")
+	if out := w.Block(t, "node1", "etcd-on-the-machine"); !strings.Contains(out, "NOSPACE") {
+		t.Errorf("etcd's status on the machine:\n%s", out)
+	}
 	w.owner(t, "etcd-space", "node1", "ALIVE=node1")
 	if err := write(t.Context()); err != nil {
 		t.Error(err)

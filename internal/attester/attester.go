@@ -36,20 +36,20 @@ import (
 const (
 	// Dir holds one folder per purpose.
 	Dir = "/run/muster/attest"
-	// SocketName is the socket in each of them.
-	SocketName    = "attest.sock"
+	// socketName is the socket in each of them.
+	socketName    = "attest.sock"
 	EvidencePath  = "/v1/evidence"
 	RespondPath   = "/v1/respond"
 	BindingHeader = "Muster-Binding"
 	ContentType   = "application/x-protobuf"
-	// MaxRequest and MaxResponse bound bodies, in bytes.
+	// MaxRequest and maxResponse bound bodies, in bytes.
 	MaxRequest  = 4 << 10
-	MaxResponse = 1 << 20
+	maxResponse = 1 << 20
 )
 
 // Socket gives the socket of one purpose below dir, which is [Dir] on a machine.
 func Socket(dir string, p attest.Purpose) string {
-	return filepath.Join(dir, string(p), SocketName)
+	return filepath.Join(dir, string(p), socketName)
 }
 
 // Client asks the attester of this machine. It implements [attest.Attester].
@@ -122,12 +122,12 @@ func (c *Client) call(ctx context.Context, path string, header http.Header, in, 
 		return fmt.Errorf("the machine's attester at %s does not answer; is muster-attester.service running? %w", c.socket, err)
 	}
 	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, MaxResponse+1))
+	b, err := io.ReadAll(io.LimitReader(resp.Body, maxResponse+1))
 	if err != nil {
 		return fmt.Errorf("read the attester's answer: %w", err)
 	}
-	if len(b) > MaxResponse {
-		return fmt.Errorf("the attester's answer is longer than %d bytes", MaxResponse)
+	if len(b) > maxResponse {
+		return fmt.Errorf("the attester's answer is longer than %d bytes", maxResponse)
 	}
 	if resp.StatusCode != http.StatusOK {
 		return refusal(resp.Status, b)

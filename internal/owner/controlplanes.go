@@ -181,7 +181,7 @@ func mustList(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client, p *att
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list the control planes %s", strings.Join(names, ", "))
 	return withRemedy(err, strings.Join(append([]string{
-		"Compare each machine with what muster verify shows of it, add those that are yours to " + d.File(ownerdir.PolicyFile) + ", count serial up, and run the same command again. One that is no longer yours is let go by muster forget.",
+		"Compare each machine with what muster verify shows of it, add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. One that is no longer yours is let go by muster forget.",
 		"controlPlanes:",
 	}, lines...), "\n"))
 }

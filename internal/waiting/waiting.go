@@ -20,8 +20,8 @@ const ConfigMap = "muster-waiting"
 const (
 	// Max is how many machines are listed.
 	Max = 64
-	// Lives is how long a machine is listed after it last knocked.
-	Lives = time.Hour
+	// lives is how long a machine is listed after it last knocked.
+	lives = time.Hour
 	// MaxSize bounds one entry, in bytes.
 	MaxSize = 1024
 )
@@ -43,8 +43,8 @@ type Entry struct {
 	Last  time.Time `json:"last"`
 }
 
-// Expired says whether the machine has not come for [Lives].
-func (e Entry) Expired(now time.Time) bool { return now.Sub(e.Last) > Lives }
+// Expired says whether the machine has not come for [lives].
+func (e Entry) Expired(now time.Time) bool { return now.Sub(e.Last) > lives }
 
 // Encode gives the value.
 func (e Entry) Encode() (string, error) {

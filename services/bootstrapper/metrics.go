@@ -75,14 +75,14 @@ func (m *metrics) seen(r journal.Record) {
 	}
 }
 
-// MeasureQuotes gives an attester that does what a does and shows how long evidence took in
+// measureQuotes gives an attester that does what a does and shows how long evidence took in
 // muster_quote_seconds{purpose}.
-func MeasureQuotes(a attest.Attester, p attest.Purpose, h *prometheus.HistogramVec) attest.Attester {
+func measureQuotes(a attest.Attester, p attest.Purpose, h *prometheus.HistogramVec) attest.Attester {
 	return measured{a, h.WithLabelValues(string(p))}
 }
 
-// NewQuoteSeconds makes the histogram for [MeasureQuotes] and registers it.
-func NewQuoteSeconds(r prometheus.Registerer) (*prometheus.HistogramVec, error) {
+// newQuoteSeconds makes the histogram for [measureQuotes] and registers it.
+func newQuoteSeconds(r prometheus.Registerer) (*prometheus.HistogramVec, error) {
 	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: "muster_quote_seconds", Help: "Time to make evidence, the wait for the TPM included.",
 		Buckets: prometheus.ExponentialBuckets(0.005, 2, 13), // 5 ms to 20 s

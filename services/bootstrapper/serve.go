@@ -52,11 +52,11 @@ func Serve(ctx context.Context, o Options) error {
 		return errors.New("bootstrapper: Serve: Image, Attester, Public and Log are required")
 	}
 	registry := newRegistry()
-	quotes, err := NewQuoteSeconds(registry)
+	quotes, err := newQuoteSeconds(registry)
 	if err != nil {
 		return err
 	}
-	o.Metrics, o.Attester = registry, MeasureQuotes(o.Attester, attest.PurposeMachine, quotes)
+	o.Metrics, o.Attester = registry, measureQuotes(o.Attester, attest.PurposeMachine, quotes)
 	b, err := New(ctx, o.Config)
 	if err != nil {
 		return err
@@ -139,7 +139,7 @@ type AttesterOptions struct {
 // ServeAttester is the process `bootstrapper attester`. It serves until ctx ends.
 func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	registry := newRegistry()
-	quotes, err := NewQuoteSeconds(registry)
+	quotes, err := newQuoteSeconds(registry)
 	if err != nil {
 		return err
 	}
@@ -149,14 +149,14 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 		if err != nil {
 			return fmt.Errorf("attester for %s: %w", p, err)
 		}
-		attesters[p] = MeasureQuotes(a, p, quotes)
+		attesters[p] = measureQuotes(a, p, quotes)
 	}
 	own, err := o.NewAttester(attest.PurposeMachine)
 	if err != nil {
 		return fmt.Errorf("attester for %s: %w", attest.PurposeMachine, err)
 	}
 	// It has no socket (A5): evidence of the machine is for the machine's own calls.
-	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = MeasureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
+	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
 	if err := registry.Register(certificates{"/"}); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)
 	}

@@ -276,7 +276,7 @@ func (x *exchange) next(ctx context.Context) error {
 	return x.handle(ctx, f, raw)
 }
 
-// agree settles what each side has to show. The prover takes its first format that the
+// agree settles what each side has to show. The attester takes its first format that the
 // verifier accepts.
 func (x *exchange) agree(own, peer *attestv1.Offer) error {
 	none := attestv1.Format_FORMAT_UNSPECIFIED

@@ -37,9 +37,9 @@ func LockedTo(clusterID [32]byte) Lock { return Lock{kind: lockCluster, clusterI
 // judges its first joinservice, and `muster verify`.
 func AnyLock() Lock { return Lock{kind: lockAny} }
 
-// LockDigest gives what is extended into [LockPCR] to lock a machine to a cluster:
-// H(cluster ID), with the bank's hash.
-func LockDigest(bank crypto.Hash, clusterID [32]byte) []byte {
+// lockDigest gives what is extended into [LockPCR] to lock a machine to a cluster:
+// H(cluster ID), with the bank's hash (B1).
+func lockDigest(bank crypto.Hash, clusterID [32]byte) []byte {
 	h := bank.New()
 	h.Write(clusterID[:])
 	return h.Sum(nil)
@@ -50,7 +50,7 @@ func LockDigest(bank crypto.Hash, clusterID [32]byte) []byte {
 func LockValue(bank crypto.Hash, clusterID [32]byte) []byte {
 	h := bank.New()
 	h.Write(make([]byte, bank.Size()))
-	h.Write(LockDigest(bank, clusterID))
+	h.Write(lockDigest(bank, clusterID))
 	return h.Sum(nil)
 }
 

@@ -162,7 +162,7 @@ func (d *doctor) listed(ctx context.Context) error {
 	for _, n := range nodes.Items {
 		is[n.Spec.MachineID] = n
 	}
-	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", count serial up, and run muster policy apply: machines believe a joinservice or kms on it."
+	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", increase serial, and run muster policy apply: machines believe a joinservice or kms on it."
 	for _, m := range d.policy.ControlPlanes() {
 		switch n, ok := is[m.String()]; {
 		case !ok:

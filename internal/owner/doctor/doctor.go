@@ -151,7 +151,7 @@ func (d *doctor) ownPolicy() {
 	}
 	d.policy = p
 	for _, f := range found {
-		d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, change it, count serial up, and run muster policy apply.", "%s: %s", f.Field, f.Text)
+		d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, change it, increase serial, and run muster policy apply.", "%s: %s", f.Field, f.Text)
 	}
 	if d.Clean(CheckPolicy) {
 		d.OK(CheckPolicy, "serial %d", p.Serial())
@@ -265,7 +265,7 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other s
 		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
-		d.Add(CheckPolicy, checkup.Fail, "Correct it, count serial up, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
 	}
 }
 

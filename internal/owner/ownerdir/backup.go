@@ -10,16 +10,16 @@ import (
 	"time"
 )
 
-// BackupFolder holds backups of what is in the cluster, each in a folder named by its time.
-const BackupFolder = "backups"
+// backupFolder holds backups of what is in the cluster, each in a folder named by its time.
+const backupFolder = "backups"
 
-// Backup writes files into a new folder below [BackupFolder] and gives its path. A folder that has
+// Backup writes files into a new folder below [backupFolder] and gives its path. A folder that has
 // its name is whole and on the disk.
 func (d *Dir) Backup(now time.Time, files map[string][]byte) (string, error) {
 	if d.sync == nil {
 		return "", errors.New("the owner's folder was opened to read only")
 	}
-	parent := d.File(BackupFolder)
+	parent := d.File(backupFolder)
 	if err := os.MkdirAll(parent, 0o700); err != nil {
 		return "", err
 	}

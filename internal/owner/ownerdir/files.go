@@ -47,7 +47,7 @@ func ReadKey(path string) (ed25519.PrivateKey, error) {
 	if err != nil {
 		return nil, fmt.Errorf("owner's key: %w", err)
 	}
-	k, err := ParseKey(b)
+	k, err := parseKey(b)
 	if err != nil {
 		return nil, fmt.Errorf("owner's key %s: %w", path, err)
 	}
@@ -74,8 +74,8 @@ func readPrivate(path string) ([]byte, error) {
 	return b[:n], nil
 }
 
-// ParseKey reads an Ed25519 private key in PKCS #8, PEM (RFC 5958, RFC 8410).
-func ParseKey(text []byte) (ed25519.PrivateKey, error) {
+// parseKey reads an Ed25519 private key in PKCS #8, PEM (RFC 5958, RFC 8410).
+func parseKey(text []byte) (ed25519.PrivateKey, error) {
 	block, rest := pem.Decode(text)
 	if block == nil || block.Type != "PRIVATE KEY" || len(bytes.TrimSpace(rest)) > 0 {
 		return nil, errors.New("want exactly one PEM block PRIVATE KEY")

@@ -374,7 +374,7 @@ func (d *Dir) OwnerKey() (ed25519.PrivateKey, error) {
 	if err != nil {
 		return nil, err
 	}
-	k, err := ParseKey(b)
+	k, err := parseKey(b)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", d.File(ownerKeyFile), err)
 	}

@@ -130,7 +130,7 @@ func Build(t Template) ([]byte, error) {
 	var b bytes.Buffer
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
 
-	line("# Muster policy: which machines may be in the cluster. Edit it, count serial up, then run")
+	line("# Muster policy: which machines may be in the cluster. Edit it, increase serial, then run")
 	line("#   muster policy check FILE    and    muster policy apply FILE")
 	line("# docs/operate.md explains each field.")
 	line("version: 1")

@@ -70,8 +70,8 @@ func Serve(ctx context.Context, cfg Config) error {
 	)
 }
 
-// Limits have lower rates than those of a service in the cluster: nothing but its owner's program asks.
-var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
+// Limits bound the status server as those of a recovery: nothing but the owner's program asks either.
+var Limits = recovery.Limits
 
 // grace is how long a call may keep a machine from booting on whose disk is open.
 const grace = 2 * time.Second

@@ -172,7 +172,7 @@ func (k *Kube) lastControlPlane(n *v1alpha1.AttestedNode) bool {
 
 // evict deletes the Node, and then its pods: with them end the tokens that are bound to them and what the node authorizer lets
 // their node read. Without a Node nothing runs new ones there, and admission takes none that names it (muster-pods-of-nodes). It returns an error as long as one
-// of them is there.
+// of them is there (J10).
 func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if o := k.nodes.get(n.Name); o.uid != "" {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {

@@ -230,7 +230,7 @@ type Offer struct {
 	// 16; unknown values are ignored.
 	Gives []Format `protobuf:"varint,1,rep,packed,name=gives,proto3,enum=muster.attest.v1.Format" json:"gives,omitempty"`
 	// Formats that the sender judges, best first. Empty: I don't judge you. The
-	// prover takes its first `gives` that its peer accepts; if there is none, the
+	// attester takes its first `gives` that its peer accepts; if there is none, the
 	// session ends with FORMAT_NONE. At most 16.
 	Accepts []Format `protobuf:"varint,2,rep,packed,name=accepts,proto3,enum=muster.attest.v1.Format" json:"accepts,omitempty"`
 	// Set by a verifier: whether it wants the event log with the peer's evidence. A

@@ -54,8 +54,8 @@ const (
 	Hash = "sha256"
 	// Iterations are those of PBKDF2 that Muster writes. Keys are random: more would only cost time.
 	Iterations = 1000
-	// MaxIterations is what a later version may have written: more only delays a boot.
-	MaxIterations = 100_000
+	// maxIterations is what a later version may have written: more only delays a boot.
+	maxIterations = 100_000
 	// stripes are those of the anti-forensic splitter: LUKS_STRIPES.
 	stripes = 4000
 	// maxEpoch is far above what a disk reaches, and far from where a counter turns over.

@@ -163,7 +163,7 @@ func onlyZero(path string, v any) error {
 // areas overlap, and its area is in one of two places, so none overlaps with metadata or
 // data. There is no token, no flag and no requirement, so no re-encryption is under way.
 func metadata(want Integrity) rule {
-	iterations := number(Iterations, MaxIterations)
+	iterations := number(Iterations, maxIterations)
 	keySize := number(int64(want.KeySize()), int64(want.KeySize()))
 	sixtyFour := number(64, 64)
 	first := 2 * MetadataSize
