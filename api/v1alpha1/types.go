@@ -15,7 +15,7 @@ const PolicyName = "default"
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
-// +kubebuilder:resource:scope=Cluster,shortName=apol
+// +kubebuilder:resource:scope=Cluster
 // +kubebuilder:printcolumn:name="Accepted",type=boolean,JSONPath=`.status.accepted`
 // +kubebuilder:printcolumn:name="Serial",type=integer,JSONPath=`.status.serial`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.reason`
@@ -114,7 +114,7 @@ const (
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
-// +kubebuilder:resource:scope=Cluster,shortName=an
+// +kubebuilder:resource:scope=Cluster
 // +kubebuilder:selectablefield:JSONPath=`.spec.banned`
 // +kubebuilder:printcolumn:name="Role",type=string,JSONPath=`.spec.role`
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`,priority=1
@@ -283,7 +283,7 @@ type AttestedNodeList struct {
 // another machine; deleting it frees the UUID, and whichever machine enrols that next gets the key.
 //
 // +kubebuilder:object:root=true
-// +kubebuilder:resource:scope=Cluster,shortName=ad
+// +kubebuilder:resource:scope=Cluster
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$')",message="the name is the disk's UUID in lower case"

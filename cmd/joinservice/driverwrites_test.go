@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -9,6 +10,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
@@ -34,15 +37,30 @@ func (s *stage) try(t *testing.T, writes map[string]write) {
 	}
 }
 
+// asUser returns a client of somebody that knows all kinds.
+func (s *stage) asUser(t *testing.T, user string, groups ...string) client.Client {
+	t.Helper()
+	cfg, err := s.AsUser(user, groups...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := client.New(cfg, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
 // Tokens of network and storage drivers are on every worker. With the rights that such drivers have, nobody changes what Muster depends on.
 func TestADriversTokenBreaksNothing(t *testing.T) {
 	s := setUp(t)
 	all := []string{"get", "create", "patch", "update", "delete"}
 	role := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "driver-of-all"}, Rules: []rbacv1.PolicyRule{
-		{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status", "pods/status", "events", "endpoints"}, Verbs: all[:4]},
+		{APIGroups: []string{""}, Resources: []string{"nodes", "nodes/status", "pods/status", "events", "endpoints", "persistentvolumes"}, Verbs: all[:4]},
+		{APIGroups: []string{""}, Resources: []string{"services"}, Verbs: all},
 		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: all},
 		{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices", "endpointslices/restricted"}, Verbs: all},
-		{APIGroups: []string{"apiextensions.k8s.io"}, Resources: []string{"customresourcedefinitions"}, Verbs: all},
+		{APIGroups: []string{"apiextensions.k8s.io"}, Resources: []string{"customresourcedefinitions", "customresourcedefinitions/status"}, Verbs: all},
 	}}
 	binding := &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: "driver-of-all"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "driver-of-all"},
@@ -54,20 +72,28 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
 	}
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-controller-manager"}}
-	for _, o := range []client.Object{role, binding, control, pod, lease} {
-		if err := client.IgnoreAlreadyExists(s.Client.Create(t.Context(), o)); err != nil {
+	turn := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
+	served := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice-x"},
+		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+	}
+	endpoints := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice-x", Labels: map[string]string{discoveryv1.LabelServiceName: "muster-joinservice"}},
+		AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.1.2.3"}}},
+	}
+	foreign := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "a-driver"}}
+	joinservices := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice"},
+		Spec:       corev1.ServiceSpec{Selector: map[string]string{"a": "b"}, Ports: []corev1.ServicePort{{Port: 9090}}},
+	}
+	admin := s.asUser(t, "admin", "system:masters")
+	for _, o := range []client.Object{role, binding, control, pod, lease, turn, served, endpoints, foreign, joinservices} {
+		if err := client.IgnoreAlreadyExists(admin.Create(t.Context(), o)); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), o, client.GracePeriodSeconds(0)) })
+		t.Cleanup(func() { _ = admin.Delete(context.WithoutCancel(t.Context()), o, client.GracePeriodSeconds(0)) })
 	}
-	cfg, err := s.AsUser("system:serviceaccount:kube-system:driver", "system:serviceaccounts")
-	if err != nil {
-		t.Fatal(err)
-	}
-	driver, err := client.New(cfg, client.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	driver := s.asUser(t, "system:serviceaccount:kube-system:driver", "system:serviceaccounts")
 	merge := func(s string) client.Patch { return client.RawPatch(types.MergePatchType, []byte(s)) }
 	ofNode := func(as client.Client, p string) func() error {
 		return func() error { return as.Patch(t.Context(), control.DeepCopy(), merge(p), client.DryRunAll) }
@@ -108,7 +134,76 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		o.SetName(name + ".muster.dev")
 		return o
 	}
+	deletes := func(as client.Client, o client.Object) func() error {
+		return func() error {
+			return as.Delete(t.Context(), o.DeepCopyObject().(client.Object), client.DryRunAll)
+		}
+	}
+	patches := func(as client.Client, o client.Object, p string) func() error {
+		return func() error {
+			return as.Patch(t.Context(), o.DeepCopyObject().(client.Object), merge(p), client.DryRunAll)
+		}
+	}
+	volume := func(as client.Client, source corev1.PersistentVolumeSource) func() error {
+		return func() error {
+			v := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{GenerateName: "v-"}, Spec: corev1.PersistentVolumeSpec{
+				PersistentVolumeSource: source, AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
+				Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Gi")},
+			}}
+			if source.Local != nil {
+				v.Spec.NodeAffinity = &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+					MatchExpressions: []corev1.NodeSelectorRequirement{{Key: corev1.LabelHostname, Operator: corev1.NodeSelectorOpExists}},
+				}}}}
+			}
+			return as.Create(t.Context(), v, client.DryRunAll)
+		}
+	}
+	folder := func(path string) corev1.PersistentVolumeSource {
+		return corev1.PersistentVolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: path}}
+	}
+	const full = `{"metadata":{"labels":{` // of a Node; the labels follow
 	s.try(t, map[string]write{
+		"deletes kube-controller-manager's lease": {deletes(driver, lease), "no service account takes the Lease"},
+		"an administrator deletes it":             {deletes(s.Client, lease), ""},
+		"deletes a lease of its own":              {deletes(driver, foreign), ""},
+		"the turn of control planes":              {patches(driver, turn, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
+		"deletes the turn of control planes":      {deletes(driver, turn), "no service account takes the Lease"},
+		"an administrator takes the turn":         {patches(s.Client, turn, `{"spec":{"holderIdentity":"x"}}`), ""},
+		"deletes endpoints of joinservice":        {deletes(driver, endpoints), "only Kubernetes' own controllers"},
+		"changes nothing of endpoints":            {patches(driver, endpoints, `{}`), ""},
+		"an administrator deletes endpoints":      {deletes(admin, endpoints), ""},
+
+		"another address of joinservice": {func() error {
+			return driver.Status().Patch(t.Context(), served.DeepCopy(), merge(`{"status":{"podIP":"10.9.9.9","podIPs":[{"ip":"10.9.9.9"}]}}`), client.DryRunAll)
+		}, "write the status of pods of " + clusterinfo.Namespace},
+		"a condition of joinservice": {func() error {
+			return driver.Status().Patch(t.Context(), served.DeepCopy(), merge(`{"status":{"conditions":[{"type":"Ready","status":"False"}]}}`), client.DryRunAll)
+		}, "write the status of pods of " + clusterinfo.Namespace},
+		"an annotation of joinservice": {func() error {
+			return driver.Status().Patch(t.Context(), served.DeepCopy(), merge(`{"metadata":{"annotations":{"cni.example/podIP":"10.1.2.3"}}}`), client.DryRunAll)
+		}, ""},
+
+		"other pods for joinservice's Service": {patches(driver, joinservices, `{"spec":{"selector":{"app":"x"}}}`), "only who may update Muster's DaemonSets"},
+		"deletes joinservice's Service":        {deletes(driver, joinservices), "only who may update Muster's DaemonSets"},
+		"an administrator changes it":          {patches(s.Client, joinservices, `{"metadata":{"labels":{"a":"b"}}}`), ""},
+
+		"a definition that ends": {func() error {
+			return driver.Status().Patch(t.Context(), ours("attestednodes"), merge(`{"status":{"conditions":[{"type":"Terminating","status":"True"}]}}`), client.DryRunAll)
+		}, "only who may update Muster's policies"},
+
+		"a control plane's root":            {volume(driver, folder("/")), "persistentVolumes.nodePaths"},
+		"its keys":                          {volume(driver, folder("/etc/kubernetes")), "persistentVolumes.nodePaths"},
+		"by a longer way":                   {volume(driver, folder("/mnt/../etc")), "must not contain"}, // Kubernetes' own
+		"what only begins as an allowed":    {volume(driver, folder("/mntx")), "persistentVolumes.nodePaths"},
+		"as a local volume":                 {volume(driver, corev1.PersistentVolumeSource{Local: &corev1.LocalVolumeSource{Path: "/dev/vda"}}), "persistentVolumes.nodePaths"},
+		"a folder for volumes":              {volume(driver, folder("/mnt/disks/one")), ""},
+		"a local volume":                    {volume(driver, corev1.PersistentVolumeSource{Local: &corev1.LocalVolumeSource{Path: "/mnt/disks/one"}}), ""},
+		"an administrator gives any folder": {volume(s.Client, folder("/")), ""},
+		"a volume of a driver":              {volume(driver, corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "x.example", VolumeHandle: "x"}}), ""},
+
+		"a Node that is full": {patches(driver, control, full+manyLabels(3000)+`}}}`), "at most 512 KiB"},
+		"a Node with some":    {patches(driver, control, full+manyLabels(100)+`}}}`), ""},
+
 		"addresses of a node's pods": {func() error {
 			return driver.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n9"}, Spec: corev1.NodeSpec{PodCIDR: "203.0.113.0/24", PodCIDRs: []string{"203.0.113.0/24"}}}, client.DryRunAll)
 		}, "chooses the addresses of one's pods"},
@@ -193,9 +288,20 @@ func TestANodeDescribesNothingButItself(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
 	routed := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: corev1.NodeSpec{PodCIDR: "203.0.113.0/24", PodCIDRs: []string{"203.0.113.0/24"}}}
 	_ = s.Client.Delete(t.Context(), node.DeepCopy())
+	csiNode := func(owners ...string) func() error { // it would outlive the Node, and be the next machine's
+		n := &storagev1.CSINode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+		for _, o := range owners {
+			n.OwnerReferences = append(n.OwnerReferences, metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: o, UID: "8f5cbb5b-7a5d-4b57-9f36-1a2b3c4d5e6f"})
+		}
+		kubelet := s.asUser(t, "system:node:w1", "system:nodes")
+		return func() error { return kubelet.Create(t.Context(), n.DeepCopy(), client.DryRunAll) }
+	}
 	s.try(t, map[string]write{
-		"with addresses for its pods": {func() error { return took.kubelet.Create(t.Context(), routed.DeepCopy(), client.DryRunAll) }, "only who may delete all nodes chooses the addresses"},
-		"without":                     {func() error { return took.kubelet.Create(t.Context(), node.DeepCopy(), client.DryRunAll) }, ""},
+		"with addresses for its pods":  {func() error { return took.kubelet.Create(t.Context(), routed.DeepCopy(), client.DryRunAll) }, "only who may delete all nodes chooses the addresses"},
+		"without":                      {func() error { return took.kubelet.Create(t.Context(), node.DeepCopy(), client.DryRunAll) }, ""},
+		"of volumes, without an owner": {csiNode(), "is owned by its Node"},
+		"of another Node":              {csiNode("w2"), "is owned by its Node"},
+		"of volumes":                   {csiNode("w1"), ""},
 		"with a control plane's certificates": {func() error {
 			n := node.DeepCopy()
 			n.Annotations = map[string]string{clusterinfo.CertificatesAnnotation: "[]"}
@@ -204,20 +310,75 @@ func TestANodeDescribesNothingButItself(t *testing.T) {
 	})
 }
 
+// manyLabels returns n members of a JSON object: labels of 260 bytes each.
+func manyLabels(n int) string {
+	var out []string
+	for i := range n {
+		out = append(out, fmt.Sprintf(`"%s.example/%d":"%s"`, strings.Repeat("x", 180), i, strings.Repeat("y", 60)))
+	}
+	return strings.Join(out, ",")
+}
+
 // Admission refuses a pod that nobody could delete: its deletion has to be written, and etcd does not take it if it is too large.
-func TestAPodWithFinalizersCanBeDeleted(t *testing.T) {
+func TestAPodCanBeDeleted(t *testing.T) {
 	s := setUp(t)
+	create := func(size int, dryRun bool, finalizers ...string) (*corev1.Pod, error) {
+		p := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "p-", Finalizers: finalizers},
+			Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x", Args: []string{strings.Repeat("x", size)}}}},
+		}
+		var o []client.CreateOption
+		if dryRun {
+			o = append(o, client.DryRunAll)
+		}
+		return p, s.Client.Create(t.Context(), p, o...)
+	}
 	pod := func(size int, finalizers ...string) func() error {
+		return func() error { _, err := create(size, true, finalizers...); return err }
+	}
+	s.try(t, map[string]write{
+		"large, and held": {pod(1<<20, "example.com/hold"), "at most 512 KiB"},
+		"large":           {pod(1 << 20), "at most 512 KiB"},
+		"held":            {pod(100<<10, "batch.kubernetes.io/job-tracking"), ""},
+		"of some size":    {pod(400 << 10), ""},
+	})
+	// The largest that is taken, filled up by labels, can be deleted.
+	p, err := create(400<<10, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fill := func(n int) error {
+		return s.Client.Patch(t.Context(), p.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{`+manyLabels(n)+`}}}`)))
+	}
+	if err := fill(4000); err == nil || !strings.Contains(err.Error(), "at most 512 KiB") {
+		t.Errorf("a pod of 1.4 MiB: %v", err)
+	}
+	if err := fill(100); err != nil {
+		t.Error(err)
+	}
+	if err := s.Client.Delete(t.Context(), p, client.GracePeriodSeconds(0)); err != nil {
+		t.Error(err)
+	}
+}
+
+// A pod with an anti-affinity for pods of another namespace would keep those off every node.
+func TestNoPodKeepsThoseOfOtherNamespacesAway(t *testing.T) {
+	s := setUp(t)
+	pod := func(namespaces ...string) func() error {
 		return func() error {
 			return s.Client.Create(t.Context(), &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "p-", Finalizers: finalizers},
-				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x", Args: []string{strings.Repeat("x", size)}}}},
+				ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "p-"},
+				Spec: corev1.PodSpec{
+					Containers: []corev1.Container{{Name: "x", Image: "x"}},
+					Affinity: &corev1.Affinity{PodAntiAffinity: &corev1.PodAntiAffinity{RequiredDuringSchedulingIgnoredDuringExecution: []corev1.PodAffinityTerm{{
+						LabelSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"a": "b"}}, TopologyKey: corev1.LabelOSStable, Namespaces: namespaces,
+					}}}},
+				},
 			}, client.DryRunAll)
 		}
 	}
 	s.try(t, map[string]write{
-		"large, and held": {pod(1<<20, "example.com/hold"), "a pod with finalizers has at most 512 KiB"},
-		"held":            {pod(100<<10, "batch.kubernetes.io/job-tracking"), ""},
-		"large":           {pod(1 << 20), ""},
+		"of Muster's":  {pod(clusterinfo.Namespace), "CrossNamespacePodAffinity"},
+		"of their own": {pod(), ""},
 	})
 }

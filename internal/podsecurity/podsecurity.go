@@ -23,6 +23,8 @@ func Exempt(namespace string) bool {
 const EventRateLimit = "EventRateLimit"
 
 // Config is the file. Events stay in etcd for an hour: by what admission lets a node write in one (4 KiB) and the rate, one node's take 150 MB of it.
+// Pods with an affinity or anti-affinity for pods of other namespaces need a ResourceQuota with the scope CrossNamespacePodAffinity in their own: one pod
+// with such an anti-affinity keeps the pods of another namespace, Muster's too, off every node.
 const Config = `apiVersion: apiserver.config.k8s.io/v1
 kind: AdmissionConfiguration
 plugins:
@@ -32,6 +34,12 @@ plugins:
     kind: PodSecurityConfiguration
     defaults: {enforce: baseline, enforce-version: latest, audit: baseline, audit-version: latest, warn: baseline, warn-version: latest}
     exemptions: {namespaces: [kube-system, ` + clusterinfo.Namespace + `]}
+- name: ResourceQuota
+  configuration:
+    apiVersion: apiserver.config.k8s.io/v1
+    kind: ResourceQuotaConfiguration
+    limitedResources:
+    - {resource: pods, matchScopes: [{scopeName: CrossNamespacePodAffinity, operator: Exists}]}
 - name: ` + EventRateLimit + `
   configuration:
     apiVersion: eventratelimit.admission.k8s.io/v1alpha1

@@ -18,7 +18,7 @@ func TestTheConfigurationIsOneOfTheAPIServer(t *testing.T) {
 	if err := yaml.UnmarshalStrict([]byte(podsecurity.Config), &c); err != nil {
 		t.Fatal(err)
 	}
-	if len(c.Plugins) != 2 || c.Plugins[0].Name != "PodSecurity" || c.Plugins[1].Name != podsecurity.EventRateLimit {
+	if len(c.Plugins) != 3 || c.Plugins[0].Name != "PodSecurity" || c.Plugins[1].Name != "ResourceQuota" || c.Plugins[2].Name != podsecurity.EventRateLimit {
 		t.Fatalf("it configures %+v", c.Plugins)
 	}
 	var p struct { // of pod-security.admission.config.k8s.io/v1

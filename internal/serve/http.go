@@ -48,8 +48,8 @@ const (
 	maxConns, sourceConns = 256, 8
 	// connMemory is what one takes at most, in bytes: buffers of 8 KiB, header fields of 8, stacks of 8.
 	connMemory = 24 << 10
-	// ProbesMemory is the most that clients can make [Probes] hold, in bytes: connections, and three tables of sources (places, and the rates of requests and of metrics).
-	ProbesMemory = maxConns*connMemory + 3*admission.SourcesMemory
+	// ProbesMemory is the most that clients can make [Probes] hold, in bytes: connections, and two tables of sources (the rates of requests and of metrics).
+	ProbesMemory = maxConns*connMemory + 2*admission.SourcesMemory
 	// sourceRate is how many requests a second of one source are answered, and sourceBurst how many at once.
 	sourceRate, sourceBurst = 20, 60
 	// metricsRate is how many requests for /metrics a second are answered of all sources together that sent one within the last 5 s: an answer takes about a

@@ -13,15 +13,12 @@ var (
 	ErrSourceFull = errors.New("the source holds its share")
 )
 
-// settle is how long a place is safe from sources that would hold as much as its own: long
-// enough for an honest peer to be appraised.
-const settle = 3 * time.Second
+// settle is how long a place is safe from sources that would hold as much as its own: long enough for an honest peer's next message,
+// with a slow TPM. A Limiter of n places takes n/settle newcomers a second from any number of sources.
+const settle = 2 * time.Second
 
-// window is after how long half of what a source was given before is forgotten.
-const window = time.Minute
-
-// Limiter shares a capacity among sources. Its memory is bounded by its capacity, and by
-// [SourcesMemory] for sources that it remembers.
+// Limiter shares a capacity among sources. Its memory is bounded by its capacity. It remembers nothing of sources that hold nothing: whoever has more
+// addresses than there are places looks like somebody who comes for the first time, and a machine that tries again does not.
 type Limiter[K comparable] struct {
 	capacity, perSource int64
 	keepEqual           bool
@@ -31,8 +28,6 @@ type Limiter[K comparable] struct {
 	used   int64
 	places map[*Place[K]]struct{}
 	held   map[K]int64
-	given  map[K]int // how often a source was given something, halved every minute
-	halved time.Time
 }
 
 // KeepEqual makes places safe from sources that would hold as much: it is for peers whose work must
@@ -59,14 +54,13 @@ type Place[K comparable] struct {
 func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
 	return &Limiter[K]{
 		capacity: capacity, perSource: min(perSource, capacity), now: time.Now,
-		places: make(map[*Place[K]]struct{}), held: make(map[K]int64), given: make(map[K]int),
+		places: make(map[*Place[K]]struct{}), held: make(map[K]int64),
 	}
 }
 
 // Take takes weight units for a source. If they are not free, places of sources that hold more
-// than this one would are taken back, the oldest first. So are those of sources that hold as much, if
-// they are older than 3 s, or if their source was given more than twice as many lately: a source that
-// comes seldom passes those that come again and again. evict is called once, without a lock, if this place is taken back later; it must
+// than this one would are taken back, the oldest first. So is the oldest of those that hold as much, if
+// it is 2 s old. evict is called once, without a lock, if this place is taken back later; it must
 // not block. The error is [ErrFull] or [ErrSourceFull].
 func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
 	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
@@ -77,7 +71,6 @@ func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], erro
 		l.places[p] = struct{}{}
 		l.used += weight
 		l.held[source] += weight
-		l.remember(source)
 	}
 	l.mu.Unlock()
 	for _, v := range victims {
@@ -128,7 +121,7 @@ func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 	switch held := l.held[out.source]; {
 	case held > after:
 		return out
-	case held == after && !l.keepEqual && (l.now().Sub(out.since) >= settle || l.given[out.source] > 2*l.given[source]+1):
+	case held == after && !l.keepEqual && l.now().Sub(out.since) >= settle:
 		return out
 	}
 	return nil
@@ -139,26 +132,7 @@ func (l *Limiter[K]) before(a, b *Place[K]) bool {
 	if x, y := l.held[a.source], l.held[b.source]; x != y {
 		return x > y
 	}
-	if x, y := l.given[a.source], l.given[b.source]; x != y {
-		return x > y
-	}
 	return a.since.Before(b.since)
-}
-
-// remember counts what a source is given. It is called with the lock held.
-func (l *Limiter[K]) remember(source K) {
-	if now := l.now(); now.Sub(l.halved) >= window || len(l.given) >= maxSources {
-		l.halved = now
-		for s, n := range l.given {
-			if l.given[s] = n / 2; n < 2 {
-				delete(l.given, s)
-			}
-		}
-		if len(l.given) >= maxSources {
-			clear(l.given)
-		}
-	}
-	l.given[source]++
 }
 
 func (l *Limiter[K]) remove(p *Place[K]) {
@@ -207,6 +181,13 @@ func (p *Place[K]) Shrink(weight int64) {
 	l.used -= p.weight - weight
 	l.held[p.source] -= p.weight - weight
 	p.weight = weight
+}
+
+// Renew makes the place as young as a new one.
+func (p *Place[K]) Renew() {
+	if p != nil {
+		p.Pin()()
+	}
 }
 
 // Pin keeps the place from being taken back until unpin is called, which makes it as young as

@@ -5,10 +5,10 @@ import (
 	"time"
 )
 
-// maxSources is how many sources a Rate, a Limiter and a Queue each remember. Those that a Rate has no room for share one bucket.
+// maxSources is how many sources a Rate and a Queue each remember. Those that a Rate has no room for share one bucket.
 const maxSources = 4096
 
-// SourcesMemory is what a Rate, a Limiter or a Queue takes at most to remember sources, in bytes.
+// SourcesMemory is what a Rate or a Queue takes at most to remember sources, in bytes.
 const SourcesMemory = 768 << 10
 
 // Rate says how often sources may come: a token bucket for each, and one for all together. A

@@ -106,8 +106,8 @@ const (
 	perByte = 8
 	// attestedMemory is for one of an attested machine that keeps to the protocol.
 	attestedMemory = 64 << 10
-	// sourceTables is how many tables of sources a server has: limiters has ten, and internal/rpc those of lines and of watches.
-	sourceTables = 12
+	// sourceTables is how many tables of sources a server has: limiters has six, and internal/rpc those of lines and of watches.
+	sourceTables = 8
 )
 
 // Memory returns the most memory that peers can make a Listener with these limits hold, in

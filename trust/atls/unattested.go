@@ -85,7 +85,11 @@ func (u *unattested) verify(ctx context.Context, check func() error) error {
 	if u == nil {
 		return check()
 	}
-	return queued(u.limiters.verify.Do(ctx, u.conn.source, check))
+	err := u.limiters.verify.Do(ctx, u.conn.source, check)
+	if err == nil {
+		u.conn.setUp.Renew() // what its TPM needs next may take as long again
+	}
+	return queued(err)
 }
 
 // challenge answers the peer's challenge when it is its source's turn, among those of peers
