@@ -142,7 +142,9 @@ func (i *initramfs) refused(want attestv1.Reason) {
 			return err
 		}
 		told := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
-			return strings.HasPrefix(l, "muster: waiting for the key of the state disk: "+name+" by 127.0.0.1:") && strings.Contains(l, "; next try in ")
+			l, waits := strings.CutPrefix(l, "muster: waiting for the key of the state disk: ")
+			verdict := strings.HasPrefix(l, "somebody at 127.0.0.1:") && strings.Contains(l, " says "+name+", and has not proven")
+			return waits && (verdict || strings.HasPrefix(l, name+" by 127.0.0.1:")) && strings.Contains(l, "; next try in ")
 		})
 		return membertest.Want(told && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not told: %q", name, b)
 	})

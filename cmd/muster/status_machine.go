@@ -55,7 +55,11 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 		if s.LastTry != nil {
 			when = ", " + ago(*s.LastTry, now.Add(s.Skew)) + " ago"
 		}
-		line("Last reason", "%s%s (failed tries: %d)", s.Reason, when, s.FailedTries)
+		by := ""
+		if s.ReasonUnproven {
+			by = ", said by somebody who has not proven to be a joinservice"
+		}
+		line("Last reason", "%s%s%s (failed tries: %d)", s.Reason, by, when, s.FailedTries)
 		if s.Remedy != "" {
 			line("What to do", "%s", s.Remedy)
 		}

@@ -36,17 +36,19 @@ type MachineStatus struct {
 	// Taker is who holds the node lock: "init", "join" or empty.
 	Taker string `json:"taker,omitempty"`
 	// Reason is why the latest try failed, Remedy what to do about it.
-	Reason        string     `json:"reason,omitempty"`
-	Remedy        string     `json:"remedy,omitempty"`
-	LastTry       *time.Time `json:"lastTry,omitempty"`
-	NextTry       *time.Time `json:"nextTry,omitempty"`
-	FailedTries   uint32     `json:"failedTries"`
-	JoinEndpoints []string   `json:"joinEndpoints,omitempty"`
-	Version       string     `json:"version"`
-	Machine       string     `json:"machine"`
-	NodeName      string     `json:"nodeName,omitempty"`
-	Role          string     `json:"role,omitempty"`
-	InitAllowed   bool       `json:"initAllowed"`
+	Reason string `json:"reason,omitempty"`
+	// ReasonUnproven: it is the word of somebody who had not proven to be a joinservice.
+	ReasonUnproven bool       `json:"reasonUnproven,omitempty"`
+	Remedy         string     `json:"remedy,omitempty"`
+	LastTry        *time.Time `json:"lastTry,omitempty"`
+	NextTry        *time.Time `json:"nextTry,omitempty"`
+	FailedTries    uint32     `json:"failedTries"`
+	JoinEndpoints  []string   `json:"joinEndpoints,omitempty"`
+	Version        string     `json:"version"`
+	Machine        string     `json:"machine"`
+	NodeName       string     `json:"nodeName,omitempty"`
+	Role           string     `json:"role,omitempty"`
+	InitAllowed    bool       `json:"initAllowed"`
 	// Skew is how far the machine's clock is ahead of ours.
 	Skew time.Duration `json:"clockSkew"`
 }
@@ -105,7 +107,10 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 	}
 	if r.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
 		// Our own words: what an unproven machine says we should do is not repeated.
-		s.Reason, s.Remedy = attest.ReasonName(r.GetLastReason()), rpc.RemedyOf(r.GetLastReason())
+		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyOf(r.GetLastReason()), r.GetLastReasonUnproven()
+		if s.ReasonUnproven {
+			s.Remedy = rpc.RemedyUnproven
+		}
 	}
 	s.Since, s.LastTry, s.NextTry = at(r.GetSince()), at(r.GetLastTry()), at(r.GetNextTry())
 	s.FailedTries, s.InitAllowed = r.GetFailedTries(), r.GetInitAllowed()

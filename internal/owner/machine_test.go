@@ -23,7 +23,7 @@ type waiting struct{ id attest.MachineID }
 func (w waiting) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
 	now := time.Now()
 	return &initv1.GetStatusResponse{
-		Phase: initv1.Phase_PHASE_WAITING, Now: timestamppb.New(now.Add(3 * time.Hour)), LastReason: attestv1.Reason_REASON_POLICY_REFUSED, Remedy: "send me money",
+		Phase: initv1.Phase_PHASE_WAITING, Now: timestamppb.New(now.Add(3 * time.Hour)), LastReason: attestv1.Reason_REASON_POLICY_REFUSED, LastReasonUnproven: true, Remedy: "send me money",
 		LastTry: timestamppb.New(now), NextTry: timestamppb.New(now.Add(time.Minute)), FailedTries: 3, JoinEndpoints: []string{"192.0.2.1:30090"},
 		Version: "v1\x1b[2J", MachineId: w.id[:], NodeName: "node2", Role: "worker",
 	}, nil
@@ -57,7 +57,7 @@ func TestAMachineIsAskedProvenOrNot(t *testing.T) {
 			if s.Phase != "waiting" || s.Reason != "POLICY_REFUSED" || s.NodeName != "node2" || s.Machine != tt.machine.ID().String() || s.FailedTries != 3 || s.NextTry == nil {
 				t.Errorf("%+v", s)
 			}
-			if strings.Contains(s.Remedy, "money") || s.Remedy == "" || strings.Contains(s.Version, "\x1b") {
+			if strings.Contains(s.Remedy, "money") || s.Remedy != rpc.RemedyUnproven || !s.ReasonUnproven || strings.Contains(s.Version, "\x1b") {
 				t.Errorf("the machine wrote to our terminal: %q, %q", s.Remedy, s.Version)
 			}
 			if s.Skew < 2*time.Hour || s.Skew > 4*time.Hour {

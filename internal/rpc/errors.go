@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -204,8 +205,14 @@ func ReasonFrom(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_UNSPECIFIED
 }
 
+// RemedyUnproven is what somebody can do whose call was refused by a peer that had not proven what it is.
+const RemedyUnproven = "Whoever refused has not proven to be the service that was called: find out who has that address. If it is that service, its log says why it refuses."
+
 // RemedyFrom gives what the caller can do about a call's error; empty if it is not known.
 func RemedyFrom(err error) string {
+	if atls.UnprovenRefusal(err) {
+		return RemedyUnproven
+	}
 	if info, ok := infoFrom(err); ok && info.GetRemedy() != "" {
 		return info.GetRemedy()
 	}

@@ -128,7 +128,7 @@ func (b *Bootstrapper) initialize(ctx context.Context, r *initRun) {
 	reason := attest.ReasonName(rpc.ReasonOf(err)) // R1
 	b.metrics.inits.WithLabelValues(reason).Inc()
 	if err != nil {
-		b.tries.Fail(rpc.ReasonOf(err), false)
+		b.tries.Fail(rpc.ReasonOf(err))
 		b.log.ErrorContext(ctx, "init failed", "reason", reason, "err", err)
 	} else {
 		b.log.InfoContext(ctx, "this machine is the first node of its cluster", "seconds", time.Since(r.started).Seconds())

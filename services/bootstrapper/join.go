@@ -58,7 +58,7 @@ func (b *Bootstrapper) joinLoop(ctx context.Context) error {
 		if failed {
 			reason := attest.ReasonName(seek.ReasonOf(err))
 			b.metrics.joins.WithLabelValues(reason).Inc()
-			b.tries.Fail(seek.ReasonOf(err), true)
+			b.tries.Refused(err)
 			b.log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", rpc.RetryAfterFrom(err).String())
 		}
 		wait := pauses.Next(err)

@@ -128,7 +128,7 @@ func (b *Bootstrapper) renewByJoinservice(ctx context.Context, node string) erro
 		if err == nil || ctx.Err() != nil {
 			return ctx.Err()
 		}
-		b.tries.Fail(seek.ReasonOf(err), true)
+		b.tries.Refused(err)
 		b.log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
 		if how, _ := b.kubeletNeeds(node, workerShare); how == needNone || how == needSoon && time.Since(began) > b.cfg.Timing.Renewal {
 			return nil // the kubelet has asked itself, or will

@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -20,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -82,6 +84,8 @@ type Reattester struct {
 	total *prometheus.CounterVec
 	last  prometheus.Gauge
 	order []string // endpoints, those that failed last
+
+	verifiers oneVerifier
 }
 
 // NewReattester returns a Reattester, or says which part of cfg is missing or wrong.
@@ -94,7 +98,7 @@ func NewReattester(cfg ReattestConfig) (*Reattester, error) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
 	}
 	r := &Reattester{
-		cfg: cfg, bank: bank,
+		cfg: cfg, bank: bank, verifiers: oneVerifier{make: cfg.NewVerifier},
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_reattestations_total", Help: "Tries to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
 		}, []string{"reason"}),
@@ -135,7 +139,7 @@ func (r *Reattester) Run(ctx context.Context) error {
 			wait = t.RetryMin
 		default:
 			reason := attest.ReasonName(seek.ReasonOf(err))
-			r.total.WithLabelValues(reason).Inc()
+			r.total.WithLabelValues(labelOf(err)).Inc()
 			wait = pauses.Next(err)
 			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
 		}
@@ -143,6 +147,54 @@ func (r *Reattester) Run(ctx context.Context) error {
 			return nil //nolint:nilerr // it was told to end
 		}
 	}
+}
+
+// refusesNode are the reasons with which a cluster says that a machine is not fit to be a node.
+var refusesNode = map[attestv1.Reason]bool{
+	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_NOT_ENROLLED: true,
+	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
+}
+
+// labelOf gives the metric's reason. Alerts take a bare name of [refusesNode] for the cluster's word about this machine, so nobody
+// else can cause one: with UNPROVEN_ before it, it is the word of somebody who had not proven to be a joinservice, and with
+// JOINSERVICE_ it is what this machine says of whoever answered.
+func labelOf(err error) string {
+	reason := seek.ReasonOf(err)
+	name := attest.ReasonName(reason)
+	refusal, ok := errors.AsType[*attest.Refusal](err)
+	switch {
+	case atls.UnprovenRefusal(err):
+		return "UNPROVEN_" + name
+	case ok && !refusal.Remote && refusesNode[reason]:
+		return "JOINSERVICE_" + name
+	}
+	return name
+}
+
+// oneVerifier keeps the verifier of the latest roots, and with it the attestation keys that it knows. A joinservice whose key is known need not answer a
+// challenge, which it does for machines alone that it has accepted: so it has proven itself before it refuses.
+type oneVerifier struct {
+	make func(roots []*x509.Certificate) (attest.Verifier, error)
+
+	mu    sync.Mutex
+	roots []*x509.Certificate
+	made  attest.Verifier // nil: none yet
+}
+
+func (o *oneVerifier) of(roots []*x509.Certificate) (attest.Verifier, error) {
+	if len(roots) == 0 { // it verifies nothing
+		return o.make(nil)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.made != nil && slices.EqualFunc(o.roots, roots, (*x509.Certificate).Equal) {
+		return o.made, nil
+	}
+	v, err := o.make(roots)
+	if err == nil {
+		o.roots, o.made = roots, v
+	}
+	return v, err
 }
 
 // once makes one try, and says after what pause the joinservice wants the next.
@@ -209,7 +261,7 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
 		Judges: seek.Judges{
-			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.cfg.NewVerifier,
+			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: seek.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)

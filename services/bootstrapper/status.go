@@ -11,8 +11,8 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/buildinfo"
-	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 )
 
 var _ initv1connect.MachineServiceHandler = (*Bootstrapper)(nil)
@@ -67,10 +67,8 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 	if meta, err := b.cfg.Metadata(); err == nil {
 		out.NodeName, out.Role, out.InitAllowed = meta.Name, meta.Role, meta.InitSecretHash != nil
 	} else {
-		out.LastReason, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, out.GetNow()
+		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
-	if out.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
-		out.Remedy = rpc.RemedyOf(out.GetLastReason())
-	}
+	out.Remedy = seek.RemedyOf(out)
 	return out, nil
 }

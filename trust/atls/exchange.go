@@ -107,7 +107,7 @@ func kindOf(f *attestv1.Frame) kind {
 
 // run exchanges until both verdicts are there. It gives the peer, nil if that was not
 // judged. After a refusal of ours the peer was told the reason; the connection is then of
-// no more use, as after any error.
+// no more use, as after any error, which is an [ExchangeError].
 func (p party) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.Peer, Times, error) {
 	start := time.Now()
 	x := &exchange{
@@ -130,7 +130,7 @@ func (p party) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.P
 	err := x.finish(x.decide(ctx))
 	x.times.Total = time.Since(start)
 	if err != nil {
-		return nil, x.times, err
+		return nil, x.times, &ExchangeError{Accepted: x.peer != nil, Err: err}
 	}
 	if err := errors.Join(conn.SetReadDeadline(time.Time{}), conn.SetWriteDeadline(time.Time{})); err != nil {
 		return nil, x.times, err
@@ -163,7 +163,7 @@ func (x *exchange) finish(err error) error {
 	refusal, ours := errors.AsType[*attest.Refusal](err)
 	ours = ours && !refusal.Remote
 	if ours {
-		v := &attestv1.Verdict{Reason: refusal.Reason}
+		v := &attestv1.Verdict{Reason: verdictCode(refusal.Reason)}
 		if refusal.RetryAfter > 0 {
 			v.RetryAfter = durationpb.New(refusal.RetryAfter)
 		}
@@ -479,6 +479,9 @@ func (x *exchange) verdict(v *attestv1.Verdict) error {
 	case attestv1.Reason_REASON_UNSPECIFIED:
 		return &attest.Refusal{Reason: attestv1.Reason_REASON_INTERNAL, Remote: true}
 	default:
+		if !verdictCodes[v.GetReason()] {
+			return invalidFrame("the peer's verdict is %s, which is none", attest.ReasonName(v.GetReason()))
+		}
 		return &attest.Refusal{Reason: v.GetReason(), RetryAfter: retryAfter(v.GetRetryAfter(), x.peer != nil), Remote: true}
 	}
 }

@@ -429,11 +429,11 @@ func (l *Listener) register(ac *Conn, conn *tracked, began time.Time) error {
 func establish(ctx context.Context, tc *tls.Conn, tcp *tracked, p party) (*Conn, Times, error) {
 	cs := tc.ConnectionState()
 	if err := checkSession(cs); err != nil {
-		return nil, Times{}, err
+		return nil, Times{}, &ExchangeError{Err: err}
 	}
 	ekm, err := exportKey(cs)
 	if err != nil {
-		return nil, Times{}, err
+		return nil, Times{}, &ExchangeError{Err: err}
 	}
 	peer, times, err := p.run(ctx, tc, ekm)
 	if err != nil {

@@ -47,8 +47,8 @@ type ClientConfig struct {
 // sides a quote.
 //
 // An error that says why we refused a server, or why it refused us, is an
-// [attest.Refusal] for [errors.As]; to try again at once does not help then. Other errors
-// are those of [http.Transport].
+// [attest.Refusal] for [errors.As]; to try again at once does not help then. [Unproven] tells
+// whether the server had proven what it is before. Other errors are those of [http.Transport].
 type Transport struct {
 	cfg    ClientConfig
 	party  party
@@ -299,7 +299,7 @@ func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s
 	hctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
 	if err := tc.HandshakeContext(hctx); err != nil {
-		return nil, fmt.Errorf("TLS handshake with %s: %w", addr, classifyHandshake(err))
+		return nil, fmt.Errorf("TLS handshake with %s: %w", addr, &ExchangeError{Err: classifyHandshake(err)})
 	}
 	s.Times.Handshake = time.Since(began)
 	// What ends the dial ends the exchange.

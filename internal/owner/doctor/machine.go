@@ -100,7 +100,11 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 		if remedy == "" {
 			remedy = "joinservice's log and audit log say more."
 		}
-		r.Add(CheckJoining, checkup.Fail, remedy, "%s: %s", s.Reason, tries(s))
+		by := ""
+		if s.ReasonUnproven {
+			by = ", said by somebody who has not proven to be a joinservice"
+		}
+		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, tries(s))
 	case len(s.JoinEndpoints) == 0 && !s.InitAllowed:
 		r.Add(CheckJoining, checkup.Fail, "Correct the machine's metadata: name joinEndpoints, or initSecretHash if it should become the first.", "it tries no joinservice, and allows no init")
 	case len(s.JoinEndpoints) == 0:

@@ -17,6 +17,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -126,6 +127,8 @@ func (w Wait) why() string {
 		return "no joinservice can be reached at " + strings.Join(w.Asked, ", ")
 	case w.By == "":
 		return name + words(ours, reason)
+	case atls.UnprovenRefusal(w.Err):
+		return "somebody at " + w.By + " says " + name + ", and has not proven to be a joinservice; if it is one, its log says why"
 	case remote(w.Err):
 		return name + " by " + w.By + words(theirs, reason)
 	}

@@ -15,6 +15,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
 )
 
 // Errors of a search that found nobody.
@@ -23,7 +24,7 @@ var (
 	ErrUnreachable = errors.New("no joinservice can be reached")
 )
 
-// maxKnock bounds the pause while nobody is there to be asked.
+// maxKnock bounds the pause while nobody is there to be asked, and after an answer by somebody who has not proven to be a joinservice.
 const maxKnock = 5 * time.Second
 
 // Pauses are the waits between tries of one series. Its zero value is not useful.
@@ -38,13 +39,17 @@ func NewPauses(least, most time.Duration) *Pauses {
 	}
 }
 
-// Next gives the pause after a try that failed with err. The server's hint in it wins.
+// Next gives the pause after a try that failed with err. The server's hint in it wins, up to 5 s if the server has not proven what it is.
 func (p *Pauses) Next(err error) time.Duration {
 	// One that hung up without a reason may have limits that others reach from this machine's address.
 	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
 	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
 		p.refused.Reset()
 		return p.knock.Next(0)
+	}
+	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after he is gone.
+	if atls.Unproven(err) {
+		return min(p.knock.Next(rpc.RetryAfterFrom(err)), maxKnock)
 	}
 	if ReasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
 		p.refused.Reset() // others go first; its turn must not be slept through

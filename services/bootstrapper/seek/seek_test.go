@@ -17,6 +17,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -106,6 +107,35 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	p.Next(unreachable)
 	if d := p.Next(attest.RefuseFor(0, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another")); d > 500*time.Millisecond {
 		t.Errorf("%s: its turn would be slept through", d)
+	}
+}
+
+// Whoever can answer in a joinservice's place, without a TPM, holds a machine up for seconds: in his place, and once he is gone.
+func TestPausesStayShortAfterAStrangersRefusals(t *testing.T) {
+	for _, least := range []time.Duration{500 * time.Millisecond, 10 * time.Second} { // of joins, and of nodes that attest again
+		p := NewPauses(least, 2*time.Minute)
+		for _, cause := range []error{
+			&attest.Refusal{Reason: attestv1.Reason_REASON_BANNED, Remote: true},
+			&attest.Refusal{Reason: attestv1.Reason_REASON_BUSY, Remote: true, RetryAfter: 5 * time.Second},
+			attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, "what is this?"),
+			attest.Refuse(attestv1.Reason_REASON_DEADLINE, "it said nothing"),
+		} {
+			for range 20 {
+				if d := p.Next(fmt.Errorf("a:1: %w", &atls.ExchangeError{Err: cause})); d > maxKnock {
+					t.Fatalf("%s after %v", d, cause)
+				}
+			}
+		}
+		if d := p.Next(attest.RefuseFor(0, attestv1.Reason_REASON_NOT_ENROLLED, "no")); d > least {
+			t.Errorf("%s after the first refusal by a joinservice", d)
+		}
+		longest := time.Duration(0)
+		for range 20 {
+			longest = max(longest, p.Next(&atls.ExchangeError{Accepted: true, Err: &attest.Refusal{Reason: attestv1.Reason_REASON_BANNED, Remote: true}}))
+		}
+		if longest < time.Minute {
+			t.Errorf("%s at most after refusals by a proven joinservice", longest)
+		}
 	}
 }
 

@@ -9,6 +9,8 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
 )
 
 // Tries is what the owner may be told of a machine's tries: reasons, times and whom it asks,
@@ -16,20 +18,26 @@ import (
 type Tries struct {
 	mu        sync.Mutex
 	reason    attestv1.Reason // of the latest that failed
+	unproven  bool            // it is the word of somebody who has not proven to be a joinservice
 	last      time.Time
 	next      time.Time // zero: now, or never
 	failed    uint32
 	endpoints []string
 }
 
-// Fail notes a try that failed; counts is whether a joinservice was to be asked.
-func (t *Tries) Fail(reason attestv1.Reason, counts bool) {
+// Fail notes that what no joinservice was asked for has failed.
+func (t *Tries) Fail(reason attestv1.Reason) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.reason, t.last = reason, time.Now()
-	if counts {
-		t.failed++
-	}
+	t.reason, t.unproven, t.last = reason, false, time.Now()
+}
+
+// Refused notes a try that failed with err, in which a joinservice was to be asked.
+func (t *Tries) Refused(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.reason, t.unproven, t.last = ReasonOf(err), atls.UnprovenRefusal(err), time.Now()
+	t.failed++
 }
 
 // Wait notes that the next try begins in d.
@@ -52,9 +60,18 @@ func (t *Tries) Tell(out *initv1.GetStatusResponse, again bool) {
 	defer t.mu.Unlock()
 	out.FailedTries, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)
 	if !t.last.IsZero() {
-		out.LastReason, out.LastTry = t.reason, timestamppb.New(t.last)
+		out.LastReason, out.LastReasonUnproven, out.LastTry = t.reason, t.unproven, timestamppb.New(t.last)
 	}
 	if !t.next.IsZero() && again {
 		out.NextTry = timestamppb.New(t.next)
 	}
+}
+
+// RemedyOf gives what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if only
+// the owner knows. What somebody says who has not proven to be a joinservice has no remedy of its own.
+func RemedyOf(s *initv1.GetStatusResponse) string {
+	if s.GetLastReasonUnproven() {
+		return rpc.RemedyUnproven
+	}
+	return rpc.RemedyOf(s.GetLastReason())
 }

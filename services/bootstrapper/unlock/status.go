@@ -9,7 +9,7 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/buildinfo"
-	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 )
 
 var _ initv1connect.MachineServiceHandler = (*Unlocker)(nil)
@@ -28,10 +28,8 @@ func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1
 	if meta, err := u.cfg.Metadata(); err == nil {
 		out.NodeName, out.Role = meta.Name, meta.Role
 	} else {
-		out.LastReason, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, out.GetNow()
+		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
-	if out.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
-		out.Remedy = rpc.RemedyOf(out.GetLastReason())
-	}
+	out.Remedy = seek.RemedyOf(out)
 	return out, nil
 }

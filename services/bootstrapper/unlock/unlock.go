@@ -255,7 +255,7 @@ func (u *Unlocker) enter(p initv1.Phase) {
 func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 	reason := seek.ReasonOf(w.Err)
 	u.attempts.WithLabelValues(attest.ReasonName(reason)).Inc()
-	u.tries.Fail(reason, true)
+	u.tries.Refused(w.Err)
 	u.tries.Wait(w.Next)
 	u.cfg.Log.WarnContext(ctx, "not unlocked yet", "reason", attest.ReasonName(reason), "err", w.Err, "remedy", rpc.RemedyFrom(w.Err), "again_in", w.Next.String())
 	u.cfg.Console.Waits(w)

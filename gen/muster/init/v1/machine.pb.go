@@ -149,9 +149,12 @@ type GetStatusResponse struct {
 	// The role that they ask for: "worker" or "control-plane".
 	Role string `protobuf:"bytes,14,opt,name=role,proto3" json:"role,omitempty"`
 	// Whether they allow an init.
-	InitAllowed   bool `protobuf:"varint,15,opt,name=init_allowed,json=initAllowed,proto3" json:"init_allowed,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	InitAllowed bool `protobuf:"varint,15,opt,name=init_allowed,json=initAllowed,proto3" json:"init_allowed,omitempty"`
+	// Whether last_reason is the word of somebody who refused before he had proven to be a joinservice: whoever
+	// can answer in the place of one can say so.
+	LastReasonUnproven bool `protobuf:"varint,16,opt,name=last_reason_unproven,json=lastReasonUnproven,proto3" json:"last_reason_unproven,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *GetStatusResponse) Reset() {
@@ -289,12 +292,19 @@ func (x *GetStatusResponse) GetInitAllowed() bool {
 	return false
 }
 
+func (x *GetStatusResponse) GetLastReasonUnproven() bool {
+	if x != nil {
+		return x.LastReasonUnproven
+	}
+	return false
+}
+
 var File_muster_init_v1_machine_proto protoreflect.FileDescriptor
 
 const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"\n" +
 	"\x1cmuster/init/v1/machine.proto\x12\x0emuster.init.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dmuster/attest/v1/reason.proto\x1a\x19muster/init/v1/init.proto\"\x12\n" +
-	"\x10GetStatusRequest\"\xe5\x04\n" +
+	"\x10GetStatusRequest\"\x97\x05\n" +
 	"\x11GetStatusResponse\x12+\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x15.muster.init.v1.PhaseR\x05phase\x120\n" +
 	"\x05since\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12,\n" +
@@ -313,7 +323,8 @@ const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"machine_id\x18\f \x01(\fR\tmachineId\x12\x1b\n" +
 	"\tnode_name\x18\r \x01(\tR\bnodeName\x12\x12\n" +
 	"\x04role\x18\x0e \x01(\tR\x04role\x12!\n" +
-	"\finit_allowed\x18\x0f \x01(\bR\vinitAllowed*>\n" +
+	"\finit_allowed\x18\x0f \x01(\bR\vinitAllowed\x120\n" +
+	"\x14last_reason_unproven\x18\x10 \x01(\bR\x12lastReasonUnproven*>\n" +
 	"\x05Taker\x12\x15\n" +
 	"\x11TAKER_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +

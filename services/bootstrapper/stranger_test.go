@@ -1,0 +1,101 @@
+package bootstrapper_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls/atlstest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Who leads a machine to himself can refuse it without a TPM: the machine goes on, and nobody reads his word as a joinservice's.
+func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
+	for reason, want := range map[attestv1.Reason]string{
+		attestv1.Reason_REASON_BANNED:         "BANNED",
+		attestv1.Reason_REASON_POLICY_REFUSED: "POLICY_REFUSED",
+		attestv1.Reason_REASON_NOT_ENROLLED:   "FRAME_INVALID", // no verdict says that
+	} {
+		t.Run(attest.ReasonName(reason), func(t *testing.T) {
+			w, _ := worker(t)
+			stranger := atlstest.Stranger(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)})
+			w.meta.JoinEndpoints = []string{stranger}
+			w.screen = filepath.Join(t.TempDir(), "console")
+			if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			r := w.boot()
+			defer r.kill(t)
+			var screen string
+			eventually(t, "the console says what it waits for", func() bool {
+				b, err := os.ReadFile(w.screen)
+				if err != nil {
+					t.Fatal(err)
+				}
+				screen = string(b)
+				return strings.Contains(screen, "next try in")
+			})
+			line := "somebody at " + stranger + " says " + want + ", and has not proven to be a joinservice"
+			if want == "FRAME_INVALID" {
+				line = "this machine does not accept what " + stranger + " answers: FRAME_INVALID"
+			}
+			if !strings.Contains(screen, line) || strings.Contains(screen, "NOT_ENROLLED") || strings.Contains(screen, " by "+stranger) {
+				t.Errorf("the console: %q, want %q", screen, line)
+			}
+			s := statusOf(t, asker(t, r))
+			if attest.ReasonName(s.GetLastReason()) != want || s.GetRemedy() == rpc.RemedyOf(reason) || s.GetLastReasonUnproven() != (want != "FRAME_INVALID") {
+				t.Errorf("the status: %v", s)
+			}
+			if next := s.GetNextTry().AsTime().Sub(s.GetLastTry().AsTime()); s.GetNextTry() != nil && next > 6*time.Second {
+				t.Errorf("the next try is %s after the last", next)
+			}
+			if remedy := rpc.RemedyOf(reason); strings.Contains(w.logged.String(), remedy) {
+				t.Errorf("the log has the remedy %q", remedy)
+			}
+		})
+	}
+}
+
+func TestAStrangerRaisesNoAlertAboutARefusedNode(t *testing.T) {
+	for _, reason := range []attestv1.Reason{attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_NOT_ENROLLED} {
+		t.Run(attest.ReasonName(reason), func(t *testing.T) {
+			w, _ := node(t)
+			w.meta.JoinEndpoints = []string{atlstest.Stranger(t, &attestv1.Verdict{Reason: reason})}
+			metrics := w.reattest()
+			eventually(t, "two tries", func() bool { return counter(t, metrics, reattestations) >= 2 })
+			if want := "UNPROVEN_" + attest.ReasonName(reason); reason != attestv1.Reason_REASON_NOT_ENROLLED && counter(t, metrics, reattestations, want) == 0 {
+				t.Errorf("no try counts as %s", want)
+			}
+			if n := counter(t, metrics, reattestations, attest.ReasonName(reason)); n != 0 {
+				t.Errorf("%v tries count as refused by the cluster: %s", n, attest.ReasonName(reason))
+			}
+		})
+	}
+}
+
+// A joinservice refuses a machine before it has answered its challenge, so the first word of one that the attester has never met counts as
+// anybody's. The word of one that it has met is the cluster's, and raises the alert.
+func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
+	w, _ := node(t)
+	w.tpm.SetPCR(9, clusterID[:])
+	metrics := w.reattest()
+	eventually(t, "refusals by an unknown joinservice", func() bool { return counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED") >= 2 })
+	if n := counter(t, metrics, reattestations, "POLICY_REFUSED"); n != 0 {
+		t.Errorf("%v refusals count as the cluster's", n)
+	}
+
+	w, _ = node(t)
+	metrics = w.reattest()
+	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
+	w.tpm.SetPCR(9, clusterID[:])
+	eventually(t, "refusals by a known joinservice", func() bool { return counter(t, metrics, reattestations, "POLICY_REFUSED") >= 2 })
+	if n := counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED"); n != 0 {
+		t.Errorf("%v refusals count as a stranger's", n)
+	}
+}

@@ -1,0 +1,61 @@
+package atls
+
+import (
+	"errors"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// verdictCodes are the reasons that a Verdict may carry (docs/attested-tls.md, section 9). An answer to an RPC may carry others, which
+// only a peer gives that was accepted: a Verdict comes before that, from whoever answers.
+var verdictCodes = map[attestv1.Reason]bool{
+	attestv1.Reason_REASON_ACCEPTED: true, attestv1.Reason_REASON_FORMAT_NONE: true, attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST: true,
+	attestv1.Reason_REASON_FRAME_INVALID: true, attestv1.Reason_REASON_EVIDENCE_MALFORMED: true, attestv1.Reason_REASON_BINDING_MISMATCH: true,
+	attestv1.Reason_REASON_SIGNATURE_INVALID: true, attestv1.Reason_REASON_AK_TEMPLATE: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
+	attestv1.Reason_REASON_ACTIVATION_FAILED: true, attestv1.Reason_REASON_EVENTLOG_REPLAY: true, attestv1.Reason_REASON_CLOCK_WENT_BACK: true,
+	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_SERVER_NOT_LISTED: true,
+	attestv1.Reason_REASON_POLICY_INVALID: true, attestv1.Reason_REASON_POLICY_SIGNATURE: true, attestv1.Reason_REASON_NOT_READY: true,
+	attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_BUSY: true, attestv1.Reason_REASON_DEADLINE: true, attestv1.Reason_REASON_INTERNAL: true,
+}
+
+// verdictCode gives the reason that the peer is told of a refusal of ours: a fault of ours, if no Verdict may carry its own.
+func verdictCode(r attestv1.Reason) attestv1.Reason {
+	if !verdictCodes[r] {
+		return attestv1.Reason_REASON_INTERNAL
+	}
+	return r
+}
+
+// ExchangeError says that no session came about. It wraps the cause: an [attest.Refusal], or an error of the network.
+type ExchangeError struct {
+	// Accepted says that this side had accepted the peer's evidence before: only then is a refusal that came from the peer the word of whom it claims to be.
+	Accepted bool
+	// Err is the cause.
+	Err error
+}
+
+// Error gives the cause, and says of a refusal by an unproven peer that it is one.
+func (e *ExchangeError) Error() string {
+	if r, ok := errors.AsType[*attest.Refusal](e.Err); ok && r.Remote && !e.Accepted {
+		return e.Err.Error() + " (it has not proven what it is)"
+	}
+	return e.Err.Error()
+}
+
+// Unwrap gives the cause.
+func (e *ExchangeError) Unwrap() error { return e.Err }
+
+// Unproven says whether err is that of a session that did not come about, with a peer that had not proven what it is:
+// whoever can answer in its place can cause any such error, without a TPM.
+func Unproven(err error) bool {
+	e, ok := errors.AsType[*ExchangeError](err)
+	return ok && !e.Accepted
+}
+
+// UnprovenRefusal says whether err is the word of such a peer: it refused. A server may refuse a client before it has proven itself,
+// so this need not be an attack; but what the reason says is no fact, and neither is the remedy for it.
+func UnprovenRefusal(err error) bool {
+	r, ok := errors.AsType[*attest.Refusal](err)
+	return ok && r.Remote && Unproven(err)
+}
