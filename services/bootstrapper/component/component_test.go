@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -384,5 +385,65 @@ func TestABombOrABrokenArchiveIsRefused(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 		noLeftovers(t, root)
+	}
+}
+
+// trickle sends chunks with a pause before each, until the client hangs up.
+func trickle(chunk []byte, chunks int, pause time.Duration) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Length", strconv.Itoa(len(chunk)*chunks))
+		tick := time.NewTicker(pause)
+		defer tick.Stop()
+		for range chunks {
+			select {
+			case <-tick.C:
+			case <-r.Context().Done():
+				return
+			}
+			_, _ = w.Write(chunk)
+			_ = http.NewResponseController(w).Flush()
+		}
+	}
+}
+
+// A mirror that stalls, or somebody in between, would otherwise hold a machine, and with it other machines' turns, for all of every try.
+func TestAMirrorThatTricklesIsGivenUp(t *testing.T) {
+	content := bytes.Repeat([]byte("x"), 8*leastBytes)
+	slow, healthy := trickle(content[:1], len(content), time.Millisecond), trickle(content[:leastBytes], 8, 150*time.Millisecond)
+	for name, tt := range map[string]struct {
+		mirror func(asked int32) http.HandlerFunc
+		tries  int32
+		want   attestv1.Reason
+	}{
+		"each time": {func(int32) http.HandlerFunc { return slow }, 3, attestv1.Reason_REASON_COMPONENT_UNAVAILABLE},
+		"the first time": {func(n int32) http.HandlerFunc {
+			return map[bool]http.HandlerFunc{true: slow, false: serve(content)}[n == 1]
+		}, 2, attestv1.Reason_REASON_ACCEPTED},
+		"a slow one that is quick enough": {func(int32) http.HandlerFunc { return healthy }, 1, attestv1.Reason_REASON_ACCEPTED}, // it takes longer than leastTime in all
+	} {
+		t.Run(name, func(t *testing.T) {
+			var asked atomic.Int32
+			url, _ := mirror(t, func(w http.ResponseWriter, r *http.Request) { tt.mirror(asked.Add(1))(w, r) })
+			root := t.TempDir()
+			in := New(root, limits(), slog.New(slog.DiscardHandler))
+			defer in.Close()
+			in.leastTime = time.Second
+			list, err := Parse([]*initv1.Component{file(url, content, "/usr/local/bin/kubelet")})
+			if err != nil {
+				t.Fatal(err)
+			}
+			began := time.Now()
+			err = in.Install(t.Context(), list, func(string) {})
+			if attest.ReasonOf(err) != tt.want || asked.Load() != tt.tries {
+				t.Errorf("%v after %d tries, want %s after %d", err, asked.Load(), tt.want, tt.tries)
+			}
+			if tt.want != attestv1.Reason_REASON_ACCEPTED && !strings.Contains(err.Error(), "less than 64 KiB in 1s") {
+				t.Errorf("%v does not say what was wrong", err)
+			}
+			if d := time.Since(began); d > 3*limits().Try {
+				t.Errorf("it took %s", d)
+			}
+			noLeftovers(t, root)
+		})
 	}
 }

@@ -41,12 +41,22 @@ type Limits struct {
 // DefaultLimits are those of production.
 var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Tries: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
 
+// A try is given up when leastBytes of content (64 KiB) take longer than leastTime (30 s), about 2 KiB a second: at that rate a whole try
+// brings 2 MiB, and kubeadm alone has 70. A mirror that stalls, or whoever is in between, would hold the machine for all of every try, and a
+// control plane has its turn meanwhile, for which others wait (J8).
+const (
+	leastBytes = 64 << 10
+	leastTime  = 30 * time.Second
+)
+
 // Installer installs components below a root folder.
 type Installer struct {
 	root   string
 	client *http.Client
 	limits Limits
 	log    *slog.Logger
+
+	leastTime time.Duration // the constant, or less in tests
 }
 
 // New returns an Installer that takes root, "/" on a machine, for the file system's root.
@@ -54,7 +64,7 @@ func New(root string, limits Limits, log *slog.Logger) *Installer {
 	t := http.DefaultTransport.(*http.Transport).Clone() //nolint:forcetypeassert // documented type
 	t.ResponseHeaderTimeout = 30 * time.Second
 	t.DisableCompression = true // the hash is over what the mirror stores
-	return &Installer{root: root, limits: limits, log: log, client: &http.Client{Transport: t, CheckRedirect: checkRedirect}}
+	return &Installer{root: root, limits: limits, log: log, leastTime: leastTime, client: &http.Client{Transport: t, CheckRedirect: checkRedirect}}
 }
 
 // Close frees idle connections.
@@ -177,6 +187,8 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, in.limits.Try)
 	defer cancel()
+	ctx, giveUp := context.WithCancelCause(ctx)
+	defer giveUp(nil)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.url, nil)
 	if err != nil {
 		return "", err
@@ -192,9 +204,16 @@ func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name 
 	if resp.ContentLength > in.limits.Download {
 		return "", tooLarge(in.limits.Download)
 	}
+	body := &paced{from: resp.Body, least: in.leastTime}
+	slow := fmt.Errorf("the mirror sent less than %d KiB in %s", leastBytes>>10, in.leastTime)
+	body.timer = time.AfterFunc(body.least, func() { giveUp(slow) })
+	defer body.timer.Stop()
 	h := sha256.New()
-	name, err = spool(root, io.TeeReader(io.LimitReader(resp.Body, in.limits.Download+1), h), in.limits.Download)
+	name, err = spool(root, io.TeeReader(io.LimitReader(body, in.limits.Download+1), h), in.limits.Download)
 	if err != nil {
+		if context.Cause(ctx) == slow { //nolint:errorlint // the very one
+			return "", slow
+		}
 		return "", err
 	}
 	if got := h.Sum(nil); !bytes.Equal(got, c.sha256[:]) {
@@ -202,6 +221,24 @@ func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name 
 		return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_HASH, "%s has SHA-256 %x, want %x", c.where(), got, c.sha256)
 	}
 	return name, nil
+}
+
+// paced reads, and puts the timer off each time that enough has come.
+type paced struct {
+	from  io.Reader
+	timer *time.Timer
+	least time.Duration // for leastBytes
+	got   int           // since the timer was put off
+}
+
+// Read implements [io.Reader].
+func (p *paced) Read(b []byte) (int, error) {
+	n, err := p.from.Read(b)
+	if p.got += n; p.got >= leastBytes {
+		p.got = 0
+		p.timer.Reset(p.least)
+	}
+	return n, err
 }
 
 func tooLarge(limit int64) error {
