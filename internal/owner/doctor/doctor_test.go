@@ -389,7 +389,7 @@ func (p *patient) harms() []harm {
 		{CheckKubeconfig, checkup.Fail, "ended on", CheckClock + CheckPolicy, at(200 * 365 * 24 * time.Hour)},
 		{CheckClock, checkup.Fail, "API server's clock is 2h59m", CheckPolicy, at(-3 * time.Hour)},
 		{CheckNodeClocks, checkup.Fail, "node1", "", leased(ahead)},
-		{CheckKinds, checkup.Warn, "another version", "", edited(typed(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}, "attestednodes.muster.dev"), []any{"xn"}, "spec", "names", "shortNames")},
+		{CheckKinds, checkup.Warn, "another version", "", edited(typed(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}, "attestednodes.muster.dev"), "xn", "spec", "names", "singular")},
 		{CheckAdmission, checkup.Fail, "ValidatingAdmissionPolicyBinding muster-node-certificates was deleted", "", deleted(admission("ValidatingAdmissionPolicyBinding", "muster-node-certificates"))},
 		{CheckAdmission, checkup.Fail, "muster-enrolled-nodes is not as", "", edited(admission("ValidatingAdmissionPolicyBinding", "muster-enrolled-nodes"), []any{"Audit"}, "spec", "validationActions")},
 		{CheckObjects, checkup.Fail, "ClusterRole muster:kms is not as", "", edited(rbac("ClusterRole", "muster:kms"), []any{map[string]any{"apiGroups": []any{"*"}, "resources": []any{"*"}, "verbs": []any{"*"}}}, "rules")},

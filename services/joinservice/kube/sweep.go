@@ -49,7 +49,7 @@ type SweepConfig struct {
 	VerdictMaxAge time.Duration
 	// Audit keeps the records of releases.
 	Audit *audit.Log
-	// Metrics takes muster_nodes_vanished.
+	// Metrics takes muster_nodes_vanished and muster_nodes_refused.
 	Metrics prometheus.Registerer
 }
 
@@ -70,6 +70,7 @@ type Sweeper struct {
 	kube     *Kube
 	cfg      SweepConfig
 	vanished *prometheus.GaugeVec
+	refused  *prometheus.GaugeVec
 	// missing is since when a node has no Node, as far as we have looked; stray is what stood in the list
 	// without an enrolment the last time.
 	missing map[string]time.Time
@@ -91,8 +92,9 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 	s := &Sweeper{
 		kube: k, cfg: cfg, missing: map[string]time.Time{}, stray: map[string]string{},
 		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
+		refused:  prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_refused", Help: "Enrolled nodes, not banned, whose machine's last genuine evidence was refused, by reason."}, []string{"reason"}),
 	}
-	if err := cfg.Metrics.Register(s.vanished); err != nil {
+	if err := errors.Join(cfg.Metrics.Register(s.vanished), cfg.Metrics.Register(s.refused)); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
 	return s, nil
@@ -117,6 +119,7 @@ func (s *Sweeper) Serve(ctx context.Context) error {
 func (s *Sweeper) pass(ctx context.Context) {
 	counts := map[string]float64{vanishedNeverCame: 0, vanishedNodeGone: 0, vanishedSilent: 0}
 	k, nodes := s.kube, s.kube.cluster.Nodes.All()
+	s.countRefused(nodes)
 	known := map[string]bool{}
 	for _, n := range nodes {
 		if ctx.Err() != nil {
@@ -194,6 +197,16 @@ func (s *Sweeper) claim(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		return err
 	}
 	return nil // somebody was faster, and whoever asks for the key is told
+}
+
+// countRefused counts nodes that no longer fit. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
+func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
+	s.refused.Reset()
+	for _, n := range nodes {
+		if v := n.Status.LastVerdict; v != nil && !v.Accepted && !n.ShutOut() {
+			s.refused.WithLabelValues(v.Reason).Inc()
+		}
+	}
 }
 
 // look deals with one enrolment, and says how its node vanished; empty: it has not.

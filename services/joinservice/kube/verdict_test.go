@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -106,4 +107,27 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A node that booted something else is counted here, by those who saw its evidence: what it counts itself may be the word of anybody on the network.
+func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
+	s := &Sweeper{refused: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "refused"}, []string{"reason"})}
+	node := func(accepted bool, reason string, banned bool) *v1alpha1.AttestedNode {
+		return &v1alpha1.AttestedNode{
+			Spec:   v1alpha1.AttestedNodeSpec{Banned: banned},
+			Status: v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: accepted, Reason: reason}},
+		}
+	}
+	count := func(want float64, nodes ...*v1alpha1.AttestedNode) {
+		t.Helper()
+		s.countRefused(append(nodes, node(true, "ACCEPTED", false), node(false, "BANNED", true), &v1alpha1.AttestedNode{}))
+		if got := testutil.ToFloat64(s.refused.WithLabelValues("POLICY_REFUSED")); got != want {
+			t.Errorf("%v nodes are refused, want %v", got, want)
+		}
+		if got := testutil.CollectAndCount(s.refused); got != 1 {
+			t.Errorf("%d reasons, want one", got)
+		}
+	}
+	count(2, node(false, "POLICY_REFUSED", false), node(false, "POLICY_REFUSED", false))
+	count(0)
 }
