@@ -128,7 +128,7 @@ func (w Wait) why() string {
 	case w.By == "":
 		return name + words(ours, reason)
 	case atls.UnprovenRefusal(w.Err):
-		return "somebody at " + w.By + " says " + name + ", and has not proven to be a joinservice; if it is one, its log says why"
+		return name + " by " + w.By + words(theirs, reason) + ", which has not proven to be a joinservice"
 	case remote(w.Err):
 		return name + " by " + w.By + words(theirs, reason)
 	}

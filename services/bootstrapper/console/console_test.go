@@ -59,14 +59,14 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		return &attest.Refusal{Reason: r, Remote: remote, Err: errors.New("PCR 4 is 00")}
 	}
 	for want, w := range map[string]console.Wait{
-		"waiting: somebody at 192.168.77.11:30090 says NOT_READY, and has not proven to be a joinservice; if it is one, its log says why; next try in 8 s":         {Err: &atls.ExchangeError{Err: refusal(attestv1.Reason_REASON_NOT_READY, true)}, By: e, Next: 8200 * time.Millisecond},
-		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 9 s":                              {Err: &atls.ExchangeError{Accepted: true, Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true)}, By: e, Next: 9 * time.Second},
-		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 8 s":                              {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true), By: e, Next: 8200 * time.Millisecond},
-		"waiting: this machine does not accept what 192.168.77.11:30090 answers: POLICY_REFUSED (its measurements are not in the owner's policy); next try in 1 s": {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, false), By: e, Next: time.Millisecond},
-		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                      {Err: errors.Join(seek.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
-		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                            {Err: seek.ErrNobody, Also: "`muster init` can", Next: 5 * time.Second},
-		"waiting: STATE_DISK (the state disk can't be used); next try in 10 min":                                                                                   {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
-		"waiting: SIGNATURE_INVALID by 192.168.77.11:30090; next try in 1 s":                                                                                       {Err: refusal(attestv1.Reason_REASON_SIGNATURE_INVALID, true), By: e},
+		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy), which has not proven to be a joinservice; next try in 8 s": {Err: &atls.ExchangeError{Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true)}, By: e, Next: 8200 * time.Millisecond},
+		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 9 s":                                           {Err: &atls.ExchangeError{Accepted: true, Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true)}, By: e, Next: 9 * time.Second},
+		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 8 s":                                           {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true), By: e, Next: 8200 * time.Millisecond},
+		"waiting: this machine does not accept what 192.168.77.11:30090 answers: POLICY_REFUSED (its measurements are not in the owner's policy); next try in 1 s":              {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, false), By: e, Next: time.Millisecond},
+		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                                   {Err: errors.Join(seek.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
+		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: seek.ErrNobody, Also: "`muster init` can", Next: 5 * time.Second},
+		"waiting: STATE_DISK (the state disk can't be used); next try in 10 min":                                                                                                {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
+		"waiting: SIGNATURE_INVALID by 192.168.77.11:30090; next try in 1 s":                                                                                                    {Err: refusal(attestv1.Reason_REASON_SIGNATURE_INVALID, true), By: e},
 	} {
 		c, text := open(t)
 		w.For = "waiting"
