@@ -202,6 +202,9 @@ func (s *Sweeper) claim(ctx context.Context, n *v1alpha1.AttestedNode) error {
 // countRefused counts nodes that no longer fit. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
+	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
+		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // none is a value too: without it nobody can tell that from a joinservice that does not count
+	}
 	for _, n := range nodes {
 		if v := n.Status.LastVerdict; v != nil && !v.Accepted && !n.ShutOut() {
 			s.refused.WithLabelValues(v.Reason).Inc()

@@ -124,8 +124,8 @@ func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
 		if got := testutil.ToFloat64(s.refused.WithLabelValues("POLICY_REFUSED")); got != want {
 			t.Errorf("%v nodes are refused, want %v", got, want)
 		}
-		if got := testutil.CollectAndCount(s.refused); got != 1 {
-			t.Errorf("%d reasons, want one", got)
+		if got := testutil.CollectAndCount(s.refused); got != 4 {
+			t.Errorf("%d reasons, want those of appraisals, also while they are 0", got)
 		}
 	}
 	count(2, node(false, "POLICY_REFUSED", false), node(false, "POLICY_REFUSED", false))
