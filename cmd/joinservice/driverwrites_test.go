@@ -37,7 +37,7 @@ func (s *stage) try(t *testing.T, writes map[string]write) {
 	}
 }
 
-// asUser returns a client of somebody that knows all kinds.
+// asUser returns a client that acts as user, whose scheme has all kinds of Kubernetes.
 func (s *stage) asUser(t *testing.T, user string, groups ...string) client.Client {
 	t.Helper()
 	cfg, err := s.AsUser(user, groups...)
@@ -319,7 +319,7 @@ func manyLabels(n int) string {
 	return strings.Join(out, ",")
 }
 
-// Admission refuses a pod that nobody could delete: its deletion has to be written, and etcd does not take it if it is too large.
+// A pod can be deleted, whoever filled it: its deletion is written first, and etcd refuses an object above 1.5 MiB.
 func TestAPodCanBeDeleted(t *testing.T) {
 	s := setUp(t)
 	create := func(size int, dryRun bool, finalizers ...string) (*corev1.Pod, error) {

@@ -57,7 +57,7 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 		}
 		by := ""
 		if s.ReasonUnproven {
-			by = ", said by somebody who has not proven to be a joinservice"
+			by = ", from a peer that has not proven to be a joinservice"
 		}
 		line("Last reason", "%s%s%s (failed tries: %d)", s.Reason, by, when, s.FailedTries)
 		if s.Remedy != "" {

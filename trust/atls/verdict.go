@@ -19,7 +19,7 @@ var verdictCodes = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_BUSY: true, attestv1.Reason_REASON_DEADLINE: true, attestv1.Reason_REASON_INTERNAL: true,
 }
 
-// verdictCode gives the reason that the peer is told of a refusal of ours: a fault of ours, if no Verdict may carry its own.
+// verdictCode returns the reason that the peer is told of a refusal of ours: a fault of ours, if no Verdict may carry its own.
 func verdictCode(r attestv1.Reason) attestv1.Reason {
 	if !verdictCodes[r] {
 		return attestv1.Reason_REASON_INTERNAL
@@ -29,13 +29,13 @@ func verdictCode(r attestv1.Reason) attestv1.Reason {
 
 // ExchangeError says that no session came about. It wraps the cause: an [attest.Refusal], or an error of the network.
 type ExchangeError struct {
-	// Accepted says that this side had accepted the peer's evidence before: only then is a refusal that came from the peer the word of whom it claims to be.
+	// Accepted says that this side had accepted the peer's evidence before: only then is the sender of a refusal known.
 	Accepted bool
 	// Err is the cause.
 	Err error
 }
 
-// Error gives the cause, and says of a refusal by an unproven peer that it is one.
+// Error returns the text of the cause, and marks a refusal by a peer that has not proven what it is.
 func (e *ExchangeError) Error() string {
 	if r, ok := errors.AsType[*attest.Refusal](e.Err); ok && r.Remote && !e.Accepted {
 		return e.Err.Error() + " (it has not proven what it is)"
@@ -43,17 +43,17 @@ func (e *ExchangeError) Error() string {
 	return e.Err.Error()
 }
 
-// Unwrap gives the cause.
+// Unwrap returns the cause.
 func (e *ExchangeError) Unwrap() error { return e.Err }
 
-// Unproven says whether err is that of a session that did not come about, with a peer that had not proven what it is:
+// Unproven reports whether err is that of a session that did not come about, with a peer that had not proven what it is:
 // whoever can answer in its place can cause any such error, without a TPM.
 func Unproven(err error) bool {
 	e, ok := errors.AsType[*ExchangeError](err)
 	return ok && !e.Accepted
 }
 
-// UnprovenRefusal says whether err is the word of such a peer: it refused. A server may refuse a client before it has proven itself,
+// UnprovenRefusal reports whether err is a refusal by such a peer. A server may refuse a client before it has proven itself,
 // so this need not be an attack; but what the reason says is no fact, and neither is the remedy for it.
 func UnprovenRefusal(err error) bool {
 	r, ok := errors.AsType[*attest.Refusal](err)

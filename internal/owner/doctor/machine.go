@@ -102,7 +102,7 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 		}
 		by := ""
 		if s.ReasonUnproven {
-			by = ", said by somebody who has not proven to be a joinservice"
+			by = ", from a peer that has not proven to be a joinservice"
 		}
 		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, tries(s))
 	case len(s.JoinEndpoints) == 0 && !s.InitAllowed:

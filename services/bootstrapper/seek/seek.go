@@ -24,7 +24,7 @@ var (
 	ErrUnreachable = errors.New("no joinservice can be reached")
 )
 
-// maxKnock bounds the pause while nobody is there to be asked, and after an answer by somebody who has not proven to be a joinservice.
+// maxKnock bounds the pause while nobody is there to be asked, and after an answer by a peer that has not proven to be a joinservice.
 const maxKnock = 5 * time.Second
 
 // Pauses are the waits between tries of one series. Its zero value is not useful.
@@ -39,7 +39,7 @@ func NewPauses(least, most time.Duration) *Pauses {
 	}
 }
 
-// Next gives the pause after a try that failed with err. The server's hint in it wins, up to 5 s if the server has not proven what it is.
+// Next returns the pause after a try that failed with err. The server's hint in it wins, up to 5 s if the server has not proven what it is.
 func (p *Pauses) Next(err error) time.Duration {
 	// One that hung up without a reason may have limits that others reach from this machine's address.
 	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE

@@ -18,7 +18,7 @@ import (
 type Tries struct {
 	mu        sync.Mutex
 	reason    attestv1.Reason // of the latest that failed
-	unproven  bool            // it is the word of somebody who has not proven to be a joinservice
+	unproven  bool            // it is from a peer that has not proven to be a joinservice
 	last      time.Time
 	next      time.Time // zero: now, or never
 	failed    uint32
@@ -67,8 +67,8 @@ func (t *Tries) Tell(out *initv1.GetStatusResponse, again bool) {
 	}
 }
 
-// RemedyOf gives what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if only
-// the owner knows. What somebody says who has not proven to be a joinservice has no remedy of its own.
+// RemedyOf returns what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if only
+// the owner knows. A refusal by a peer that has not proven to be a joinservice has one remedy, whatever its reason.
 func RemedyOf(s *initv1.GetStatusResponse) string {
 	if s.GetLastReasonUnproven() {
 		return rpc.RemedyUnproven
