@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/deploy/vm/internal/gpt"
@@ -32,12 +33,21 @@ var fixedCmdline = []string{
 	"console=tty0", "console=ttyS0", "quiet", "loglevel=4", "panic=30",
 	"printk.devkmsg=on", // the initramfs leaves its log for the journal, all of it
 	"net.ifnames=0",     // the initramfs has named the interfaces, and they are up
-	// Firmware's variables are not measured when the system reads them, and systemd takes options from one.
-	"efi=noruntime",
+	// Firmware's variables are not measured when the system reads them, and systemd takes options from one. Until the kernel
+	// has taken over, no device behind a bridge writes to memory (Linux, EFI_DISABLE_PCI_DMA).
+	"efi=noruntime,disable_early_pci_dma",
 	// Nor are those that a hypervisor hands over as credentials: they could write files and passwords.
 	"systemd.import_credentials=no",
 	"systemd.gpt_auto=no", "systemd.firstboot=no", "systemd.show_status=error",
+	// B6: root of the running system changes no kernel, or PCRs would go on saying what was booted. The level of lockdown is an option of the build.
+	"lsm=landlock,lockdown,yama,integrity,apparmor,bpf", "module.sig_enforce=1",
+	// Another kernel of Debian's has a good signature too. Set before the first program runs; only a boot sets it back.
+	"sysctl.kernel.kexec_load_disabled=1",
+	"nohibernate", // K3: nothing writes memory to a disk
 }
+
+// lockdowns are the levels of kernel_lockdown(7) that an image may have. Kubernetes and containerd need nothing of what either forbids.
+var lockdowns = []string{"confidentiality", "integrity"}
 
 func build(ctx context.Context, o options, stdout, log io.Writer) error {
 	config, err := o.config.make()
@@ -155,7 +165,8 @@ func unified(o options, b base, kernel, program string, root layout.Root) ([]byt
 }
 
 func cmdline(o options, root layout.Root) string {
-	return strings.Join(append(append(append([]string{}, fixedCmdline...), strings.Fields(o.cmdline)...), layout.VerityKey+root.String()), " ")
+	words := append(slices.Clone(fixedCmdline), "lockdown="+o.lockdown)
+	return strings.Join(append(append(words, strings.Fields(o.cmdline)...), layout.VerityKey+root.String()), " ")
 }
 
 // sign adds a signature for Secure Boot, if there is a key.

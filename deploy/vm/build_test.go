@@ -116,9 +116,14 @@ func TestTheInitialRAMDiskIsTheSameEachTime(t *testing.T) {
 
 func TestTheCommandLineNamesTheRootOnce(t *testing.T) {
 	root := layout.Root{Hash: [32]byte{1}, Blocks: 9}
-	line := cmdline(options{cmdline: "a=b  c"}, root)
+	line := cmdline(options{cmdline: "a=b  c", lockdown: "integrity"}, root)
 	if got, err := layout.RootOf(line); err != nil || got != root || !strings.Contains(line, " a=b c ") {
 		t.Errorf("%q: %v, %v", line, got, err)
+	}
+	for _, word := range []string{"lockdown=integrity", "module.sig_enforce=1", "sysctl.kernel.kexec_load_disabled=1", "nohibernate", "efi=noruntime,disable_early_pci_dma"} {
+		if !slices.Contains(strings.Fields(line), word) {
+			t.Errorf("%q lacks %s", line, word)
+		}
 	}
 	if strings.Contains(line, "roothash=") {
 		t.Error("systemd's generators would wait for a partition")
@@ -143,6 +148,7 @@ func TestArgumentsThatDontGoTogetherAreRefused(t *testing.T) {
 		"half a signature": {[]string{"-containerd", "x", "-secure-boot-key", "k"}, "together"},
 		"no containerd":    {nil, "-containerd"},
 		"more":             {[]string{"x"}, "unexpected"},
+		"no such lockdown": {[]string{"-containerd", "x", "-lockdown", "none"}, "confidentiality, integrity"},
 	} {
 		if err := run(t.Context(), tt.args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v", name, err)

@@ -21,6 +21,7 @@ var debianPackages = []string{
 	"e2fsprogs", "cryptsetup-bin", // state disk
 	"iproute2", "iptables", "nftables", "conntrack", "ethtool", "socat", "procps", // kubelet, kube-proxy, kubeadm's checks
 	"runc", "containernetworking-plugins", "ca-certificates",
+	"apparmor", // containerd loads its profile with the parser
 }
 
 const (

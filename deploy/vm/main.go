@@ -16,6 +16,8 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
+	"strings"
 	"syscall"
 	"time"
 )
@@ -42,6 +44,7 @@ type options struct {
 	config         configOptions
 	add            string // folder whose files go into the root
 	cmdline        string // words added to the kernel's command line
+	lockdown       string // of lockdowns
 	key, cert      string // of Secure Boot, PEM; both or none
 	sources, cache string // apt's sources.list, and where downloads are kept
 	refresh        bool   // don't take the root that the cache has
@@ -64,6 +67,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.BoolVar(&o.config.noOwner, "allow-no-owner-key", false, "insecure: allow an image.yaml without the owner's key")
 	flags.StringVar(&o.add, "add", "", "folder whose files are put into the root, at the same path, owner root; for example etc/containerd/certs.d")
 	flags.StringVar(&o.cmdline, "cmdline", "", "words to add to the kernel's command line")
+	flags.StringVar(&o.lockdown, "lockdown", lockdowns[0], "what the kernel keeps from root (kernel_lockdown(7)): confidentiality, or integrity for tools that read the kernel's memory (kprobes, perf, BPF tracing)")
 	flags.StringVar(&o.key, "secure-boot-key", "", "PEM file of the key that signs for Secure Boot")
 	flags.StringVar(&o.cert, "secure-boot-cert", "", "PEM file of its certificate")
 	flags.StringVar(&o.sources, "sources", "", "apt's sources.list to take packages from, instead of Debian's own mirrors")
@@ -74,6 +78,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	if flags.NArg() > 0 {
 		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	if !slices.Contains(lockdowns, o.lockdown) {
+		return fmt.Errorf("-lockdown %q: want one of %s", o.lockdown, strings.Join(lockdowns, ", "))
 	}
 	if (o.key == "") != (o.cert == "") {
 		return errors.New("-secure-boot-key and -secure-boot-cert go together")

@@ -29,6 +29,8 @@ var masked = []string{
 	"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service",
 	"systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service",
 	"getty@.service", "serial-getty@.service", "console-getty.service", "container-getty@.service", "autovt@.service", "getty.target",
+	"sleep.target", "suspend.target", "hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target",
+	"systemd-suspend.service", "systemd-hibernate.service", "systemd-hybrid-sleep.service", "systemd-suspend-then-hibernate.service",
 	"emergency.service", "rescue.service", "debug-shell.service", "ctrl-alt-del.target",
 	"systemd-firstboot.service", "systemd-sysext.service", "systemd-machine-id-commit.service", "systemd-sysusers.service",
 	"dpkg-db-backup.timer", "dpkg-db-backup.service", "e2scrub_all.timer", "e2scrub_reap.service", "fstrim.timer",

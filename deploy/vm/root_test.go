@@ -184,7 +184,7 @@ func TestNoLoginAndNoUnitThatMeasures(t *testing.T) {
 			t.Errorf("%s is both enabled and masked", unit)
 		}
 	}
-	for _, word := range []string{"efi=noruntime", "systemd.import_credentials=no"} {
+	for _, word := range []string{"efi=noruntime,disable_early_pci_dma", "systemd.import_credentials=no"} {
 		if !slices.Contains(fixedCmdline, word) {
 			t.Errorf("the command line lacks %s: what nobody measured could change the system", word)
 		}

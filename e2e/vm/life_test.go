@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -14,6 +15,9 @@ import (
 	"strings"
 	"testing"
 	"unicode/utf16"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/lab/driver"
 )
@@ -29,6 +33,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	w.measures(t, "node7")
 	first := w.ready(t, "node7", "")
 	marker := w.mark(t, "node7")
+	w.guarded(t, "node7")
 	if err := w.KillVM(t.Context(), "node7"); err != nil {
 		t.Fatal(err)
 	}
@@ -84,9 +89,35 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	}
 	w.measures(t, "node7")
 	w.ready(t, "node7", first)
-	if got := w.pod(t, "node7", "read", "cat", markerFile); got != marker {
-		t.Errorf("the marker is %q after the reboot, want %q", got, marker)
+	const confined = "cri-containerd.apparmor.d (enforce)\n" // containerd's default profile
+	if got := w.pod(t, "node7", "read", "cat", markerFile, "/proc/self/attr/current"); got != marker+confined {
+		t.Errorf("after the reboot a container reads %q, want the marker %q and that it is confined: %q", got, marker, confined)
 	}
+}
+
+// guarded tries as root of a node to get other code into its kernel.
+func (w *world) guarded(t *testing.T, node string) {
+	t.Helper()
+	said := w.shell(t, node, "kernel", `
+echo lockdown: $(cat /sys/kernel/security/lockdown)
+echo hibernation: $(cat /sys/power/disk)
+module=$(find /usr/lib/modules -name dummy.ko)
+insmod $module && rmmod dummy && echo signed: loaded
+head -c -1 $module > /tmp/unsigned.ko # the signature ends in the file's last byte
+insmod /tmp/unsigned.ko && echo unsigned: loaded
+echo 0 > /proc/sys/kernel/kexec_load_disabled
+echo kexec disabled: $(cat /proc/sys/kernel/kexec_load_disabled)
+bootstrapper doctor | grep lockdown:
+true`)
+	for _, want := range []string{"lockdown: none integrity [confidentiality]\n", "hibernation: [disabled]\n", "signed: loaded\n", "kexec disabled: 1\n", "lockdown: confidentiality; modules are signed, no kexec, AppArmor is on\n"} {
+		if !strings.Contains(said, want) {
+			t.Errorf("a node's root does not see %q", want)
+		}
+	}
+	if strings.Contains(said, "unsigned: loaded") {
+		t.Error("the kernel loads a module without a signature")
+	}
+	t.Logf("root on %s:\n%s", node, said)
 }
 
 // measures compares what the machine has measured, at its first program's start and again when all of the
@@ -119,11 +150,36 @@ func (w *world) mark(t *testing.T, node string) string {
 // gives what it printed.
 func (w *world) pod(t *testing.T, node, name string, args ...string) string {
 	t.Helper()
-	manifest := fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "kube-system", "name": %q}, "spec": {"nodeName": %q, "restartPolicy": "Never",
-"automountServiceAccountToken": false, "tolerations": [{"operator": "Exists"}],
-"containers": [{"name": "echo", "image": "lab.muster.dev/echo:v1", "args": ["%s"], "volumeMounts": [{"name": "keep", "mountPath": "/keep"}]}],
-"volumes": [{"name": "keep", "hostPath": {"path": "/var/lib/keep", "type": "DirectoryOrCreate"}}]}}`, name, node, strings.Join(args, `", "`))
-	if out, err := w.kubectl(t.Context(), manifest, "apply", "-f", "-"); err != nil {
+	return w.completed(t, node, name, corev1.Container{Args: args, VolumeMounts: []corev1.VolumeMount{{Name: "keep", MountPath: "/keep"}}},
+		corev1.HostPathVolumeSource{Path: "/var/lib/keep", Type: new(corev1.HostPathDirectoryOrCreate)})
+}
+
+// shell runs a script as root of a node, with the node's own programs and files, and gives what it printed.
+func (w *world) shell(t *testing.T, node, name, script string) string {
+	t.Helper()
+	const lib = "/keep/usr/lib/x86_64-linux-gnu"
+	return w.completed(t, node, name, corev1.Container{
+		Command:         []string{lib + "/ld-linux-x86-64.so.2", "--library-path", lib, "/keep/usr/sbin/chroot", "/keep", "/bin/sh", "-c", "exec 2>&1; PATH=/usr/sbin:/usr/bin; " + script},
+		SecurityContext: &corev1.SecurityContext{Privileged: new(true)},
+		VolumeMounts:    []corev1.VolumeMount{{Name: "keep", MountPath: "/keep"}},
+	}, corev1.HostPathVolumeSource{Path: "/"})
+}
+
+// completed runs a pod of the lab's program echo, or of what the container's command is, to its end.
+func (w *world) completed(t *testing.T, node, name string, c corev1.Container, keep corev1.HostPathVolumeSource) string {
+	t.Helper()
+	c.Name, c.Image = "echo", "lab.muster.dev/echo:v1"
+	manifest, err := json.Marshal(corev1.Pod{
+		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"}, ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name},
+		Spec: corev1.PodSpec{
+			NodeName: node, RestartPolicy: corev1.RestartPolicyNever, AutomountServiceAccountToken: new(false), Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
+			Containers: []corev1.Container{c}, Volumes: []corev1.Volume{{Name: "keep", VolumeSource: corev1.VolumeSource{HostPath: &keep}}},
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if out, err := w.kubectl(t.Context(), string(manifest), "apply", "-f", "-"); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	until(t, joinTime, func(ctx context.Context) error {

@@ -3,7 +3,7 @@
 //	echo serve ADDR     answers each request with the node and the pod that it runs on
 //	echo get URL        prints the answer of one request; exits with 1 if there is none
 //	echo put FILE TEXT  writes a file, and returns when it is on the disk
-//	echo cat FILE       prints a file
+//	echo cat FILE…      prints files
 package main
 
 import (
@@ -38,15 +38,19 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if len(args) == 3 && args[0] == "put" {
 		return put(args[1], args[2])
 	}
-	if len(args) == 2 && args[0] == "cat" {
-		b, err := os.ReadFile(args[1])
-		if err != nil {
-			return err
+	if len(args) > 1 && args[0] == "cat" {
+		var all []byte
+		for _, name := range args[1:] {
+			b, err := os.ReadFile(name)
+			if err != nil {
+				return err
+			}
+			all = append(all, b...)
 		}
-		_, err = out.Write(b)
+		_, err := out.Write(all)
 		return err
 	}
-	return errors.New("usage: echo serve ADDR | echo get URL | echo put FILE TEXT | echo cat FILE")
+	return errors.New("usage: echo serve ADDR | echo get URL | echo put FILE TEXT | echo cat FILE…")
 }
 
 func put(path, text string) error {

@@ -38,6 +38,7 @@ const (
 	CheckDisk         = "disk space"
 	CheckPorts        = "ports"
 	CheckCertificates = "certificates"
+	CheckKernel       = "kernel"
 )
 
 // Bounds of disk space, in bytes. Kubernetes' images and a journal that must not fail to be written.
@@ -60,7 +61,7 @@ type TPM interface {
 
 // Config says what to look at. All fields are required but Roots.
 type Config struct {
-	// Root stands for the root of the file system, below which a control plane's certificates are.
+	// Root stands for the root of the file system, below which a control plane's certificates are, and what the kernel says of itself.
 	Root string
 	// Image and Metadata are the paths of the two files, Journal that of the journal.
 	Image, Metadata, Journal string
@@ -107,6 +108,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	d.space()
 	d.ports(ctx)
 	d.certificates()
+	d.kernel()
 	return &d.Report
 }
 

@@ -62,6 +62,15 @@ func (m *machine) write(t *testing.T, name, content string) string {
 	return path
 }
 
+// file writes one in a folder of its own.
+func (m *machine) file(t *testing.T, name, content string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(filepath.Join(m.dir, name)), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	m.write(t, name, content)
+}
+
 func newMachine(t *testing.T) *machine {
 	t.Helper()
 	ca := attesttest.NewCA(t)
@@ -73,6 +82,12 @@ func newMachine(t *testing.T) *machine {
 	m.image = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: /var/lib/muster/state}\ntpm: {eventLog: %q}\nownerKey: %s\n",
 		m.EventLog(), base64.StdEncoding.EncodeToString(make([]byte, 32)))
 	m.meta = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node2\nrole: worker\naddresses: [192.0.2.12]\njoinEndpoints: [%q]\n", s.Listener.Addr())
+	for name, content := range map[string]string{
+		"sys/kernel/security/lockdown": "none integrity [confidentiality]\n", "sys/module/module/parameters/sig_enforce": "Y\n",
+		"proc/sys/kernel/kexec_load_disabled": "1\n", "sys/module/apparmor/parameters/enabled": "Y\n", "sbin/apparmor_parser": "",
+	} {
+		m.file(t, name, content)
+	}
 	m.cfg = Config{
 		Root: m.dir, Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Journal: filepath.Join(m.dir, "journal"),
 		OpenTPM: func(*metadata.Image) (TPM, error) { return m.Machine, nil }, Roots: ca.Roots(), Folders: []string{m.dir}, Built: time.Now(), Now: time.Now,
@@ -140,6 +155,18 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 			l := listen(t)
 			_ = l.Close()
 			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints")+fmt.Sprintf("joinEndpoints: [%q]\n", l.Addr()))
+		}},
+		"a kernel that is not locked down": {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *machine) {
+			m.file(t, "sys/kernel/security/lockdown", "[none] integrity confidentiality\n")
+		}},
+		"a kernel without lockdown":        {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *machine) { m.file(t, "sys/kernel/security/lockdown", "") }},
+		"modules without signatures":       {CheckKernel, checkup.Warn, "modules without", func(t *testing.T, m *machine) { m.file(t, "sys/module/module/parameters/sig_enforce", "N\n") }},
+		"a kernel that starts another one": {CheckKernel, checkup.Warn, "kexec", func(t *testing.T, m *machine) { m.file(t, "proc/sys/kernel/kexec_load_disabled", "0\n") }},
+		"a kernel without AppArmor":        {CheckKernel, checkup.Warn, "AppArmor is off", func(t *testing.T, m *machine) { m.file(t, "sys/module/apparmor/parameters/enabled", "N\n") }},
+		"an image without AppArmor's parser": {CheckKernel, checkup.Warn, "apparmor_parser", func(t *testing.T, m *machine) {
+			if err := os.Remove(filepath.Join(m.dir, "sbin/apparmor_parser")); err != nil {
+				t.Fatal(err)
+			}
 		}},
 		"a disk that is full": {CheckDisk, checkup.Fail, "0 MiB", func(_ *testing.T, m *machine) { m.cfg.Folders = []string{"/proc"} }},
 		"a control plane's certificate that has ended": {CheckCertificates, checkup.Fail, "apiserver ended at", func(t *testing.T, m *machine) {
