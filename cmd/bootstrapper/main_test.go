@@ -223,7 +223,7 @@ func TestAttesterServesEvidenceOfARealTPM(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if _, err := attesttest.Claims(t.Context(), c, realVerifier(t, e), attest.PurposeKMS, attest.Binding{1}, false); err != nil {
+	if _, err := attesttest.Claims(t.Context(), c, realVerifier(t, e), attest.PurposeKMS, attest.Binding{1}); err != nil {
 		t.Error(err)
 	}
 	if code, body := get(t, fmt.Sprint("http://", at["metrics"], "/readyz")); code != http.StatusOK {

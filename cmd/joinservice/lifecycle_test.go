@@ -64,7 +64,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 	sign := func(json string) string {
 		return base64.StdEncoding.EncodeToString(attest.SignPolicy(s.Owner, []byte(json)).GetSignature())
 	}
-	lower, empty := text(func(p *attestv1.Policy) { p.Serial = 1 }), text(func(p *attestv1.Policy) { p.Serial, p.Version = 9, 2 })
+	lower, empty := text(func(p *attestv1.Policy) { p.Serial = 1 }), text(func(p *attestv1.Policy) { p.Serial, p.Version = 9, 3 })
 	newer := text(func(p *attestv1.Policy) { p.Serial = 9 })
 	for name, tt := range map[string]struct {
 		policy, signature string

@@ -291,7 +291,7 @@ func TestReattestationIsRefused(t *testing.T) {
 		// verdict is the one that is left: of a refusal or, if it is empty, the good one.
 		verdict string
 	}{
-		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(9, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
+		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
 		"of a machine of another cluster": {func(_ *testing.T, _ *stage, m *attesttest.Machine) {
 			m.Reboot()
 			m.LockTo([32]byte{1})

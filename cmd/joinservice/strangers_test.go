@@ -15,7 +15,6 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
-	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // Who does not pass the exchange never reaches the RPC, and is on record all the same.
@@ -29,7 +28,10 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 	elsewhere.LockTo([32]byte{0xee})
 	shell := s.machine(t)
 	shell.SetPCR(12, make32(7))
-	otherLog, _ := attesttest.BootLog(t, attesttest.Options{Image: "another image"}, tpm.SHA256)
+	otherBoot, err := machine(attesttest.Options{Image: "another image"}).Attester(attest.PurposeMachine).Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{})
+	if err != nil {
+		t.Fatal(err)
+	}
 	good := s.machine(t)
 	for name, tt := range map[string]struct {
 		machine *attesttest.Machine
@@ -45,7 +47,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 		"a quote that was changed":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
 		"PCR values of another boot":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
 		"no signature":                   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
-		"another boot's event log":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.EventLog = otherLog }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
+		"another boot's event log":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Events = otherBoot.GetTpm2().GetEvents() }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
 		"a key that is free to sign anything": {
 			machine: machine(attesttest.Options{Tamper: attesttest.Tamper{AK: func(p *gotpm.TPMTPublic) { p.ObjectAttributes.Restricted = false }}}), reason: attestv1.Reason_REASON_AK_TEMPLATE,
 		},

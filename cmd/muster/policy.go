@@ -19,7 +19,7 @@ import (
 
 func (a *app) policyCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
-	cmd.AddCommand(a.fromMeasurementsCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
+	cmd.AddCommand(a.fromMeasurementsCommand(), a.addClassCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
 	return cmd
 }
 
@@ -27,7 +27,7 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	var (
 		t                         policyfile.Template
 		roots, machines, networks []string
-		control                   []string
+		control, classes          []string
 		operator                  bool
 		key, out                  string
 	)
@@ -46,9 +46,15 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 				}
 				t.ControlPlanes = append(t.ControlPlanes, policyfile.ControlPlane{Machine: id})
 			}
+			if err := fillClasses(&t, classes); err != nil {
+				return err
+			}
 			text, err := policyfile.Build(t)
 			if err != nil {
 				return err
+			}
+			if len(t.Classes) == 0 && !t.AnyFirmware {
+				fmt.Fprintln(a.stderr, "The policy lists no machine class yet, so it accepts no firmware. Take one from a machine that you trust: muster policy add-class NAME --from MACHINE:9000 --policy FILE")
 			}
 			if out == "" || out == "-" {
 				_, err = a.stdout.Write(text)
@@ -63,13 +69,35 @@ func (a *app) fromMeasurementsCommand() *cobra.Command {
 	f.StringVar(&key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
 	f.StringSliceVar(&control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
+	f.StringArrayVar(&classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&networks, "node-cidr", nil, "network of node addresses")
 	f.StringSliceVar(&t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
 	f.Uint64Var(&t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
 	f.BoolVar(&t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
+	f.BoolVar(&t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
 	f.BoolVar(&t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root vouches for")
 	f.StringVarP(&out, "out", "o", "", "file to write; standard output if left out")
 	return cmd
+}
+
+// fillClasses reads NAME=FILE.
+func fillClasses(t *policyfile.Template, classes []string) error {
+	for _, s := range classes {
+		name, path, ok := strings.Cut(s, "=")
+		if !ok {
+			return fmt.Errorf("--class %q: want NAME=FILE", s)
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("--class: %w", err)
+		}
+		c, err := policyfile.ParseFirmware(name, text, t.Measurements[0].Bank)
+		if err != nil {
+			return fmt.Errorf("--class %s: %w", s, err)
+		}
+		t.Classes = append(t.Classes, c)
+	}
+	return nil
 }
 
 func fill(t *policyfile.Template, files, roots, machines, networks []string, operator bool, key attest.EKKind) error {
@@ -209,10 +237,13 @@ func (a *app) applyCommand() *cobra.Command {
 	return cmd
 }
 
-// replacePolicy puts the file into the folder. One that lists no control planes, as from-measurements makes it, gets those of before.
+// replacePolicy puts the file into the folder. One that lists no control planes or no classes, as from-measurements makes it, gets those of before.
 func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
+		return err
+	}
+	if text, err = a.keepClasses(dir, path, text); err != nil {
 		return err
 	}
 	p, _, err := policyfile.Parse(text)
@@ -232,6 +263,22 @@ func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 		}
 	}
 	return dir.Write(ownerdir.PolicyFile, text)
+}
+
+// keepClasses returns text with the classes of the folder's policy if it has none of its own.
+func (a *app) keepClasses(dir *ownerdir.Dir, path string, text []byte) ([]byte, error) {
+	before, err := dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, err
+	}
+	text, kept, err := policyfile.KeepClasses(text, before)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	if kept > 0 {
+		fmt.Fprintf(a.stderr, "%s lists no machine classes: the %d of before stay listed.\n", path, kept)
+	}
+	return text, nil
 }
 
 func insecure(on []string) string {

@@ -29,7 +29,8 @@ func (a *app) verifyCommand() *cobra.Command {
 		Use:   "verify ENDPOINT [--policy FILE] [--purpose machine|joinservice|kms]",
 		Short: "Look at a machine: what it booted, and whether the policy accepts it",
 		Long: `Runs the exchange of attested TLS with a machine, and shows what its evidence says beside what the policy
-expects. Nothing is sent but the exchange itself. The exit code is 0 if the machine is accepted.
+expects: image, firmware, drivers and Secure Boot, from the replayed event log. Nothing is sent but the exchange itself.
+The exit code is 0 if the machine is accepted.
 
 A machine that is in no cluster must be unlocked. With an owner's folder or --cluster-id, one that is locked to that
 cluster is accepted too, and the purposes joinservice and kms can be looked at.`,
@@ -39,12 +40,14 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 			if err != nil {
 				return err
 			}
-			cfg.EventLog = events
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			sight, err := owner.Verify(ctx, cfg)
 			if err != nil {
 				return err
+			}
+			if !events {
+				sight.Events = nil
 			}
 			return a.show(sight)
 		},
@@ -53,13 +56,21 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 	f.StringVar(&policy, "policy", "", "policy to judge by (default: that of the owner's folder)")
 	f.StringVar(&purpose, "purpose", string(attest.PurposeMachine), "what the evidence must have been made for")
 	f.StringVar(&clusterID, "cluster-id", "", "cluster that the machine may be locked to (default: that of the owner's folder)")
-	f.BoolVar(&events, "event-log", false, "ask for the event log, and show it")
+	f.BoolVar(&events, "event-log", false, "show the event log")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
 	return cmd
 }
 
 // target takes from the owner's folder what flags leave out.
 func (a *app) target(endpoint, policyPath, purpose, clusterID string) (owner.VerifyConfig, error) {
+	return a.targetBy(endpoint, policyPath, purpose, clusterID, func(text []byte) (*attest.Policy, error) {
+		p, _, err := policyfile.Parse(text)
+		return p, err
+	})
+}
+
+// targetBy is target with a policy that parse reads.
+func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse func([]byte) (*attest.Policy, error)) (owner.VerifyConfig, error) {
 	var cfg owner.VerifyConfig
 	port := 9000
 	if attest.Purpose(purpose) == attest.PurposeJoinservice {
@@ -87,11 +98,10 @@ func (a *app) target(endpoint, policyPath, purpose, clusterID string) (owner.Ver
 	if text, err = os.ReadFile(policyPath); err != nil {
 		return cfg, err
 	}
-	p, b, err := policyfile.Parse(text)
+	p, err := parse(text)
 	if err != nil {
 		return cfg, fmt.Errorf("%s: %w", policyPath, err)
 	}
-	cfg.PolicyJSON = b
 	cfg.Target = peerdial.Target{Addr: addr, Purpose: attest.Purpose(purpose), Policy: p}
 	if clusterID != "" {
 		id, err := hex.DecodeString(clusterID)
@@ -122,8 +132,8 @@ func (a *app) show(s *owner.Sight) error {
 		return errors.Join(a.json(s), s.Err)
 	}
 	if s.Machine != "" {
-		fmt.Fprintf(a.stdout, "Machine        %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, s.Root, s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+		fmt.Fprintf(a.stdout, "Machine        %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
+			s.Machine, named(s.Image), named(s.Class), s.Root, s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
 		rows := [][]string{{"PCR", "SEEN (" + s.Bank + ")", "POLICY"}}
 		for _, p := range s.PCRs {
 			rows = append(rows, []string{fmt.Sprint(p.Index), p.Seen, pcrVerdict(p)})
@@ -131,11 +141,12 @@ func (a *app) show(s *owner.Sight) error {
 		if err := a.table(rows); err != nil {
 			return err
 		}
-		for _, e := range s.Events {
-			fmt.Fprintf(a.stdout, "event  %s\n", e)
+		fmt.Fprintln(a.stdout)
+		for _, f := range s.Firmware {
+			fmt.Fprintf(a.stdout, "firmware  %s\n", f)
 		}
-		for _, w := range s.Warnings {
-			fmt.Fprintf(a.stdout, "warning  %s\n", w)
+		for _, e := range s.Events {
+			fmt.Fprintf(a.stdout, "event     %s\n", e)
 		}
 		fmt.Fprintln(a.stdout)
 	}
@@ -147,15 +158,27 @@ func (a *app) show(s *owner.Sight) error {
 	return s.Err
 }
 
+// named is for a name that the policy may not have.
+func named(s string) string {
+	if s == "" {
+		return "none in the policy"
+	}
+	return s
+}
+
 func pcrVerdict(p owner.PCR) string {
 	switch {
 	case p.Match == nil:
 		return "-"
 	case *p.Match:
 		return "ok"
-	case p.Mode == "WarnOnly":
-		return "differs (reported only): expected " + strings.Join(p.Expected, " or ")
-	default:
-		return "DIFFERS: expected " + strings.Join(p.Expected, " or ")
 	}
+	var s []string
+	if p.Expected != "" && p.Expected != p.Seen {
+		s = append(s, "expected "+p.Expected)
+	}
+	if p.Why != "" {
+		s = append(s, p.Why)
+	}
+	return "DIFFERS: " + strings.Join(s, "; ")
 }

@@ -173,7 +173,7 @@ func TestPeersThatStopInTheMiddle(t *testing.T) {
 		if i == 1 {
 			continue // no evidence
 		}
-		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, w.bind(client, sent, theirs), false)
+		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, w.bind(client, sent, theirs))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -33,7 +33,7 @@ func TestFramesThatMayNotCome(t *testing.T) {
 			t.Fatal(err)
 		}
 		b := w.bind(client, sent, theirs)
-		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b, false)
+		ev, err := x.machine().Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -228,8 +228,8 @@ func TestAPeerThatDoesNotRead(t *testing.T) {
 // padded makes evidence of almost 1 MiB: what a joinservice presents is not judged here.
 type padded struct{ attest.Attester }
 
-func (p padded) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
-	ev, err := p.Attester.Attest(ctx, f, b, eventLog)
+func (p padded) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	ev, err := p.Attester.Attest(ctx, f, b)
 	if err != nil {
 		return nil, err
 	}
@@ -321,7 +321,7 @@ func TestAStrangerLearnsTheReasonAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := w.bind(client, sent, theirs)
-	ev, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b, false)
+	ev, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -121,7 +121,7 @@ func TestReflection(t *testing.T) {
 			ev := f.GetEvidence()
 			a := x.client.Attester(attest.PurposeJoinservice)
 			if repaired {
-				if ev, err = a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, w.bind(client, mine, theirs), false); err != nil {
+				if ev, err = a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, w.bind(client, mine, theirs)); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -169,7 +169,7 @@ func TestReflection(t *testing.T) {
 				a := x.server.Attester(attest.PurposeMachine)
 				b := w.bind(server, theirs, mine)
 				if repaired {
-					if ev, err = a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b, false); err != nil {
+					if ev, err = a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, b); err != nil {
 						return
 					}
 				}
@@ -265,7 +265,7 @@ func TestAKeyThatIsNotInTheTPM(t *testing.T) {
 	a, good := rogue.Attester(attest.PurposeMachine), x.machine()
 	s := honest(a)
 	s.evidence = func(ctx context.Context, b attest.Binding) (*attestv1.Evidence, error) {
-		ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b, false)
+		ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b)
 		if err != nil {
 			return nil, err
 		}

@@ -151,7 +151,7 @@ type script struct {
 func honest(a attest.Attester) script {
 	return script{
 		evidence: func(ctx context.Context, b attest.Binding) (*attestv1.Evidence, error) {
-			return a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b, false)
+			return a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b)
 		},
 		respond: a.Respond,
 	}

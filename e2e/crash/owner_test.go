@@ -172,17 +172,17 @@ func newSeat(t *testing.T, h *host) *seat {
 	zero := strings.Repeat("0", 64)
 	var pcrs []map[string]any
 	for _, i := range []int{4, 8, 9, 11, 12, 13, 14} {
-		pcrs = append(pcrs, map[string]any{"index": i, "mode": "Enforce", "values": []string{zero}})
+		pcrs = append(pcrs, map[string]any{"index": i, "value": zero})
 	}
 	req, _ := request(h.mirror)
 	for path, content := range map[string]any{
 		h.plan.beside("admin.conf"): string(conf),
 		s.file("secret.hex"):        hex.EncodeToString(initSecret) + "\n",
 		s.file("policy.yaml"): map[string]any{
-			"version": 1, "serial": 1, "roles": []string{"worker", "control-plane"}, "nodeCidrs": []string{"192.168.77.0/24"},
-			"insecure": map[string]bool{"allowPlainState": true},
+			"version": 2, "serial": 1, "roles": []string{"worker", "control-plane"}, "nodeCidrs": []string{"192.168.77.0/24"},
+			"insecure": map[string]bool{"allowPlainState": true, "anyFirmware": true},
 			"tpm2": map[string]any{
-				"bank": "sha256", "pcrs": pcrs,
+				"bank": "sha256", "images": []map[string]any{{"name": "nothing", "pcrs": pcrs}},
 				"ekRoots": []map[string]any{{"operator": true, "key": "ecc-p384", "pem": string(inPEM("CERTIFICATE", h.tpm.Root.Raw))}},
 			},
 		},

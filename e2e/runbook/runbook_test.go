@@ -55,6 +55,7 @@ func (w *world) firstBoot(t *testing.T) {
 	first.InitSecretHash = w.initSecretHash
 	w.Add(t, first, w.machine("node4"))
 	w.MachineID(t, address("node1")) // its bootstrapper listens
+	w.owner(t, "first-class", "node1")
 	w.owner(t, "first-init", "node1", "CLUSTER="+clusterName, "API="+driver.ControlPlaneEndpoint, "PODS="+driver.PodSubnet, "SERVICES="+driver.ServiceSubnet)
 	for _, n := range []string{"node1", "node4"} {
 		w.owner(t, "node-ready", n)

@@ -94,14 +94,14 @@ func TestEvidenceOfEveryTPMPassesTheWholeExchange(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			v, a := verifier(t, tt.root), attester(t, tt.dev)
-			before, err := attesttest.Claims(t.Context(), a, v, attest.PurposeMachine, attest.Binding{1}, false)
+			before, err := attesttest.Claims(t.Context(), a, v, attest.PurposeMachine, attest.Binding{1})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if err := tt.reboot(); err != nil {
 				t.Fatal(err)
 			}
-			after, err := attesttest.Claims(t.Context(), a, v, attest.PurposeMachine, attest.Binding{2}, false)
+			after, err := attesttest.Claims(t.Context(), a, v, attest.PurposeMachine, attest.Binding{2})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -111,7 +111,7 @@ func TestEvidenceOfEveryTPMPassesTheWholeExchange(t *testing.T) {
 			if b, a := before.Clock(), after.Clock(); a.ResetCount != b.ResetCount+1 {
 				t.Errorf("clock went from %+v to %+v over a reboot", b, a)
 			}
-			_, err = attesttest.Claims(t.Context(), a, verifier(t, attesttest.NewCA(t).Root()), attest.PurposeMachine, attest.Binding{3}, false)
+			_, err = attesttest.Claims(t.Context(), a, verifier(t, attesttest.NewCA(t).Root()), attest.PurposeMachine, attest.Binding{3})
 			if attest.ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
 				t.Errorf("another root: %v", err)
 			}
@@ -225,7 +225,7 @@ func theirKey(t testing.TB, sim *simulator.Simulator, hierarchy tpmutil.Handle, 
 // attestation key of its own template and with one of ours.
 func TestTheirEvidencePassesOurVerifier(t *testing.T) {
 	sim, dev := simulated(t, attesttest.NewCA(t))
-	firmware := boot(t, dev)
+	boot(t, dev)
 	nonce := sha256.Sum256([]byte("their nonce"))
 	selection := legacy.PCRSelection{Hash: legacy.AlgSHA256}
 	for i := range tpm.PCRCount {
@@ -261,7 +261,7 @@ func TestTheirEvidencePassesOurVerifier(t *testing.T) {
 			sum := sha256.Sum256(public)
 			ak := tpm2.AttestationKey{Key: key.PublicKey(), Name: append([]byte{0x00, 0x0B}, sum[:]...)}
 			e := &attestv1.Tpm2Evidence{
-				AkPublic: public, Attest: quote.GetQuote(), Signature: quote.GetRawSig(), Bank: uint32(tpm.SHA256), EventLog: firmware,
+				AkPublic: public, Attest: quote.GetQuote(), Signature: quote.GetRawSig(), Bank: uint32(tpm.SHA256),
 			}
 			for i := range uint32(tpm.PCRCount) {
 				e.Pcrs = append(e.Pcrs, quote.GetPcrs().GetPcrs()[i])

@@ -126,7 +126,7 @@ func (w *world) policy(t *testing.T, serial int, to string, images ...string) {
 	for _, i := range images {
 		args = append(args, filepath.Join(filepath.Dir(i), measurementsFile))
 	}
-	w.Muster(t, append(args, "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--allow-plain-state", "--serial", strconv.Itoa(serial), "-o", to)...)
+	w.Muster(t, append(args, "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--class", w.ClassFlag(), "--any-firmware", "--allow-plain-state", "--serial", strconv.Itoa(serial), "-o", to)...)
 }
 
 // initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its

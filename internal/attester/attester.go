@@ -84,12 +84,12 @@ func (c *Client) Formats() []attestv1.Format {
 }
 
 // Attest implements [attest.Attester].
-func (c *Client) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+func (c *Client) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, attest.Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the attester makes no evidence of format %s", f)
 	}
 	ev := &attestv1.Evidence{}
-	if err := c.call(ctx, EvidencePath, nil, &attestv1.GetEvidenceRequest{Nonce: b[:], EventLog: eventLog}, ev); err != nil {
+	if err := c.call(ctx, EvidencePath, nil, &attestv1.GetEvidenceRequest{Nonce: b[:]}, ev); err != nil {
 		return nil, err
 	}
 	return ev, nil

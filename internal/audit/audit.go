@@ -53,8 +53,9 @@ type Record struct {
 	PolicyGeneration int64 `json:"policyGeneration,omitempty"`
 	// Evidence is the SHA-256 of the evidence, in hexadecimal digits.
 	Evidence string `json:"evidence,omitempty"`
-	// Warnings are the mismatches that the policy only reports.
-	Warnings []string `json:"warnings,omitempty"`
+	// Image and Class are the names of what the machine booted and of its firmware, as the policy has them.
+	Image string `json:"image,omitempty"`
+	Class string `json:"class,omitempty"`
 }
 
 // ErrClosed says that the log was closed.

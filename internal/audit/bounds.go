@@ -20,8 +20,8 @@ const (
 	MaxChosen = 128
 
 	maxDetail        = 512 // of what was done
-	maxRefusalDetail = 992 // three PCRs, each as it is and as three images should have it
-	maxWarnings      = 640 // all of them
+	maxRefusalDetail = 848 // three PCRs, each as it is and as an image should have it, and what the event log has in them
+	maxName          = 63  // of an image or class
 	maxSerials       = 4
 )
 
@@ -73,13 +73,13 @@ func (r Record) bounded(refusal bool) Record {
 		limit int
 	}{
 		{&r.Service, 16}, {&r.Event, 32}, {&r.Reason, 32}, {&r.Machine, 64}, {&r.Node, 63}, {&r.Role, 16}, {&r.Disk, 36}, {&r.Ticket, 32},
-		{&r.Request, 48}, {&r.Purpose, 32}, {&r.Evidence, 64},
+		{&r.Request, 48}, {&r.Purpose, 32}, {&r.Evidence, 64}, {&r.Image, maxName}, {&r.Class, maxName},
 	} {
 		*f.text = plainText(*f.text, f.limit)
 	}
 	if refusal {
 		r.Detail = plainText(shorten(r.Detail, r.Node, MaxChosen-len(r.Node)-len(r.Request)), maxRefusalDetail)
-		r.Serials, r.Warnings = nil, nil
+		r.Serials = nil
 		return r
 	}
 	r.Detail = plainText(r.Detail, maxDetail)
@@ -88,22 +88,7 @@ func (r Record) bounded(refusal bool) Record {
 	for _, s := range serials {
 		r.Serials = append(r.Serials, plainText(s, 40)) // 20 bytes: RFC 5280, section 4.1.2.2
 	}
-	r.Warnings = fewer(r.Warnings)
 	return r
-}
-
-// fewer returns as many warnings as fit, and says how many do not.
-func fewer(warnings []string) []string {
-	var out []string
-	left := maxWarnings
-	for i, w := range warnings {
-		w = plainText(w, left)
-		if left -= len(w) + len(`"",`); left <= 0 {
-			return append(out, fmt.Sprintf("and %d more", len(warnings)-i))
-		}
-		out = append(out, w)
-	}
-	return out
 }
 
 // line returns the record as it stands in the file. refusal is whether it is one.

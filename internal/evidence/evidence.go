@@ -28,8 +28,8 @@ type presenting struct {
 	signed func() *attestv1.SignedPolicy
 }
 
-func (p presenting) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
-	ev, err := p.Attester.Attest(ctx, f, b, eventLog)
+func (p presenting) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	ev, err := p.Attester.Attest(ctx, f, b)
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +55,7 @@ func NewProbe(a attest.Attester, log *slog.Logger) (*Probe, error) {
 // Serve makes evidence until it has worked once, then waits for ctx to end.
 func (p *Probe) Serve(ctx context.Context) error {
 	for wait := 250 * time.Millisecond; ; wait = min(2*wait, 10*time.Second) {
-		if _, err := p.attester.Attest(ctx, p.attester.Formats()[0], attest.Binding{}, false); err == nil {
+		if _, err := p.attester.Attest(ctx, p.attester.Formats()[0], attest.Binding{}); err == nil {
 			p.made.Store(true)
 			p.log.Info("own evidence can be made")
 			<-ctx.Done()

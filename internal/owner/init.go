@@ -125,7 +125,7 @@ func (i *initialiser) machine(ctx context.Context) error {
 	// A6: the machine must be unlocked; if it was asked before, it may be locked to this cluster, and
 	// must be the same.
 	target := peerdial.Target{
-		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, EventLog: true, DialContext: i.DialContext,
+		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, DialContext: i.DialContext,
 	}
 	if c.Stage == ownerdir.StageRequested {
 		id, err := attest.ParseMachineID(c.FirstMachine.ID)

@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -437,12 +438,11 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	good := attesttest.NewMachine(t, ca, attesttest.Options{})
 	bad := attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"})
-	json := attesttest.Policy(t, ca, []*attesttest.Machine{good})
 	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{good})
 	for _, m := range []*attesttest.Machine{good, bad} {
 		f := serveFirst(t, m)
-		cfg := VerifyConfig{PolicyJSON: json, ClusterID: &[32]byte{5}}
-		cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks, cfg.EventLog = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}, true
+		cfg := VerifyConfig{ClusterID: &[32]byte{5}}
+		cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
 		s, err := Verify(t.Context(), cfg)
 		if err != nil {
 			t.Fatal(err)
@@ -450,7 +450,7 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 		if s.Accepted != (m == good) || s.Machine != m.ID().String() || s.Lock != "unlocked" || len(s.PCRs) != 16 || len(s.Events) == 0 || s.SecureBoot != "off" {
 			t.Errorf("%+v", s)
 		}
-		if match := s.PCRs[4].Match; match == nil || *match != (m == good) || len(s.PCRs[4].Expected) != 1 {
+		if match := s.PCRs[4].Match; match == nil || *match != (m == good) || s.PCRs[4].Expected != hex.EncodeToString(good.PCRs()[4]) {
 			t.Errorf("PCR 4: %+v", s.PCRs[4])
 		}
 		if (s.Err == nil) != (m == good) || m == bad && s.Problem.Reason != "POLICY_REFUSED" {
@@ -461,7 +461,7 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 		m := attesttest.NewMachine(t, ca, attesttest.Options{})
 		m.LockTo(lock)
 		f := serveFirst(t, m)
-		cfg := VerifyConfig{PolicyJSON: json, ClusterID: &[32]byte{5}}
+		cfg := VerifyConfig{ClusterID: &[32]byte{5}}
 		cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.LockedTo([32]byte{5})}
 		if s, err := Verify(t.Context(), cfg); err != nil || s.Lock != want || s.Accepted != (lock[0] == 5) {
 			t.Errorf("%s: %+v, %v", want, s, err)
@@ -471,7 +471,7 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 	l := listen(t)
 	serve(t, l, good.Attester(attest.PurposeKMS), rpc.Serve(joinv1connect.JoinServiceName,
 		joinv1connect.JoinServiceHandler(joinv1connect.UnimplementedJoinServiceHandler{}), joinv1connect.NewJoinServiceHandler))
-	cfg := VerifyConfig{PolicyJSON: json}
+	cfg := VerifyConfig{}
 	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = l.Addr().String(), attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
 	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.Machine != "" || s.Problem.Reason != "BINDING_MISMATCH" {
 		t.Errorf("%+v, %v", s, err)

@@ -5,10 +5,11 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -22,65 +23,85 @@ type Sight struct {
 	// Err is the refusal itself; nil if the machine was accepted.
 	Err error `json:"-"`
 	// What follows is empty if the evidence was not genuine: then nothing it says is worth showing.
-	Machine         string    `json:"machine,omitempty"`
-	Lock            string    `json:"lock,omitempty"`
-	Bank            string    `json:"bank,omitempty"`
-	PCRs            []PCR     `json:"pcrs,omitempty"`
-	Root            string    `json:"ekRoot,omitempty"`
-	EKKind          string    `json:"ekKind,omitempty"`
-	AKName          string    `json:"akName,omitempty"`
-	ResetCount      uint32    `json:"resetCount,omitempty"`
-	RestartCount    uint32    `json:"restartCount,omitempty"`
-	FirmwareVersion string    `json:"firmwareVersion,omitempty"`
-	SecureBoot      string    `json:"secureBoot,omitempty"`
-	EvidenceDigest  string    `json:"evidenceDigest,omitempty"`
-	PolicySerial    uint64    `json:"policySerial,omitempty"`
-	Warnings        []string  `json:"warnings,omitempty"`
-	Events          []string  `json:"events,omitempty"`
-	At              time.Time `json:"time"`
+	Machine         string `json:"machine,omitempty"`
+	Lock            string `json:"lock,omitempty"`
+	Bank            string `json:"bank,omitempty"`
+	PCRs            []PCR  `json:"pcrs,omitempty"`
+	Root            string `json:"ekRoot,omitempty"`
+	EKKind          string `json:"ekKind,omitempty"`
+	AKName          string `json:"akName,omitempty"`
+	ResetCount      uint32 `json:"resetCount,omitempty"`
+	RestartCount    uint32 `json:"restartCount,omitempty"`
+	FirmwareVersion string `json:"firmwareVersion,omitempty"`
+	// Image and Class are the names, in the policy, of what it is, or resembles most; Firmware says in words what its firmware measured.
+	Image          string    `json:"image,omitempty"`
+	Class          string    `json:"class,omitempty"`
+	Firmware       []string  `json:"firmware,omitempty"`
+	SecureBoot     string    `json:"secureBoot,omitempty"`
+	EvidenceDigest string    `json:"evidenceDigest,omitempty"`
+	PolicySerial   uint64    `json:"policySerial,omitempty"`
+	Events         []string  `json:"events,omitempty"`
+	At             time.Time `json:"time"`
 }
 
 // PCR is one register beside what the policy expects of it.
 type PCR struct {
-	Index    int      `json:"index"`
-	Seen     string   `json:"seen"`
-	Expected []string `json:"expected,omitempty"`
-	Mode     string   `json:"mode,omitempty"`
-	// Match is nil for a register without a rule.
+	Index    int    `json:"index"`
+	Seen     string `json:"seen"`
+	Expected string `json:"expected,omitempty"`
+	// Match is nil for a register that the policy does not judge.
 	Match *bool `json:"match,omitempty"`
+	// Why says what is wrong in words, if the event log tells.
+	Why string `json:"why,omitempty"`
 }
 
 // VerifyConfig says whom to look at.
 type VerifyConfig struct {
 	peerdial.Target
-	// PolicyJSON is the policy's text, for its rules to be shown.
-	PolicyJSON []byte
 	// ClusterID tells the owner's cluster from others in what is shown of the lock; nil if it is not known.
 	ClusterID *[32]byte
+}
+
+// Look runs one exchange, and returns what the machine has shown. An error means that it was refused.
+func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Sight, error) {
+	s, j, err := look(ctx, cfg)
+	switch {
+	case err != nil:
+		return attest.Claims{}, nil, err
+	case s.Err != nil:
+		return attest.Claims{}, nil, s.Err
+	}
+	return j.Claims, s, nil
 }
 
 // Verify runs one exchange. The error is nil whenever there is something to show, also if
 // the machine is refused.
 func Verify(ctx context.Context, cfg VerifyConfig) (*Sight, error) {
+	s, _, err := look(ctx, cfg)
+	return s, err
+}
+
+func look(ctx context.Context, cfg VerifyConfig) (*Sight, peerdial.Judgement, error) {
 	s, err := peerdial.Open(cfg.Target)
 	if err != nil {
-		return nil, err
+		return nil, peerdial.Judgement{}, err
 	}
 	defer func() { _ = s.Close() }()
 	out := &Sight{Endpoint: cfg.Addr, Purpose: string(cfg.Purpose), At: time.Now().UTC()}
 	_, err = s.Exchange(ctx)
 	if err != nil {
 		if _, refused := errors.AsType[*attest.Refusal](err); !refused {
-			return nil, fmt.Errorf("%s: %w", cfg.Addr, err)
+			return nil, peerdial.Judgement{}, fmt.Errorf("%s: %w", cfg.Addr, err)
 		}
 		p := Explain(err)
 		out.Problem = &p
 	}
 	out.Accepted, out.Err = err == nil, err
-	if j, ok := s.Judged(); ok {
+	j, ok := s.Judged()
+	if ok {
 		out.show(j, cfg)
 	}
-	return out, nil
+	return out, j, nil
 }
 
 func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
@@ -91,32 +112,70 @@ func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
 	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
 	s.FirmwareVersion = fmt.Sprintf("%#x", c.FirmwareVersion())
-	s.PolicySerial, s.Warnings = j.Appraisal.PolicySerial, j.Appraisal.Warnings
+	s.PolicySerial = j.Appraisal.PolicySerial
 	if r := c.EKRoot(); r != nil {
 		s.Root = r.Subject.String()
 	}
-	switch on, known := c.SecureBoot(); {
-	case !known:
-		s.SecureBoot = "unknown"
-	case on:
-		s.SecureBoot = "on"
-	default:
-		s.SecureBoot = "off"
+	s.firmware(c)
+	var differs []attest.Mismatch
+	expected := map[int][]byte{}
+	for _, cmp := range cfg.Policy.Compare(c) {
+		if cmp.Kind == "image" {
+			s.Image = cmp.Name
+		} else {
+			s.Class = cmp.Name
+		}
+		maps.Copy(expected, cmp.Values)
+		differs = append(differs, cmp.Mismatches...)
 	}
-	rules := policyfile.Rules(cfg.PolicyJSON)
 	for i := range 16 {
-		p := PCR{Index: i, Seen: hex.EncodeToString(c.PCR(i))}
-		if r, ok := rules[i]; ok {
-			match := false
-			for _, v := range r.Values {
-				match = match || v == p.Seen
+		p := PCR{Index: i, Seen: hex.EncodeToString(c.PCR(i)), Expected: hex.EncodeToString(expected[i])}
+		if expected[i] != nil {
+			p.Match = new(bool)
+			*p.Match = p.Seen == p.Expected
+		}
+		for _, m := range differs {
+			if m.PCR != i {
+				continue
 			}
-			p.Expected, p.Mode, p.Match = r.Values, r.Mode, &match
+			p.Match = new(bool)
+			if m.Why != "" && p.Why != "" {
+				p.Why += "; "
+			}
+			p.Why += m.Why
 		}
 		s.PCRs = append(s.PCRs, p)
 	}
 	for _, e := range c.Events() {
 		s.Events = append(s.Events, fmt.Sprintf("PCR %2d  %s  %s", e.PCR, e.Type, e.Text))
+	}
+}
+
+// firmware says in words what the event log has of the time before the boot loader.
+func (s *Sight) firmware(c attest.Claims) {
+	s.SecureBoot = "unknown"
+	fw, err := c.Firmware()
+	if err != nil {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("nothing is known about it: %v", err))
+		return
+	}
+	s.SecureBoot = "off"
+	if fw.SecureBoot {
+		s.SecureBoot = "on"
+	}
+	for _, e := range c.Events() {
+		if e.PCR == 0 && e.Type == "EV_S_CRTM_VERSION" {
+			s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 0  version %s (as the log says)", e.Text))
+		}
+	}
+	for _, e := range slices.Concat(fw.Drivers, fw.DriverConfig) {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("PCR %d  %s %q, digest %x", e.PCR, e.Type, e.Text, e.Digest))
+	}
+	if len(fw.Drivers) == 0 {
+		s.Firmware = append(s.Firmware, "PCR 2  no drivers from outside the firmware")
+	}
+	for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 7  %s, digest %x", name, fw.Keys[name]))
 	}
 }
 

@@ -62,7 +62,7 @@ func (o *owner) object(t *testing.T, generation int64, serial uint64) *v1alpha1.
 
 func (o *owner) claims(t *testing.T) attest.Claims {
 	t.Helper()
-	c, err := attesttest.Claims(t.Context(), o.machine.Attester(attest.PurposeMachine), attesttest.Verifier(t, o.ca), attest.PurposeMachine, attest.Binding{1}, false)
+	c, err := attesttest.Claims(t.Context(), o.machine.Attester(attest.PurposeMachine), attesttest.Verifier(t, o.ca), attest.PurposeMachine, attest.Binding{1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +105,7 @@ func TestNoEvidenceIsCheckedWithoutAPolicy(t *testing.T) {
 	s := o.store(t)
 	v := s.Guard(attesttest.Verifier(t, o.ca))
 	check := func() error {
-		_, err := attesttest.Claims(t.Context(), o.machine.Attester(attest.PurposeMachine), v, attest.PurposeMachine, attest.Binding{1}, false)
+		_, err := attesttest.Claims(t.Context(), o.machine.Attester(attest.PurposeMachine), v, attest.PurposeMachine, attest.Binding{1})
 		return err
 	}
 	if err := check(); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_READY {

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/reflect/protoreflect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/admission"
@@ -17,7 +16,7 @@ import (
 // PublicAttester makes evidence of the purpose "public" over several nonces with one quote.
 type PublicAttester interface {
 	Formats() []attestv1.Format
-	AttestAll(ctx context.Context, f attestv1.Format, nonces []attest.Binding, eventLog bool) ([]*attestv1.Evidence, error)
+	AttestAll(ctx context.Context, f attestv1.Format, nonces []attest.Binding) ([]*attestv1.Evidence, error)
 }
 
 const (
@@ -50,7 +49,6 @@ type Evidence struct {
 type publicQuote struct {
 	nonces   []attest.Binding
 	sources  map[admission.Source]int
-	eventLog bool
 	done     chan struct{}
 	evidence []*attestv1.Evidence // set before done is closed, as is err
 	err      error
@@ -69,7 +67,7 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 	if n := len(req.GetNonce()); n != len(attest.Binding{}) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "nonce has %d bytes, want %d", n, len(attest.Binding{}))
 	}
-	q, i, wait, err := e.join(sourceFrom(ctx), attest.Binding(req.GetNonce()), req.GetEventLog())
+	q, i, wait, err := e.join(sourceFrom(ctx), attest.Binding(req.GetNonce()))
 	if err != nil {
 		return nil, err
 	}
@@ -87,9 +85,6 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 		return nil, q.err
 	}
 	ev := q.evidence[i]
-	if !req.GetEventLog() {
-		ev = withoutEventLog(ev)
-	}
 	// A caller may leave its answer unread.
 	if err := hold(ctx, evidenceCopies*int64(proto.Size(ev))); err != nil {
 		return nil, err
@@ -97,31 +92,9 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 	return &attestv1.GetEvidenceResponse{Evidence: ev}, nil
 }
 
-// withoutEventLog returns evidence without its event log. The rest is shared, not copied: the caller has not been charged yet.
-func withoutEventLog(ev *attestv1.Evidence) *attestv1.Evidence {
-	with := ev.GetTpm2()
-	if with.GetEventLog() == nil {
-		return ev
-	}
-	without, body := shallow(ev), shallow(with)
-	body.EventLog = nil
-	without.Body = &attestv1.Evidence_Tpm2{Tpm2: body}
-	return without
-}
-
-// shallow returns a message with the fields of m.
-func shallow[M proto.Message](m M) M {
-	out := m.ProtoReflect().New()
-	m.ProtoReflect().Range(func(field protoreflect.FieldDescriptor, v protoreflect.Value) bool {
-		out.Set(field, v)
-		return true
-	})
-	return out.Interface().(M) //nolint:forcetypeassert // New makes the same type
-}
-
 // join adds a nonce to the quote that is open, or opens one. Who opens it is told how long
 // to wait before it may begin.
-func (e *Evidence) join(source admission.Source, nonce attest.Binding, eventLog bool) (q *publicQuote, i int, wait time.Duration, err error) {
+func (e *Evidence) join(source admission.Source, nonce attest.Binding) (q *publicQuote, i int, wait time.Duration, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	now := time.Now()
@@ -138,7 +111,6 @@ func (e *Evidence) join(source admission.Source, nonce attest.Binding, eventLog 
 	}
 	q.sources[source]++
 	q.nonces = append(q.nonces, nonce)
-	q.eventLog = q.eventLog || eventLog
 	return q, len(q.nonces) - 1, wait, nil
 }
 
@@ -152,7 +124,7 @@ func (e *Evidence) quote(ctx context.Context, q *publicQuote, wait time.Duration
 	e.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, publicTimeout)
 	defer cancel()
-	q.evidence, q.err = e.attester.AttestAll(ctx, e.attester.Formats()[0], nonces, q.eventLog)
+	q.evidence, q.err = e.attester.AttestAll(ctx, e.attester.Formats()[0], nonces)
 	if q.err == nil && len(q.evidence) != len(nonces) {
 		q.err = errors.New("the attester gave less evidence than it was asked for")
 	}

@@ -25,7 +25,7 @@ const (
 func (r *run) tool() string { return filepath.Join(r.Bin, "muster") }
 
 func (r *run) policy(ctx context.Context) error {
-	_, err := r.at(ctx, driver.Owner, nil, r.tool(), "policy", "from-measurements", r.Lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
+	_, err := r.at(ctx, driver.Owner, nil, r.tool(), "policy", "from-measurements", r.Lab.MeasurementsPath(), "--class", r.Lab.ClassFlag(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
 		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile)
 	return err
 }

@@ -42,8 +42,21 @@ func (r *run) policy(ctx context.Context) error {
 	if len(s.Machines) > 0 {
 		return errors.New("machines exist already: a policy from now on could have been read back from one")
 	}
-	if err := r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
-		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile); err != nil {
+	return r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
+		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile)
+}
+
+// firmware accepts what node1 has as firmware, which all machines of the lab share.
+func (r *run) firmware(ctx context.Context) error {
+	argv := []string{r.muster(), "policy", "add-class", "lab-firmware", "--from", node1Init, "--policy", policyFile}
+	err := until(ctx, time.Minute, func(ctx context.Context) error { // its bootstrapper may not listen yet
+		out, err := r.at(ctx, driver.Owner, argv...)
+		if err == nil {
+			r.say("%s$ %s\n%s", driver.Owner, strings.Join(argv, " "), out)
+		}
+		return err
+	})
+	if err != nil {
 		return err
 	}
 	return r.show(ctx, driver.Owner, r.muster(), "policy", "check", policyFile)
@@ -201,7 +214,7 @@ func Cluster(ctx context.Context, o Options) (err error) {
 		name string
 		do   func(context.Context) error
 	}{
-		{"Lab", r.up}, {"Policy", r.policy}, {"Boot node1 and node2", r.boot}, {"muster init", r.init}, {"node2 joins", r.join},
+		{"Lab", r.up}, {"Policy", r.policy}, {"Boot node1 and node2", r.boot}, {"Firmware", r.firmware}, {"muster init", r.init}, {"node2 joins", r.join},
 	} {
 		if err := r.step(ctx, s.name, s.do); err != nil {
 			return err

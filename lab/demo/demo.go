@@ -86,6 +86,7 @@ func Run(ctx context.Context, o Options) (report Report, err error) {
 		{"Prepare the machines' image, a network, and a mirror for images and components", r.up},
 		{"Decide what is acceptable: a policy from the image's measurements, before any machine exists", r.policy},
 		{"Boot node1 and node2, each with a TPM 2.0 of its own", r.boot},
+		{"Look at node1's firmware, and accept it as a machine class of the policy", r.firmware},
 		{"muster init: judge node1, then make it the first control plane", r.init},
 		{"node2 joins by itself, with a ticket for what it has booted", r.join},
 		{"Look at the cluster", r.look},

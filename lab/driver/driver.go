@@ -105,6 +105,12 @@ func (l *Lab) OwnerDir() string { return filepath.Join(l.Dir, "owner") }
 // MeasurementsPath is the file that [Lab.Measurements] reads, written when the image is built.
 func (l *Lab) MeasurementsPath() string { return filepath.Join(l.Dir, "measurements.json") }
 
+// ClassFlag is the argument of muster policy from-measurements --class that accepts the lab's firmware.
+func (l *Lab) ClassFlag() string { return "lab-firmware=" + l.firmwarePath() }
+
+// firmwarePath is the file with the values of the lab's firmware, written beside the measurements.
+func (l *Lab) firmwarePath() string { return filepath.Join(l.Dir, "firmware.json") }
+
 // Measurements returns what a machine of this lab measures, computed from the image when
 // it was built; no machine is asked.
 func (l *Lab) Measurements() (Measurements, error) {
@@ -337,7 +343,7 @@ func (l *Lab) Down(ctx context.Context) error {
 // Entries of a lab's folder. Down removes these and nothing else, whatever folder it was
 // pointed at.
 var entries = []string{
-	"machines", "image", "tools", "registry", "layouts", "ca", "ca-foreign", "owner", "measurements.json",
+	"machines", "image", "tools", "registry", "layouts", "ca", "ca-foreign", "owner", "measurements.json", "firmware.json",
 	"daemon.sock", "daemon.log", "daemon.json", "owner.log", "lab.json",
 }
 

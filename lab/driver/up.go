@@ -16,6 +16,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/lab/internal/daemon"
+	"github.com/muster-k8s/muster/lab/internal/firmware"
 	"github.com/muster-k8s/muster/lab/internal/host"
 	"github.com/muster-k8s/muster/lab/internal/image"
 	"github.com/muster-k8s/muster/lab/internal/kube"
@@ -197,11 +198,19 @@ func (l *Lab) buildImage(u Up, build kube.Build) error {
 	if err != nil {
 		return err
 	}
-	j, err := json.MarshalIndent(m, "", "  ")
+	class, err := firmware.ExpectedClass()
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(l.MeasurementsPath(), append(j, '\n'), 0o644)
+	return errors.Join(writeJSON(l.MeasurementsPath(), m), writeJSON(l.firmwarePath(), class))
+}
+
+func writeJSON(path string, v any) error {
+	j, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(j, '\n'), 0o644)
 }
 
 // ownerFiles puts into the owner's folder what an owner of this lab's machines needs.

@@ -57,7 +57,7 @@ func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Clust
 	}); err != nil {
 		t.Fatal(err)
 	}
-	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
+	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--class", lab.ClassFlag(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",
 		"--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", "policy.yaml")
 	return c
 }

@@ -95,8 +95,8 @@ type measured struct {
 	seconds prometheus.Observer
 }
 
-func (m measured) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+func (m measured) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
 	start := time.Now()
 	defer func() { m.seconds.Observe(time.Since(start).Seconds()) }()
-	return m.Attester.Attest(ctx, f, b, eventLog)
+	return m.Attester.Attest(ctx, f, b)
 }

@@ -222,12 +222,12 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 		spoil func(w *world, j *joinservice)
 		want  string
 	}{
-		"one that booted something else": {func(_ *world, j *joinservice) { j.host.SetPCR(9, clusterID[:]) }, "JOINSERVICE_POLICY_REFUSED"},
+		"one that booted something else": {func(_ *world, j *joinservice) { j.host.SetPCR(12, clusterID[:]) }, "JOINSERVICE_POLICY_REFUSED"},
 		"one of another cluster":         {func(_ *world, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "JOINSERVICE_LOCK_FOREIGN"},
 		"one of another owner":           {func(w *world, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
 		"another boot, and no owner's key": {func(w *world, j *joinservice) {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
-			j.host.SetPCR(9, clusterID[:])
+			j.host.SetPCR(12, clusterID[:])
 		}, "JOINSERVICE_POLICY_REFUSED"},
 		"no owner's key, and no switch": {func(w *world, _ *joinservice) { w.image.OwnerKey = nil }, "MACHINE_CONFIG"},
 		"one that is no control plane": {func(w *world, j *joinservice) {

@@ -83,7 +83,7 @@ func TestAStrangerRaisesNoAlertAboutARefusedNode(t *testing.T) {
 // anybody's. The word of one that it has met is the cluster's, and raises the alert.
 func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
 	w, _ := node(t)
-	w.tpm.SetPCR(9, clusterID[:])
+	w.tpm.SetPCR(12, clusterID[:])
 	metrics := w.reattest()
 	eventually(t, "refusals by an unknown joinservice", func() bool { return counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED") >= 2 })
 	if n := counter(t, metrics, reattestations, "POLICY_REFUSED"); n != 0 {
@@ -93,7 +93,7 @@ func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
 	w, _ = node(t)
 	metrics = w.reattest()
 	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
-	w.tpm.SetPCR(9, clusterID[:])
+	w.tpm.SetPCR(12, clusterID[:])
 	eventually(t, "refusals by a known joinservice", func() bool { return counter(t, metrics, reattestations, "POLICY_REFUSED") >= 2 })
 	if n := counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED"); n != 0 {
 		t.Errorf("%v refusals count as a stranger's", n)

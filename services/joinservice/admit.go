@@ -211,7 +211,8 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err != nil {
 		return nil, none, err
 	}
-	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
+	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	w, err := parse(req)
 	if err != nil {
 		return nil, none, err

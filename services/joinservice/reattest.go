@@ -31,7 +31,7 @@ func (s *Service) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*j
 		s.refuse(ctx, a, "verdict refused", err)
 		return nil, err
 	}
-	s.cfg.Log.DebugContext(ctx, "machine attested again", "machine", a.record.Machine, "node", a.record.Node, "policy_generation", a.record.PolicyGeneration, "warnings", a.record.Warnings)
+	s.cfg.Log.DebugContext(ctx, "machine attested again", "machine", a.record.Machine, "node", a.record.Node, "policy_generation", a.record.PolicyGeneration, "image", a.record.Image, "class", a.record.Class)
 	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(s.cfg.Interval)}, nil
 }
 
@@ -49,7 +49,8 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		err = s.limits.verdicts.Take(peer.Machine(), a.began)
 	}
 	if err == nil {
-		a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
+		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
 		status.Certificates = reported(req)
 		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), status)

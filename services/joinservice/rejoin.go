@@ -25,7 +25,7 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 		s.waits(ctx, a, err)
 		return nil, err
 	}
-	s.cfg.Log.InfoContext(ctx, "rejoin ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "disk", a.record.Disk, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
+	s.cfg.Log.InfoContext(ctx, "rejoin ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "disk", a.record.Disk, "seconds", s.now().Sub(a.began).Seconds(), "image", a.record.Image, "class", a.record.Class)
 	return t.toWire(), nil
 }
 
@@ -123,7 +123,8 @@ func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, c
 	if err != nil {
 		return false, err
 	}
-	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
+	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	p, err := s.cfg.Policy.Current()
 	if err != nil {
 		return false, err

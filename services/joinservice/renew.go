@@ -22,7 +22,7 @@ func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNo
 		s.waits(ctx, a, err)
 		return nil, err
 	}
-	s.cfg.Log.InfoContext(ctx, "node certificates renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
+	s.cfg.Log.InfoContext(ctx, "node certificates renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "seconds", s.now().Sub(a.began).Seconds(), "image", a.record.Image, "class", a.record.Class)
 	id, _ := hex.DecodeString(a.id) // our own digits
 	return &joinv1.RenewNodeCertificatesResponse{RenewalId: id, KubeletClientCertificate: client.PEM, KubeletServingCertificate: serving.PEM}, nil
 }
@@ -94,7 +94,8 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r 
 	if err != nil {
 		return nil, err
 	}
-	a.record.PolicySerial, a.record.PolicyGeneration, a.record.Warnings = appraisal.PolicySerial, appraisal.Generation, appraisal.Warnings
+	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
+	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	claim := kube.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount} // J1: the peer's
 	return s.cfg.Kube.Renewable(ctx, claim, statusOf(a, peer))
 }

@@ -144,7 +144,7 @@ func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTick
 	}
 	s.admitted(ctx, a, t)
 	s.stages.WithLabelValues("total").Observe(s.now().Sub(a.began).Seconds())
-	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", s.now().Sub(a.began).Seconds(), "warnings", a.record.Warnings)
+	s.cfg.Log.InfoContext(ctx, "ticket issued", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "role", role, "seconds", s.now().Sub(a.began).Seconds(), "image", a.record.Image, "class", a.record.Class)
 	return t.toWire(), nil
 }
 

@@ -61,7 +61,7 @@ type noAttester struct{}
 
 func (noAttester) Formats() []attestv1.Format { return nil }
 
-func (noAttester) Attest(context.Context, attestv1.Format, attest.Binding, bool) (*attestv1.Evidence, error) {
+func (noAttester) Attest(context.Context, attestv1.Format, attest.Binding) (*attestv1.Evidence, error) {
 	return nil, attest.Refuse(attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST, "this program has no evidence to give")
 }
 

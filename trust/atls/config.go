@@ -32,8 +32,6 @@ type ServerConfig struct {
 	// offers no evidence. Otherwise it gets a session without a peer: what is served at the
 	// level "attested" refuses it.
 	RefuseUnattested bool
-	// EventLog asks clients for their event logs.
-	EventLog bool
 	// MaxAge is how old a verdict may be before its connection is wound up; 0: 1 h.
 	MaxAge time.Duration
 	// Limits bound what peers can take that have not attested; zero fields have defaults.
@@ -80,7 +78,6 @@ func (c *ServerConfig) party() (party, error) {
 		verifier:   c.Verifier,
 		appraiser:  c.Appraiser,
 		purpose:    c.ClientPurpose,
-		eventLog:   c.EventLog,
 		unattested: !c.RefuseUnattested,
 	}
 	var missing error

@@ -22,8 +22,8 @@ type newer struct {
 	sent *[]string
 }
 
-func (n newer) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, log bool) (*attestv1.Evidence, error) {
-	ev, err := n.Attester.Attest(ctx, f, b, log)
+func (n newer) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	ev, err := n.Attester.Attest(ctx, f, b)
 	if err != nil {
 		return nil, err
 	}

@@ -28,8 +28,6 @@ type party struct {
 	appraiser attest.Appraiser
 	// purpose is what the peer's evidence must have been made for (A5).
 	purpose attest.Purpose
-	// eventLog asks for the peer's event log.
-	eventLog bool
 	// unattested lets a peer through that gives nothing, without a Peer: its requests reach
 	// the level "session" only. No client sets it: a client always judges its server.
 	unattested bool
@@ -55,7 +53,6 @@ type exchange struct {
 	offers  [32]byte
 	gives   attestv1.Format // what we were asked for; FORMAT_UNSPECIFIED: nothing
 	wants   attestv1.Format // what we asked for and the peer has; FORMAT_UNSPECIFIED: nothing
-	logToo  bool            // the peer wants our event log
 	pending attest.Pending
 	digest  [32]byte // of the peer's evidence, as it came
 	seen    map[kind]bool
@@ -221,7 +218,7 @@ func classify(err error) error {
 
 // decide reads and answers frames until both verdicts are "accepted", or says why not.
 func (x *exchange) decide(ctx context.Context) error {
-	own := &attestv1.Offer{Gives: x.attester.Formats(), EventLog: x.judges && x.eventLog}
+	own := &attestv1.Offer{Gives: x.attester.Formats()}
 	if x.judges {
 		own.Accepts = x.verifier.Formats()
 	}
@@ -283,7 +280,6 @@ func (x *exchange) agree(own, peer *attestv1.Offer) error {
 	if slices.Contains(peer.GetGives(), none) || slices.Contains(peer.GetAccepts(), none) {
 		return invalidFrame("the offer lists FORMAT_UNSPECIFIED")
 	}
-	x.logToo = peer.GetEventLog()
 	if len(own.GetGives()) > 0 && len(peer.GetAccepts()) > 0 {
 		if x.gives = choose(own.GetGives(), peer.GetAccepts()); x.gives == none {
 			return attest.Refuse(attestv1.Reason_REASON_FORMAT_NONE, "we give %v, the peer accepts %v", own.GetGives(), peer.GetAccepts())
@@ -316,17 +312,17 @@ func choose(gives, accepts []attestv1.Format) attestv1.Format {
 // attest makes and sends our evidence. It is called once both offers are known, not
 // before: they are in the binding.
 func (x *exchange) attest(ctx context.Context) error {
-	if err := x.peers.gets(x.logToo); err != nil {
+	if err := x.peers.gets(); err != nil {
 		return err
 	}
 	start := time.Now()
-	ev, err := x.attester.Attest(ctx, x.gives, newBinding(x.role, x.ekm, x.offers), x.logToo)
+	ev, err := x.attester.Attest(ctx, x.gives, newBinding(x.role, x.ekm, x.offers))
 	x.times.Attest = time.Since(start)
 	if err != nil {
 		return ownFault(err, "make evidence")
 	}
 	raw, err := x.send(evidenceFrame(ev))
-	x.peers.got(len(raw), x.logToo)
+	x.peers.got(len(raw))
 	return err
 }
 
@@ -411,9 +407,6 @@ func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
 	defer func() { x.times.Verify += time.Since(start) }()
 	if ev.GetFormat() != x.wants {
 		return attest.Refuse(attestv1.Reason_REASON_EVIDENCE_MALFORMED, "the evidence is %s, agreed was %s", ev.GetFormat(), x.wants)
-	}
-	if len(ev.GetTpm2().GetEventLog()) > 0 && !x.eventLog {
-		return attest.Refuse(attestv1.Reason_REASON_EVENTLOG_REPLAY, "it has an event log of %d bytes that was not asked for", len(ev.GetTpm2().GetEventLog()))
 	}
 	b := newBinding(x.role.peer(), x.ekm, x.offers)
 	var pending attest.Pending

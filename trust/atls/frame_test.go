@@ -30,7 +30,7 @@ func marshalled(t *testing.T, f *attestv1.Frame) []byte {
 
 func evidenceOf(log int) *attestv1.Frame {
 	return evidenceFrame(&attestv1.Evidence{Format: attestv1.Format_FORMAT_TPM2, Body: &attestv1.Evidence_Tpm2{
-		Tpm2: &attestv1.Tpm2Evidence{EventLog: make([]byte, log)},
+		Tpm2: &attestv1.Tpm2Evidence{Events: make([]byte, log)},
 	}})
 }
 
@@ -132,7 +132,7 @@ func TestFramesComeBackAsTheyWere(t *testing.T) {
 		formats := rapid.SliceOfN(rapid.Map(rapid.Int32Range(1, 1000), func(n int32) attestv1.Format { return attestv1.Format(n) }), 0, maxFormats)
 		f := rapid.OneOf(
 			rapid.Custom(func(t *rapid.T) *attestv1.Frame {
-				return offerFrame(&attestv1.Offer{Gives: formats.Draw(t, "gives"), Accepts: formats.Draw(t, "accepts"), EventLog: rapid.Bool().Draw(t, "log")})
+				return offerFrame(&attestv1.Offer{Gives: formats.Draw(t, "gives"), Accepts: formats.Draw(t, "accepts")})
 			}),
 			rapid.Custom(func(t *rapid.T) *attestv1.Frame {
 				return responseFrame(rapid.SliceOfN(rapid.Byte(), 0, 64).Draw(t, "mac"))
@@ -152,7 +152,7 @@ func TestFramesComeBackAsTheyWere(t *testing.T) {
 
 func FuzzDecodeFrame(f *testing.F) {
 	for _, frame := range []*attestv1.Frame{
-		offerFrame(&attestv1.Offer{Gives: []attestv1.Format{1}, Accepts: []attestv1.Format{1, 300}, EventLog: true}),
+		offerFrame(&attestv1.Offer{Gives: []attestv1.Format{1}, Accepts: []attestv1.Format{1, 300}}),
 		evidenceOf(100),
 		challengeFrame(&attestv1.Challenge{CredentialBlob: []byte("blob"), EncryptedSecret: []byte("secret")}),
 		responseFrame(make([]byte, 32)),

@@ -186,7 +186,7 @@ type limiters struct {
 	lines      *admission.Rate  // in the log, of refusals
 	genuine    *admission.Rate  // the same of machines whose TPM a root of the policy vouches for: nobody else can use it up
 	// Sizes of our own evidence as last made, without and with the event log, in bytes.
-	evidence, evidenceLog atomic.Int64
+	evidence atomic.Int64
 }
 
 func newLimiters(l Limits, challenges *admission.Queue) *limiters {
@@ -209,7 +209,6 @@ func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 		genuine:    LogRate(),
 	}
 	out.evidence.Store(maxSmallEvidence)
-	out.evidenceLog.Store(640 << 10)
 	return out
 }
 

@@ -26,11 +26,6 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 		want   string
 	}{
 		"both attest": {want: w.client.ID().String()},
-		"both want event logs": {
-			server: func(c *atls.ServerConfig) { c.EventLog = true },
-			client: func(c *atls.ClientConfig) { c.EventLog = true },
-			want:   w.client.ID().String(),
-		},
 		"a client that does not attest has a session and no peer": {
 			client: func(c *atls.ClientConfig) { c.Attester = atls.NoAttester },
 			want:   "session",
@@ -68,7 +63,7 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 			if q := told.Load(); q == nil || q.Machine() != w.server.ID() {
 				t.Errorf("told of %v, want the server", q)
 			}
-			if sc.EventLog && len(p.Claims().Events()) == 0 {
+			if len(p.Claims().Events()) == 0 {
 				t.Error("no event log came")
 			}
 		})
@@ -93,13 +88,6 @@ func TestPlainHTTPSWorksBesideIt(t *testing.T) {
 	}
 }
 
-// alwaysLogs sends its event log with every evidence: half a megabyte to be replayed.
-type alwaysLogs struct{ attest.Attester }
-
-func (a alwaysLogs) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, _ bool) (*attestv1.Evidence, error) {
-	return a.Attester.Attest(ctx, f, b, true)
-}
-
 // Each refusal is tried on both sides, and passes once the one input is repaired.
 func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 	w := newWorld(t)
@@ -120,14 +108,6 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 		"the client booted something else": {
 			client: func(c *atls.ClientConfig) { c.Attester = changed.Attester(attest.PurposeMachine) },
 			want:   attestv1.Reason_REASON_POLICY_REFUSED, remote: true,
-		},
-		"the client sends an event log that was not asked for": {
-			client: func(c *atls.ClientConfig) { c.Attester = alwaysLogs{c.Attester} },
-			want:   attestv1.Reason_REASON_EVENTLOG_REPLAY, remote: true,
-		},
-		"the server sends an event log that was not asked for": {
-			server: func(c *atls.ServerConfig) { c.Attester = alwaysLogs{c.Attester} },
-			want:   attestv1.Reason_REASON_EVENTLOG_REPLAY,
 		},
 		"no root vouches for the server": {
 			server: func(c *atls.ServerConfig) { c.Attester = stranger.Attester(attest.PurposeJoinservice) },
@@ -236,7 +216,7 @@ type failing struct {
 	err error
 }
 
-func (f failing) Attest(context.Context, attestv1.Format, attest.Binding, bool) (*attestv1.Evidence, error) {
+func (f failing) Attest(context.Context, attestv1.Format, attest.Binding) (*attestv1.Evidence, error) {
 	return nil, f.err
 }
 

@@ -27,8 +27,6 @@ type ClientConfig struct {
 	Appraiser attest.Appraiser
 	// PeerPurpose is what a server's evidence must have been made for (A5).
 	PeerPurpose attest.Purpose
-	// EventLog asks servers for their event logs.
-	EventLog bool
 	// MaxAge is how old a verdict may be before the next request dials and judges anew; 0:
 	// 1 h.
 	MaxAge time.Duration
@@ -82,7 +80,6 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 		verifier:  cfg.Verifier,
 		appraiser: cfg.Appraiser,
 		purpose:   cfg.PeerPurpose,
-		eventLog:  cfg.EventLog,
 	}
 	if cfg.Appraiser == JudgeNobody {
 		return nil, errors.New("atls: a client that judges nobody could talk to anybody: give an Appraiser")

@@ -54,30 +54,20 @@ func (u *unattested) discards(size int64) {
 }
 
 // gets asks for room for our evidence, which the peer may leave unread.
-func (u *unattested) gets(eventLog bool) error {
+func (u *unattested) gets() error {
 	if u == nil {
 		return nil
 	}
-	return u.hold(evidenceCopies * u.size(eventLog).Load())
+	return u.hold(evidenceCopies * u.limiters.evidence.Load())
 }
 
 // got says how long the evidence has become.
-func (u *unattested) got(size int, eventLog bool) {
+func (u *unattested) got(size int) {
 	if u == nil || size == 0 {
 		return
 	}
-	u.size(eventLog).Store(int64(size))
+	u.limiters.evidence.Store(int64(size))
 	u.held[len(u.held)-1].Shrink(2 * int64(size))
-}
-
-func (u *unattested) size(eventLog bool) interface {
-	Load() int64
-	Store(int64)
-} {
-	if eventLog {
-		return &u.limiters.evidenceLog
-	}
-	return &u.limiters.evidence
 }
 
 // verify checks the peer's evidence when it is its source's turn.

@@ -65,8 +65,7 @@ func from(cc *atls.ClientConfig, ip string) {
 // The TPM of a server that wants evidence works for accepted machines only.
 func TestAChallengeIsAnsweredOnceThePeerIsAccepted(t *testing.T) {
 	w := newWorld(t)
-	stranger := attesttest.NewMachine(t, w.ca, attesttest.Options{}) // genuine, and with another boot loader
-	stranger.SetPCR(4, make([]byte, 32))
+	stranger := attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "another boot loader"})
 	for name, tt := range map[string]struct {
 		client  func(*atls.ClientConfig)
 		want    attestv1.Reason
@@ -218,7 +217,7 @@ func TestChallengesOfUnattestedPeersLeaveTheTPMToOthers(t *testing.T) {
 // retrying refuses, and asks for a long wait.
 type retrying struct{ attest.Attester }
 
-func (retrying) Attest(context.Context, attestv1.Format, attest.Binding, bool) (*attestv1.Evidence, error) {
+func (retrying) Attest(context.Context, attestv1.Format, attest.Binding) (*attestv1.Evidence, error) {
 	return nil, attest.RefuseFor(10*time.Minute, attestv1.Reason_REASON_BUSY, "come back tomorrow")
 }
 

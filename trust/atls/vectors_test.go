@@ -105,7 +105,7 @@ func TestOfferFramesAreEncodedAsInTheVectors(t *testing.T) {
 	tpm := []attestv1.Format{attestv1.Format_FORMAT_TPM2}
 	want := map[string]*attestv1.Offer{
 		"mutual":                 {Gives: tpm, Accepts: tpm},
-		"client does not attest": {Accepts: tpm, EventLog: true},
+		"client does not attest": {Accepts: tpm},
 		"empty offers":           {},
 	}
 	for _, s := range readVectors(t).Sessions {

@@ -90,7 +90,7 @@ type Attester interface {
 	Formats() []attestv1.Format
 	// Attest makes evidence over the statement of its own purpose and b. The event log
 	// is included only if asked for.
-	Attest(ctx context.Context, f attestv1.Format, b Binding, eventLog bool) (*attestv1.Evidence, error)
+	Attest(ctx context.Context, f attestv1.Format, b Binding) (*attestv1.Evidence, error)
 	// Respond answers a challenge with the MAC of [attestv1.Response]. It never gives out
 	// the secret, so it is worth nothing for another binding.
 	Respond(ctx context.Context, c *attestv1.Challenge, b Binding) ([]byte, error)
@@ -129,8 +129,9 @@ type Appraisal struct {
 	// Generation is the Kubernetes generation of the AttestationPolicy; 0 outside a
 	// cluster.
 	Generation int64
-	// Warnings are mismatches that the policy only reports.
-	Warnings []string
+	// Image and Class are the names of what it booted and of its firmware, as the policy has them; empty if it was not a policy,
+	// or if the policy accepts any firmware.
+	Image, Class string
 }
 
 // ErrNoPeer says that a context comes from no attested connection.

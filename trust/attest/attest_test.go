@@ -90,19 +90,28 @@ func facts(root *x509.Certificate) *checked.Facts {
 	for _, i := range []int{4, 9, 11} {
 		f.PCRs[i] = value('a')
 	}
+	for _, i := range []int{0, 2, 3, 7} {
+		f.PCRs[i] = value('f')
+	}
 	return f
 }
 
 func goodPolicy(rootPEM string) *attestv1.Policy {
 	zero, a := hex.EncodeToString(make([]byte, 32)), hex.EncodeToString(value('a'))
 	t := &attestv1.Tpm2Policy{Bank: "sha256", EkRoots: []*attestv1.EkRoot{{Pem: rootPEM, Operator: true, Key: "ecc-p256"}}}
+	image := &attestv1.Image{Name: "image-a"}
 	for _, i := range []uint32{4, 9, 11} {
-		t.Pcrs = append(t.Pcrs, &attestv1.PcrRule{Index: i, Values: []string{a}, Mode: "Enforce"})
+		image.Pcrs = append(image.Pcrs, &attestv1.PcrValue{Index: i, Value: a})
 	}
 	for _, i := range []uint32{8, 12, 13, 14} {
-		t.Pcrs = append(t.Pcrs, &attestv1.PcrRule{Index: i, Values: []string{zero}, Mode: "Enforce"})
+		image.Pcrs = append(image.Pcrs, &attestv1.PcrValue{Index: i, Value: zero})
 	}
-	return &attestv1.Policy{Version: 1, Serial: 7, Tpm2: t, Roles: []string{"worker"}, NodeCidrs: []string{"192.168.77.0/24", "fd00::/64"}}
+	class := &attestv1.MachineClass{Name: "class-a"}
+	for _, i := range []uint32{0, 2, 3, 7} {
+		class.Pcrs = append(class.Pcrs, &attestv1.PcrValue{Index: i, Value: hex.EncodeToString(value('f'))})
+	}
+	t.Images, t.Classes = []*attestv1.Image{image}, []*attestv1.MachineClass{class}
+	return &attestv1.Policy{Version: 2, Serial: 7, Tpm2: t, Roles: []string{"worker"}, NodeCidrs: []string{"192.168.77.0/24", "fd00::/64"}}
 }
 
 func encode(t testing.TB, p *attestv1.Policy) []byte {
@@ -123,7 +132,7 @@ func TestParsePolicy(t *testing.T) {
 	}{
 		"a complete policy is read":              {change: func(*attestv1.Policy) {}},
 		"a policy without TPM rules is read":     {change: func(p *attestv1.Policy) { p.Tpm2 = nil }},
-		"another version is refused":             {func(p *attestv1.Policy) { p.Version = 2 }, "version is 2"},
+		"another version is refused":             {func(p *attestv1.Policy) { p.Version = 1 }, "version is 1"},
 		"no version is refused":                  {func(p *attestv1.Policy) { p.Version = 0 }, "version is 0"},
 		"no serial is refused":                   {func(p *attestv1.Policy) { p.Serial = 0 }, "serial is missing"},
 		"an unknown role is refused":             {func(p *attestv1.Policy) { p.Roles = []string{"master"} }, `role "master"`},
@@ -163,14 +172,43 @@ func TestParsePolicy(t *testing.T) {
 			p.Tpm2.EkRoots[0].Operator = false
 			p.Tpm2.MachineIds = []string{MachineIDOf([]byte("ek")).String()}
 		}},
-		"a machine ID in capitals is refused":       {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("AB", 32)} }, "machineIds"},
-		"a PCR without values is refused":           {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Values = nil }, "has no values"},
-		"a PCR without mode is refused":             {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Mode = "" }, "mode of PCR 4"},
-		"a boot PCR that only warns is refused":     {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Mode = "WarnOnly" }, "PCR 4 needs a rule"},
-		"a boot PCR without a rule is refused":      {func(p *attestv1.Policy) { p.Tpm2.Pcrs = p.Tpm2.Pcrs[1:] }, "PCR 4 needs a rule"},
-		"two rules for a PCR are refused":           {func(p *attestv1.Policy) { p.Tpm2.Pcrs = append(p.Tpm2.Pcrs, p.Tpm2.Pcrs[0]) }, "two rules"},
-		"a rule for the lock's PCR is refused":      {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Index = 15 }, "PCR 15 cannot"},
-		"a value of another bank's size is refused": {func(p *attestv1.Policy) { p.Tpm2.Pcrs[0].Values[0] += "00" }, "64 lower-case"},
+		"a machine ID in capitals is refused":              {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("AB", 32)} }, "machineIds"},
+		"no image is refused":                              {func(p *attestv1.Policy) { p.Tpm2.Images = nil }, "want 1 to 64"},
+		"more images than allowed are refused":             {func(p *attestv1.Policy) { p.Tpm2.Images = slices.Repeat(p.Tpm2.Images, MaxImages+1) }, "want 1 to 64"},
+		"an image without a name is refused":               {func(p *attestv1.Policy) { p.Tpm2.Images[0].Name = "" }, "tpm2.images[0].name"},
+		"a name that a log line could not have is refused": {func(p *attestv1.Policy) { p.Tpm2.Images[0].Name = "a\nb" }, "tpm2.images[0].name"},
+		"two images of one name are refused":               {func(p *attestv1.Policy) { p.Tpm2.Images = slices.Repeat(p.Tpm2.Images, 2) }, "stands twice"},
+		"an image that lacks a PCR is refused":             {func(p *attestv1.Policy) { p.Tpm2.Images[0].Pcrs = p.Tpm2.Images[0].Pcrs[1:] }, "want [4 8 9 11 12 13 14]"},
+		"an image that lists the firmware is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Images[0].Pcrs = append(p.Tpm2.Images[0].Pcrs, p.Tpm2.Classes[0].Pcrs[0])
+		}, "want [4 8 9 11 12 13 14]"},
+		"two values of a PCR are refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Images[0].Pcrs = append(p.Tpm2.Images[0].Pcrs, p.Tpm2.Images[0].Pcrs[0])
+		}, "PCR 4 twice"},
+		"a value for the lock's PCR is refused":     {func(p *attestv1.Policy) { p.Tpm2.Images[0].Pcrs[0].Index = 15 }, "PCR 15 cannot"},
+		"a value of another bank's size is refused": {func(p *attestv1.Policy) { p.Tpm2.Images[0].Pcrs[0].Value += "00" }, "64 lower-case"},
+		"no class is refused":                       {func(p *attestv1.Policy) { p.Tpm2.Classes = nil }, "insecure.anyFirmware"},
+		"no class with anyFirmware is read": {change: func(p *attestv1.Policy) {
+			p.Tpm2.Classes, p.Insecure = nil, &attestv1.InsecureSwitches{AnyFirmware: true}
+		}},
+		"more classes than allowed are refused":  {func(p *attestv1.Policy) { p.Tpm2.Classes = slices.Repeat(p.Tpm2.Classes, MaxClasses+1) }, "more than 64"},
+		"a class that judges nothing is refused": {func(p *attestv1.Policy) { p.Tpm2.Classes[0].Pcrs = nil }, "lacks PCR 0"},
+		"a class that lacks the drivers is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Classes[0].Pcrs = slices.Delete(p.Tpm2.Classes[0].Pcrs, 1, 2)
+		}, "lacks PCR 2"},
+		"a class that lists what the image says is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Classes[0].Pcrs = append(p.Tpm2.Classes[0].Pcrs, p.Tpm2.Images[0].Pcrs[0])
+		}, "lists PCR 4"},
+		"a class with rules alone is read": {change: func(p *attestv1.Policy) {
+			p.Tpm2.Classes[0].Pcrs, p.Tpm2.Classes[0].EventLog = nil, &attestv1.EventLogRules{}
+		}},
+		"a class with both is read": {change: func(p *attestv1.Policy) { p.Tpm2.Classes[0].EventLog = &attestv1.EventLogRules{} }},
+		"a driver that is no digest is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Classes[0].EventLog = &attestv1.EventLogRules{Drivers: []string{"driver.efi"}}
+		}, "eventLog.drivers[0]"},
+		"Secure Boot without keys is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.Classes[0].EventLog = &attestv1.EventLogRules{SecureBoot: &attestv1.SecureBootRule{}}
+		}, "eventLog.secureBoot"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := goodPolicy(pemRoot)
@@ -190,9 +228,9 @@ func TestParsePolicy(t *testing.T) {
 	for name, json := range map[string]string{
 		"an empty object":   `{}`,
 		"an empty file":     ``,
-		"an unknown field":  `{"version":1,"serial":"1","acceptEverything":true}`,
-		"a repeated field":  `{"version":1,"version":1,"serial":"1"}`,
-		"more than 256 KiB": `{"version":1,"serial":"1"}` + strings.Repeat(" ", MaxPolicySize),
+		"an unknown field":  `{"version":2,"serial":"1","acceptEverything":true}`,
+		"a repeated field":  `{"version":2,"version":2,"serial":"1"}`,
+		"more than 256 KiB": `{"version":2,"serial":"1"}` + strings.Repeat(" ", MaxPolicySize),
 	} {
 		t.Run(name+" is refused", func(t *testing.T) {
 			if _, err := ParsePolicy([]byte(json)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
@@ -212,7 +250,7 @@ func TestAppraise(t *testing.T) {
 		facts  func(*checked.Facts)
 		locks  []Lock
 		want   attestv1.Reason
-		warn   int
+		class  string // empty: class-a
 	}{
 		"a machine that booted the image is accepted":     {locks: []Lock{Unlocked()}},
 		"a changed boot PCR is refused":                   {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
@@ -252,18 +290,45 @@ func TestAppraise(t *testing.T) {
 		"a locked machine is no unlocked one":     {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, cluster) }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a machine of this cluster is accepted":   {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, cluster) }, locks: []Lock{Unlocked(), LockedTo(cluster)}},
 		"a machine of another cluster is refused": {facts: func(f *checked.Facts) { f.PCRs[15] = LockValue(crypto.SHA256, [32]byte{2}) }, locks: []Lock{Unlocked(), LockedTo(cluster)}, want: attestv1.Reason_REASON_LOCK_FOREIGN},
-		"a PCR that only warns is reported": {
+		"other firmware is refused":               {facts: func(f *checked.Facts) { f.PCRs[0] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a driver is refused":                     {facts: func(f *checked.Facts) { f.PCRs[2] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"other keys are refused":                  {facts: func(f *checked.Facts) { f.PCRs[7] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"other firmware of a second class is accepted": {
 			policy: func(p *attestv1.Policy) {
-				p.Tpm2.Pcrs = append(p.Tpm2.Pcrs, &attestv1.PcrRule{Index: 7, Values: []string{hex.EncodeToString(value('z'))}, Mode: "WarnOnly"})
+				p.Tpm2.Classes = append(p.Tpm2.Classes, another(p.GetTpm2().GetClasses()[0]))
 			},
-			locks: []Lock{Unlocked()}, warn: 1,
+			facts: func(f *checked.Facts) { f.PCRs[0] = value('b') }, locks: []Lock{Unlocked()}, class: "class-b",
 		},
-		"a warning hides no enforced mismatch": {
+		"values of two classes don't add up": {
 			policy: func(p *attestv1.Policy) {
-				p.Tpm2.Pcrs = append([]*attestv1.PcrRule{{Index: 7, Values: []string{hex.EncodeToString(value('z'))}, Mode: "WarnOnly"}}, p.Tpm2.Pcrs...)
+				c := another(p.GetTpm2().GetClasses()[0])
+				c.Pcrs[1].Value = c.GetPcrs()[0].GetValue()
+				p.Tpm2.Classes = append(p.Tpm2.Classes, c)
 			},
-			facts: func(f *checked.Facts) { f.PCRs[11] = value('b') },
-			locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
+			facts: func(f *checked.Facts) { f.PCRs[2] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
+		},
+		"values of two images don't add up": {
+			policy: func(p *attestv1.Policy) {
+				other := &attestv1.Image{Name: "image-b"}
+				for _, v := range p.GetTpm2().GetImages()[0].GetPcrs() {
+					other.Pcrs = append(other.Pcrs, &attestv1.PcrValue{Index: v.GetIndex(), Value: hex.EncodeToString(value('b'))})
+				}
+				p.Tpm2.Images = append(p.Tpm2.Images, other)
+			},
+			facts: func(f *checked.Facts) { f.PCRs[9] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
+		},
+		"any firmware is accepted if the owner says so": {
+			policy: func(p *attestv1.Policy) {
+				p.Tpm2.Classes, p.Insecure = nil, &attestv1.InsecureSwitches{AnyFirmware: true}
+			},
+			facts: func(f *checked.Facts) { f.PCRs[0] = value('b') }, locks: []Lock{Unlocked()}, class: "none",
+		},
+		"the class is named although any firmware would do": {
+			policy: func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AnyFirmware: true} }, locks: []Lock{Unlocked()},
+		},
+		"any firmware is not any image": {
+			policy: func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AnyFirmware: true} },
+			facts:  func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -286,7 +351,11 @@ func TestAppraise(t *testing.T) {
 			if ReasonOf(err) != want {
 				t.Fatalf("%v, want %s", err, want)
 			}
-			if err == nil && (got.PolicySerial != 7 || len(got.Warnings) != tt.warn) {
+			class := map[string]string{"": "class-a", "none": ""}[tt.class]
+			if tt.class == "class-b" {
+				class = tt.class
+			}
+			if err == nil && (got != Appraisal{PolicySerial: 7, Image: "image-a", Class: class}) {
 				t.Errorf("appraisal %+v", got)
 			}
 		})
@@ -312,33 +381,18 @@ func TestAppraise(t *testing.T) {
 		f.PCRs[4], f.PCRs[9] = value('x'), value('y')
 		_, err = policy.Appraise(claimsOf(f), Unlocked())
 		m := MismatchesOf(err)
-		if len(m) != 2 || m[0].PCR != 4 || m[1].PCR != 9 || string(m[1].Seen) != string(value('y')) || string(m[1].Expected[0]) != string(value('a')) {
+		if len(m) != 2 || m[0].PCR != 4 || m[1].PCR != 9 || string(m[1].Seen) != string(value('y')) || string(m[1].Expected) != string(value('a')) {
 			t.Errorf("mismatches %v", m)
 		}
 	})
 }
 
-// everyBootPCR is what docs/threat-model.md and the policy's schema promise. Tests read it here,
-// so that a register that bootPCRs loses is missed.
-var everyBootPCR = []int{4, 8, 9, 11, 12, 13, 14}
-
-func TestEveryBootPCRNeedsAnEnforcedRule(t *testing.T) {
-	_, pemRoot := ca(t, "operator")
-	for _, i := range everyBootPCR {
-		rule := func(p *attestv1.Policy) int {
-			return slices.IndexFunc(p.GetTpm2().GetPcrs(), func(r *attestv1.PcrRule) bool { return r.GetIndex() == uint32(i) })
-		}
-		without := goodPolicy(pemRoot)
-		without.Tpm2.Pcrs = slices.Delete(without.Tpm2.Pcrs, rule(without), rule(without)+1)
-		warns := goodPolicy(pemRoot)
-		warns.Tpm2.Pcrs[rule(warns)].Mode = "WarnOnly"
-		for name, p := range map[string]*attestv1.Policy{"no rule": without, "a warning": warns} {
-			if _, err := ParsePolicy(encode(t, p)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
-				t.Errorf("%s for PCR %d was accepted: %v", name, i, err)
-			}
-		}
-	}
-}
+// everyBootPCR and everyFirmwarePCR are what docs/threat-model.md and the policy's schema promise. Tests read them here,
+// so that a register that the program loses is missed.
+var (
+	everyBootPCR     = []int{4, 8, 9, 11, 12, 13, 14}
+	everyFirmwarePCR = []int{0, 2, 3, 7}
+)
 
 func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
@@ -348,7 +402,7 @@ func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		f := facts(root)
-		i := rapid.SampledFrom(everyBootPCR).Draw(t, "pcr")
+		i := rapid.SampledFrom(append(slices.Clone(everyBootPCR), everyFirmwarePCR...)).Draw(t, "pcr")
 		bit := rapid.IntRange(0, 255).Draw(t, "bit")
 		v := append([]byte(nil), f.PCRs[i]...)
 		v[bit/8] ^= 1 << (bit % 8)
@@ -418,56 +472,10 @@ func TestPolicyAnswers(t *testing.T) {
 	}
 }
 
-func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
-	root, _ := ca(t, "image")
-	foreign, _ := ca(t, "other")
-	own := map[int][]byte{}
-	for _, i := range everyBootPCR {
-		own[i] = facts(root).PCRs[i]
-	}
-	s, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx := context.Background()
-	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(root))); err != nil {
-		t.Error(err)
-	}
-	f := facts(root)
-	f.PCRs[11] = value('b')
-	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
-		t.Errorf("another image: %v", err)
-	}
-	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
-		t.Errorf("another root: %v", err)
-	}
-	for _, i := range everyBootPCR {
-		f := facts(root)
-		f.PCRs[i] = value('b')
-		if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
-			t.Errorf("another PCR %d: %v", i, err)
-		}
-		kept := own[i]
-		for name, wrong := range map[string][]byte{"a missing": nil, "a short": kept[1:], "a long": append(kept[:32:32], 0)} {
-			own[i] = wrong
-			if _, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root}); ReasonOf(err) != attestv1.Reason_REASON_MACHINE_CONFIG {
-				t.Errorf("%s PCR %d was taken for agreement: %v", name, i, err)
-			}
-		}
-		own[i] = kept
-	}
-	if _, err := s.For().Appraise(ctx, claimsOf(facts(root))); ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
-		t.Errorf("no expected lock: %v", err)
-	}
-	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {
-		t.Error("no roots were taken for any root")
-	}
-}
-
 func FuzzParsePolicy(f *testing.F) {
 	_, pemRoot := ca(f, "operator")
 	f.Add(encode(f, goodPolicy(pemRoot)))
-	f.Add([]byte(`{"version":1,"serial":"1"}`))
+	f.Add([]byte(`{"version":2,"serial":"1"}`))
 	f.Fuzz(func(t *testing.T, json []byte) {
 		p, err := ParsePolicy(json)
 		if err != nil {

@@ -5,7 +5,11 @@ import (
 	"context"
 	"crypto"
 	"crypto/x509"
+	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -125,13 +129,39 @@ func (c Claims) FirmwareVersion() uint64 {
 	return c.facts.FirmwareVersion
 }
 
-// SecureBoot gives the state that the replayed event log tells; known is false if there is
-// none.
-func (c Claims) SecureBoot() (on, known bool) {
-	if !c.valid() || c.facts.SecureBoot == nil {
-		return false, false
+// Firmware is what a replayed event log says of the time before the boot loader.
+type Firmware = checked.Firmware
+
+var errNoEventLog = errors.New("the machine sent no event log")
+
+// Firmware returns what the replayed event log says of the firmware, or why there is nothing that could be believed.
+func (c Claims) Firmware() (*Firmware, error) {
+	switch {
+	case !c.valid():
+		return nil, errNoEventLog
+	case c.facts.FirmwareErr != nil:
+		return nil, c.facts.FirmwareErr
+	case c.facts.Firmware == nil:
+		return nil, errNoEventLog
 	}
-	return *c.facts.SecureBoot, true
+	fw := *c.facts.Firmware // a copy: claims don't change (A2)
+	fw.Drivers, fw.DriverConfig, fw.Keys = slices.Clone(fw.Drivers), slices.Clone(fw.DriverConfig), maps.Clone(fw.Keys)
+	return &fw, nil
+}
+
+// maxMeasured bounds what a mismatch tells of one PCR, in bytes.
+const maxMeasured = 512
+
+// measured says what the event log has in a PCR.
+func (c Claims) measured(pcr int) string {
+	var all []string
+	for _, e := range c.Events() {
+		if e.PCR == pcr {
+			all = append(all, fmt.Sprintf("%s %q", e.Type, e.Text))
+		}
+	}
+	s := strings.Join(all, ", ")
+	return s[:min(len(s), maxMeasured)]
 }
 
 // Event is one measurement of a replayed event log.

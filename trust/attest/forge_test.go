@@ -59,7 +59,7 @@ func TestClaimsAndPeersCannotBeForged(t *testing.T) {
 			}
 
 			// Genuine claims, and a purpose or a time that no session gave them.
-			genuine, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, false)
+			genuine, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -9,11 +9,8 @@ import (
 	_ "crypto/sha512" // the banks sha384 and sha512
 	"crypto/x509"
 	"encoding/pem"
-	"errors"
-	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
@@ -26,10 +23,6 @@ const MaxPolicySize = 256 << 10
 // MaxControlPlanes is how many control planes a policy may list.
 const MaxControlPlanes = 64
 
-// bootPCRs must have an enforced rule in every policy: 4, 9 and 11 hold what was booted,
-// the others stay zero on a machine that nobody tampered with.
-var bootPCRs = []int{4, 8, 9, 11, 12, 13, 14}
-
 // Banks lists the PCR banks that a policy may name.
 var Banks = map[string]crypto.Hash{
 	"sha256": crypto.SHA256,
@@ -40,14 +33,16 @@ var Banks = map[string]crypto.Hash{
 // Policy says which claims are acceptable. It is immutable. The zero value accepts
 // nothing (A3).
 type Policy struct {
-	message    *attestv1.Policy
-	bank       crypto.Hash
-	machines   map[MachineID]bool // empty: any that a root vouches for
-	servers    []MachineID        // control planes; empty: none
-	roots      []ekRoot
-	rules      []pcrRule
-	nodeCIDRs  []netip.Prefix
-	acceptsTPM bool
+	message     *attestv1.Policy
+	bank        crypto.Hash
+	machines    map[MachineID]bool // empty: any that a root vouches for
+	servers     []MachineID        // control planes; empty: none
+	roots       []ekRoot
+	images      []boot
+	classes     []boot
+	anyFirmware bool // a machine may also be of no class
+	nodeCIDRs   []netip.Prefix
+	acceptsTPM  bool
 }
 
 // ekRoot vouches for endorsement keys of one kind. One of no kind vouches for none (A3).
@@ -60,18 +55,6 @@ type ekRoot struct {
 func (r ekRoot) vouchesFor(c Claims) bool {
 	return r.cert.Equal(c.EKRoot()) && (r.kind == c.EKKind() || r.kind == anyEK)
 }
-
-type pcrRule struct {
-	index  int
-	values [][]byte
-	warn   bool
-}
-
-// Modes of a PCR rule.
-const (
-	modeEnforce  = "Enforce"
-	modeWarnOnly = "WarnOnly"
-)
 
 // Roles that a policy may list.
 const (
@@ -89,8 +72,8 @@ func ParsePolicy(json []byte) (*Policy, error) {
 	if err := protojson.Unmarshal(json, m); err != nil {
 		return nil, invalid("%w", err)
 	}
-	if m.GetVersion() != 1 {
-		return nil, invalid("version is %d, this program reads version 1", m.GetVersion())
+	if m.GetVersion() != 2 {
+		return nil, invalid("version is %d, this program reads version 2: make a new one by muster policy from-measurements", m.GetVersion())
 	}
 	if m.GetSerial() == 0 {
 		return nil, invalid("serial is missing: set it to 1, and count it up with every change")
@@ -151,26 +134,10 @@ func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
 	if err := p.parseRoots(t); err != nil {
 		return err
 	}
-	enforced := make(map[int]bool)
-	seen := make(map[int]bool)
-	for _, r := range t.GetPcrs() {
-		rule, err := p.parseRule(r)
-		if err != nil {
-			return err
-		}
-		if seen[rule.index] {
-			return invalid("tpm2.pcrs: PCR %d has two rules; list all its values in one", rule.index)
-		}
-		seen[rule.index] = true
-		enforced[rule.index] = !rule.warn
-		p.rules = append(p.rules, rule)
+	if err := p.parseImages(t.GetImages()); err != nil {
+		return err
 	}
-	for _, i := range bootPCRs {
-		if !enforced[i] {
-			return invalid("tpm2.pcrs: PCR %d needs a rule with mode %s", i, modeEnforce)
-		}
-	}
-	return nil
+	return p.parseClasses(t.GetClasses())
 }
 
 func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
@@ -206,31 +173,6 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 		return invalid("tpm2: a TPM vendor's root also vouches for an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
 	}
 	return nil
-}
-
-func (p *Policy) parseRule(r *attestv1.PcrRule) (pcrRule, error) {
-	if r.GetIndex() >= LockPCR {
-		return pcrRule{}, invalid("tpm2.pcrs: PCR %d cannot have a rule: policies judge PCR 0 to 14", r.GetIndex())
-	}
-	out := pcrRule{index: int(r.GetIndex())}
-	switch r.GetMode() {
-	case modeEnforce:
-	case modeWarnOnly:
-		out.warn = true
-	default:
-		return pcrRule{}, invalid("tpm2.pcrs: mode of PCR %d is %q: want %s or %s", out.index, r.GetMode(), modeEnforce, modeWarnOnly)
-	}
-	for _, v := range r.GetValues() {
-		b, err := parseHex(v, p.bank.Size())
-		if err != nil {
-			return pcrRule{}, invalid("tpm2.pcrs: value %q of PCR %d: %w", v, out.index, err)
-		}
-		out.values = append(out.values, b)
-	}
-	if len(out.values) == 0 {
-		return pcrRule{}, invalid("tpm2.pcrs: PCR %d has no values", out.index)
-	}
-	return out, nil
 }
 
 func invalid(format string, args ...any) error {
@@ -301,35 +243,10 @@ func (p *Policy) Insecure() []string {
 	if s.GetAllowPlainState() {
 		on = append(on, "allowPlainState")
 	}
+	if s.GetAnyFirmware() {
+		on = append(on, "anyFirmware")
+	}
 	return on
-}
-
-// Mismatch is a PCR whose value the policy does not list.
-type Mismatch struct {
-	// PCR is the register's number.
-	PCR int
-	// Expected lists the acceptable values, Seen is the quoted one.
-	Expected [][]byte
-	Seen     []byte
-}
-
-func (m Mismatch) String() string {
-	want := make([]string, len(m.Expected))
-	for i, v := range m.Expected {
-		want[i] = fmt.Sprintf("%x", v)
-	}
-	return fmt.Sprintf("PCR %d is %x, the policy accepts %s", m.PCR, m.Seen, strings.Join(want, " or "))
-}
-
-// MismatchError lists every enforced PCR that does not fit. It never reaches the peer.
-type MismatchError struct{ Mismatches []Mismatch }
-
-func (e *MismatchError) Error() string {
-	s := make([]string, len(e.Mismatches))
-	for i, m := range e.Mismatches {
-		s[i] = m.String()
-	}
-	return strings.Join(s, "; ")
 }
 
 // Appraise says whether the claims are acceptable and the node lock is in one of the
@@ -352,21 +269,12 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy judges %s", c.Bank(), p.bank)
 	}
 	a := Appraisal{PolicySerial: p.Serial()}
-	var bad []Mismatch
-	for _, r := range p.rules {
-		seen := c.PCR(r.index) // A2: from the checked quote alone
-		if slices.ContainsFunc(r.values, func(v []byte) bool { return bytes.Equal(v, seen) }) {
-			continue
-		}
-		m := Mismatch{PCR: r.index, Expected: r.values, Seen: seen}
-		if r.warn {
-			a.Warnings = append(a.Warnings, m.String())
-			continue
-		}
-		bad = append(bad, m)
+	var bad *MismatchError
+	if a.Image, bad = fit("image", p.images, c); bad != nil {
+		return Appraisal{}, &Refusal{Reason: attestv1.Reason_REASON_POLICY_REFUSED, Err: bad}
 	}
-	if len(bad) > 0 {
-		return Appraisal{}, &Refusal{Reason: attestv1.Reason_REASON_POLICY_REFUSED, Err: &MismatchError{bad}}
+	if a.Class, bad = fit("class", p.classes, c); bad != nil && !p.anyFirmware { // A9
+		return Appraisal{}, &Refusal{Reason: attestv1.Reason_REASON_POLICY_REFUSED, Err: bad}
 	}
 	if err := CheckLock(c, locks...); err != nil {
 		return Appraisal{}, err
@@ -412,12 +320,4 @@ type policyAppraiser struct {
 
 func (a policyAppraiser) Appraise(_ context.Context, c Claims) (Appraisal, error) {
 	return a.appraise(c, a.locks...)
-}
-
-// MismatchesOf gives the PCRs that a refusal is about, nil if it is about something else.
-func MismatchesOf(err error) []Mismatch {
-	if m, ok := errors.AsType[*MismatchError](err); ok {
-		return m.Mismatches
-	}
-	return nil
 }

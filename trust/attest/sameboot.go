@@ -21,16 +21,18 @@ func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate
 	if len(roots) == 0 {
 		return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "the image has no EK roots, so no machine could be accepted: set ekRoots in its configuration")
 	}
-	p := &Policy{message: &attestv1.Policy{}, bank: bank, acceptsTPM: true}
+	p := &Policy{message: &attestv1.Policy{}, bank: bank, acceptsTPM: true, anyFirmware: true}
 	for _, r := range roots {
 		p.roots = append(p.roots, ekRoot{cert: r, kind: anyEK}) // which machine it is does not matter here
 	}
-	for _, i := range bootPCRs {
+	image := boot{name: "own", pcrs: map[int][]byte{}}
+	for _, i := range imagePCRs {
 		if len(own[i]) != bank.Size() {
 			return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "own PCR %d has %d bytes, want %d", i, len(own[i]), bank.Size())
 		}
-		p.rules = append(p.rules, pcrRule{index: i, values: [][]byte{bytes.Clone(own[i])}})
+		image.pcrs[i] = bytes.Clone(own[i])
 	}
+	p.images = []boot{image}
 	return &SameBoot{policy: p}, nil
 }
 

@@ -14,7 +14,7 @@ func TestOnlyListedMachinesMayServe(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	listed, other := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	claims := func(m *attesttest.Machine) attest.Claims {
-		c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeJoinservice), attesttest.Verifier(t, ca), attest.PurposeJoinservice, attest.Binding{1}, false)
+		c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeJoinservice), attesttest.Verifier(t, ca), attest.PurposeJoinservice, attest.Binding{1})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -51,7 +51,7 @@ func exchange(t testing.TB, dev tpm.Device, ca *attesttest.CA) (attest.Claims, e
 	if err != nil {
 		t.Fatal(err)
 	}
-	return attesttest.Claims(t.Context(), a, attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, false)
+	return attesttest.Claims(t.Context(), a, attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 }
 
 func TestLeftoversOfAKilledProcessMakeRoom(t *testing.T) {

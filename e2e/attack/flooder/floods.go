@@ -92,7 +92,7 @@ var bodies = []flood{
 		}
 		return h.each(ctx, allStreams, h.reflect)
 	}},
-	{name: "event-log", about: "asks for the event log and doesn't read it", attack: func(ctx context.Context, c *client) error {
+	{name: "event-log", about: "asks for evidence, which has the event log, and doesn't read it", attack: func(ctx context.Context, c *client) error {
 		h, err := c.h2(ctx, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
 		if err != nil {
 			return err
@@ -102,7 +102,7 @@ var bodies = []flood{
 			if err != nil {
 				return err
 			}
-			if err := h.send(stream, fmt.Appendf(nil, `{"nonce":"%s","eventLog":true}`, strings.Repeat("A", 43)+"="), true); err != nil {
+			if err := h.send(stream, fmt.Appendf(nil, `{"nonce":"%s"}`, strings.Repeat("A", 43)+"="), true); err != nil {
 				return err
 			}
 			return h.over(stream)

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
@@ -38,6 +39,7 @@ type stage struct {
 	tpm    *tpmtest.Emulator
 	slow   *slowTPM
 	dir    string
+	log    string // the file with the event log of what the TPM has measured
 	short  string // for sockets, whose path has at most 107 bytes
 	ports  map[string]string
 	made   int // honest machines so far
@@ -47,6 +49,7 @@ type stage struct {
 func setUp(t *testing.T) *stage {
 	t.Helper()
 	s := &stage{ca: attesttest.NewCA(t), tpm: tpmtest.SWTPM(t), dir: t.TempDir(), ports: map[string]string{}}
+	s.boot(t)
 	s.slow = slow(t, s.tpm)
 	s.short = filepath.Dir(s.tpm.Socket)
 	for _, name := range []string{"joinservice", "joinservice-metrics", "kms", "kms-metrics", "attester-metrics", "init", "init-metrics", "unlock", "recover", "unlock-metrics"} {
@@ -100,7 +103,7 @@ func (s *stage) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
 	if err != nil {
 		t.Fatal(err)
 	}
-	claims, err := attesttest.Claims(t.Context(), a, s.verifier(t), attest.PurposeMachine, attest.Binding{1}, false)
+	claims, err := attesttest.Claims(t.Context(), a, s.verifier(t), attest.PurposeMachine, attest.Binding{1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,34 +127,50 @@ func (s *stage) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 	t.Helper()
 	joiner := attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	shared.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{joiner}, func(p *attestv1.Policy) {
-		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true, AnyFirmware: true}
 		p.ControlPlanes = []string{cp1.String()}
 		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{
 			Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.tpm.Root.Raw})), Operator: true, Key: "ecc-p384",
 		})
-		for _, rule := range p.GetTpm2().GetPcrs() {
-			value, err := device.ReadPCR(t.Context(), tpm.SHA256, int(rule.GetIndex()))
+		image := &attestv1.Image{Name: "cp1"}
+		for _, pcr := range []int{4, 8, 9, 11, 12, 13, 14} {
+			value, err := device.ReadPCR(t.Context(), tpm.SHA256, pcr)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if v := hex.EncodeToString(value); !slices.Contains(rule.GetValues(), v) {
-				rule.Values = append(rule.Values, v)
-			}
+			image.Pcrs = append(image.Pcrs, &attestv1.PcrValue{Index: uint32(pcr), Value: hex.EncodeToString(value)})
 		}
+		p.Tpm2.Images = append(p.Tpm2.Images, image)
 	}))
 }
 
-// image is a machine's configuration. Its event log is as long as one may be, but for some room.
+// boot extends the TPM by as many events as a log may have, but for some room, and writes their log.
+func (s *stage) boot(t *testing.T) {
+	t.Helper()
+	device := s.tpm.Open()
+	w := eventlog.NewWriter(tpm.SHA256)
+	for range 1000 {
+		digests, err := w.Measure(4, eventlog.IPL, make([]byte, 200))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := device.Extend(t.Context(), tpm.SHA256, 4, digests[tpm.SHA256]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.log = s.write(t, "event-log", w.Bytes())
+}
+
+// image is a machine's configuration.
 func (s *stage) image(t *testing.T, name, state string) string {
 	t.Helper()
-	log := s.write(t, "event-log", make([]byte, 400<<10))
 	return s.write(t, name+".yaml", fmt.Appendf(nil, `apiVersion: muster.dev/v1alpha1
 kind: ImageConfiguration
 stateDisk: %s
 tpm: {device: %s, eventLog: %s}
 insecure: {noOwnerKey: true}
 listen: {init: %q, recover: %q, metrics: %q, attesterMetrics: %q}
-`, state, s.slow.socket, log, s.ports[name], s.ports["recover"], s.ports[name+"-metrics"], s.ports["attester-metrics"]))
+`, state, s.slow.socket, s.log, s.ports[name], s.ports["recover"], s.ports[name+"-metrics"], s.ports["attester-metrics"]))
 }
 
 func (s *stage) write(t *testing.T, name string, content []byte) string {

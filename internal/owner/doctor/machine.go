@@ -28,7 +28,6 @@ const (
 // be seen on the machine itself, `bootstrapper doctor` looks at.
 func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report {
 	r := &checkup.Report{}
-	cfg.EventLog = true
 	sight, err := owner.Verify(ctx, cfg)
 	if err != nil {
 		remedy := "Look at the network between here and the machine, and on it at journalctl -u muster-bootstrapper."
@@ -76,9 +75,6 @@ func evidence(r *checkup.Report, s *owner.Sight) {
 	}
 	if r.Clean(CheckLock) {
 		r.OK(CheckLock, "%s", s.Lock)
-	}
-	for _, w := range s.Warnings {
-		r.Add(CheckVerdict, checkup.Warn, "If the machine boots what it should, list the value in the policy.", "%s", w)
 	}
 }
 

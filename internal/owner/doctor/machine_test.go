@@ -33,7 +33,6 @@ func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
 		"another boot": {CheckVerdict, checkup.Fail, "POLICY_REFUSED: x", func(s *owner.Sight, _ *owner.MachineStatus) {
 			s.Err = errors.Join(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "x"))
 		}},
-		"a warning": {CheckVerdict, checkup.Warn, "PCR 7", func(s *owner.Sight, _ *owner.MachineStatus) { s.Warnings = []string{"PCR 7 is 00"} }},
 		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *owner.Sight, _ *owner.MachineStatus) {
 			s.Lock, s.Err = "locked to another cluster", attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "x")
 		}},

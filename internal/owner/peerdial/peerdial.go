@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// Target says whom we expect. All fields are required but EventLog, Only and DialContext.
+// Target says whom we expect. All fields are required but Only and DialContext.
 type Target struct {
 	// Addr is HOST:PORT.
 	Addr string
@@ -33,8 +33,6 @@ type Target struct {
 	// Only is the one machine that is acceptable; nil: any that the policy accepts. Once one
 	// was accepted, a session stays with it: what follows is meant for that machine alone.
 	Only *attest.MachineID
-	// EventLog asks for the event log.
-	EventLog bool
 	// DialContext opens the TCP connection; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
@@ -79,7 +77,6 @@ func Open(t Target) (*Session, error) {
 		Verifier:    verifier,
 		Appraiser:   &judge{inner: inner, only: t.Only, keep: s.keep},
 		PeerPurpose: t.Purpose,
-		EventLog:    t.EventLog,
 		DialContext: t.DialContext,
 	})
 	if err != nil {

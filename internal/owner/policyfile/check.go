@@ -4,6 +4,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
@@ -68,10 +69,8 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, "nodeCidrs", "%s is wide: a node may have any address in it that is still free", s)
 		}
 	}
-	for _, r := range m.GetTpm2().GetPcrs() {
-		if r.GetMode() == "WarnOnly" {
-			add(Warning, fmt.Sprintf("tpm2.pcrs[%d]", r.GetIndex()), "WarnOnly: other values are accepted and reported")
-		}
+	for i, c := range m.GetTpm2().GetClasses() {
+		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
 	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root vouches for and that booted an accepted image may join as a worker")
@@ -80,9 +79,26 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	return p, found, nil
 }
 
+// checkClass reports what rules over the event log leave open.
+func checkClass(c *attestv1.MachineClass, add func(format string, args ...any)) {
+	if c.GetEventLog() == nil {
+		return
+	}
+	has := func(pcr uint32) bool {
+		return slices.ContainsFunc(c.GetPcrs(), func(v *attestv1.PcrValue) bool { return v.GetIndex() == pcr })
+	}
+	if !has(0) {
+		add("%s: PCR 0 is not listed, so firmware of any maker and version is accepted, if it measures what it should; whoever can change a machine's firmware can change what it boots", c.GetName())
+	}
+	if c.GetEventLog().GetSecureBoot() == nil && !has(7) {
+		add("%s: Secure Boot may be off, and have any keys", c.GetName())
+	}
+}
+
 var switches = map[string]string{
 	"anyMachine":        "any machine that a TPM vendor's root vouches for is accepted, an attacker's too",
 	"allowSelfAsserted": "evidence that only the peer itself vouches for would be accepted",
+	"anyFirmware":       "machines may have any firmware, and any driver that it loads; these run before what the image measures, and can change it unseen",
 	"allowPlainState":   "machines may keep their state, and the cluster's secrets in it, on a disk that is not encrypted",
 }
 

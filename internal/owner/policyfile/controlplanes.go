@@ -25,12 +25,9 @@ func ListControlPlanes(text []byte, serial uint64, add []ControlPlane, remove []
 	if err != nil {
 		return nil, err
 	}
-	var doc yaml.Node
-	if err := yaml.Unmarshal(text, &doc); err != nil {
-		return nil, fmt.Errorf("policy: %w", err)
-	}
-	if len(doc.Content) != 1 || doc.Content[0].Kind != yaml.MappingNode {
-		return nil, errors.New("policy: want one object with fields")
+	doc, err := document(text)
+	if err != nil {
+		return nil, err
 	}
 	root := doc.Content[0]
 	*field(root, "serial") = yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: strconv.FormatUint(serial, 10)}
@@ -56,18 +53,38 @@ func ListControlPlanes(text []byte, serial uint64, add []ControlPlane, remove []
 		}
 		list.Content = append(list.Content, item)
 	}
-	var out bytes.Buffer
-	enc := yaml.NewEncoder(&out)
-	enc.SetIndent(2)
-	if err := errors.Join(enc.Encode(&doc), enc.Close()); err != nil {
-		return nil, fmt.Errorf("policy: %w", err)
+	out, err := encode(doc)
+	if err != nil {
+		return nil, err
 	}
-	after, _, err := Parse(out.Bytes())
+	after, _, err := Parse(out)
 	if err != nil {
 		return nil, err
 	}
 	if after.Serial() != serial || !slices.Equal(after.ControlPlanes(), want) {
 		return nil, errors.New("policy: controlPlanes and serial can't be changed in this file: write them by hand")
+	}
+	return out, nil
+}
+
+// document reads a policy with its comments.
+func document(text []byte) (*yaml.Node, error) {
+	var doc yaml.Node
+	if err := yaml.Unmarshal(text, &doc); err != nil {
+		return nil, fmt.Errorf("policy: %w", err)
+	}
+	if len(doc.Content) != 1 || doc.Content[0].Kind != yaml.MappingNode {
+		return nil, errors.New("policy: want one object with fields")
+	}
+	return &doc, nil
+}
+
+func encode(doc *yaml.Node) ([]byte, error) {
+	var out bytes.Buffer
+	enc := yaml.NewEncoder(&out)
+	enc.SetIndent(2)
+	if err := errors.Join(enc.Encode(doc), enc.Close()); err != nil {
+		return nil, fmt.Errorf("policy: %w", err)
 	}
 	return out.Bytes(), nil
 }

@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -67,8 +68,8 @@ func (m Measurements) values() (map[int]string, error) {
 	out := map[int]string{}
 	for key, v := range m.PCRs {
 		i, err := strconv.Atoi(key)
-		if err != nil || strconv.Itoa(i) != key || i < 0 || i >= attest.LockPCR {
-			return nil, fmt.Errorf("PCR %q: want a number from 0 to 14", key)
+		if err != nil || strconv.Itoa(i) != key || !slices.Contains([]int{4, 8, 9, 11, 12, 13, 14}, i) {
+			return nil, fmt.Errorf("PCR %q: an image is measured into 4, 8, 9 and 11 to 14", key)
 		}
 		if b, err := hex.DecodeString(v); err != nil || len(b) != bank.Size() || hex.EncodeToString(b) != v {
 			return nil, fmt.Errorf("PCR %d: want %d lower-case hexadecimal digits", i, 2*bank.Size())
@@ -111,11 +112,13 @@ type Template struct {
 	Roles         []string
 	// Serial of the policy; 0 means 1.
 	Serial uint64
-	// AllowPlainState and AnyMachine are insecure switches.
-	AllowPlainState, AnyMachine bool
+	// Classes are the firmware that machines may have.
+	Classes []*attestv1.MachineClass
+	// AllowPlainState, AnyMachine and AnyFirmware are insecure switches.
+	AllowPlainState, AnyMachine, AnyFirmware bool
 }
 
-// Build gives a commented policy in YAML. What it gives always passes [Parse].
+// Build returns a commented policy in YAML. It passes [Parse], unless it has neither Classes nor AnyFirmware: then [AddClass] completes it.
 func Build(t Template) ([]byte, error) {
 	if len(t.Measurements) == 0 {
 		return nil, errors.New("policy: no measurements were given")
@@ -123,7 +126,7 @@ func Build(t Template) ([]byte, error) {
 	if len(t.NodeCIDRs) == 0 {
 		return nil, errors.New("policy: no node network was given, so no node could have an address: give --node-cidr")
 	}
-	values, images, err := merge(t.Measurements)
+	images, err := imagesOf(t.Measurements)
 	if err != nil {
 		return nil, err
 	}
@@ -133,7 +136,7 @@ func Build(t Template) ([]byte, error) {
 	line("# Muster policy: which machines may be in the cluster. Edit it, increase serial, then run")
 	line("#   muster policy check FILE    and    muster policy apply FILE")
 	line("# docs/operate.md explains each field.")
-	line("version: 1")
+	line("version: 2")
 	line("# Counted up with every change; a cluster never goes back to a lower one.")
 	line("serial: %d", max(t.Serial, 1))
 	line("# What machines may become. A control plane must be enrolled by you beforehand: muster enroll.")
@@ -158,17 +161,19 @@ func Build(t Template) ([]byte, error) {
 		}
 	}
 	line("  bank: %s", t.Measurements[0].Bank)
-	line("  # What must have been booted. From the build of: %s.", strings.Join(images, ", "))
-	line("  # Mode Enforce refuses other values, WarnOnly reports them.")
-	line("  pcrs:")
-	for _, i := range slices.Sorted(maps.Keys(values)) {
-		line("    # %s", meanings[i])
-		line("    - index: %d", i)
-		line("      mode: Enforce")
-		line("      values:")
-		for _, v := range values[i] {
-			line("        - %q", v)
-		}
+	line("  # What machines may boot. One has all values of one image.")
+	line("  images:")
+	for _, m := range images {
+		writeBoot(line, m.GetName(), m.GetPcrs())
+	}
+	line("  # What firmware they may have: muster policy add-class NAME --from MACHINE:9000 takes it from a machine that you trust.")
+	if len(t.Classes) == 0 {
+		line("  classes: []")
+	} else {
+		line("  classes:")
+	}
+	for _, m := range t.Classes {
+		writeBoot(line, m.GetName(), m.GetPcrs())
 	}
 	line("# Switches that weaken the cluster; each that is on is shown by muster status.")
 	line("insecure:")
@@ -176,7 +181,9 @@ func Build(t Template) ([]byte, error) {
 	line("  anyMachine: %t", t.AnyMachine)
 	line("  # Accept machines whose state is not on an encrypted disk.")
 	line("  allowPlainState: %t", t.AllowPlainState)
-	if _, _, err := Parse(b.Bytes()); err != nil {
+	line("  # Accept any firmware and any driver that it loads, which can change what is booted unseen.")
+	line("  anyFirmware: %t", t.AnyFirmware)
+	if _, err := parseIncomplete(b.Bytes()); err != nil {
 		return nil, err
 	}
 	return b.Bytes(), nil
@@ -225,36 +232,45 @@ func writeRoot(line func(string, ...any), r Root) error {
 	return nil
 }
 
-// merge gives, per PCR, the values of all images.
-func merge(all []Measurements) (values map[int][]string, images []string, err error) {
-	values = map[int][]string{}
-	for _, m := range all {
-		if m.Bank != all[0].Bank {
-			return nil, nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy judges one", all[0].Bank, m.Bank)
-		}
-		v, err := m.values()
-		if err != nil {
-			return nil, nil, fmt.Errorf("policy: image %q: %w", m.Image, err)
-		}
-		for i, value := range v {
-			if !slices.Contains(values[i], value) {
-				values[i] = append(values[i], value)
-			}
-		}
-		// The name stands in a comment: nothing of it may end the line.
-		images = append(images, fmt.Sprintf("%q", m.Image))
+func writeBoot(line func(string, ...any), name string, pcrs []*attestv1.PcrValue) {
+	line("    - name: %q", name)
+	line("      pcrs:")
+	for _, v := range pcrs {
+		line("        - {index: %d, value: %q} # %s", v.GetIndex(), v.GetValue(), meanings[int(v.GetIndex())])
 	}
-	for i, v := range values {
-		if n := len(all); n > 1 && missing(all, i) {
-			return nil, nil, fmt.Errorf("policy: PCR %d is measured for some of the %d images only, and its %d values would refuse the others", i, n, len(v))
-		}
-	}
-	return values, images, nil
 }
 
-func missing(all []Measurements, pcr int) bool {
-	return slices.ContainsFunc(all, func(m Measurements) bool {
-		v, err := m.values()
-		return err != nil || v[pcr] == ""
-	})
+// imagesOf returns an image for each build. What Secure Boot makes of the same one is an image of its own, with another PCR 4.
+func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
+	names := map[string]int{}
+	for _, m := range all {
+		if m.Bank != all[0].Bank {
+			return nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy judges one", all[0].Bank, m.Bank)
+		}
+		values, err := m.values()
+		if err != nil {
+			return nil, fmt.Errorf("policy: image %q: %w", m.Image, err)
+		}
+		name := NameOf(m.Image)
+		if names[name]++; names[name] > 1 {
+			name = fmt.Sprintf("%s-%d", name, names[name])
+		}
+		image := &attestv1.Image{Name: name}
+		for _, i := range slices.Sorted(maps.Keys(values)) {
+			image.Pcrs = append(image.Pcrs, &attestv1.PcrValue{Index: uint32(i), Value: values[i]})
+		}
+		out = append(out, image)
+	}
+	return out, nil
+}
+
+// NameOf returns s as a policy can name an image by it.
+func NameOf(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '.' {
+			return r
+		}
+		return '-'
+	}, strings.ToLower(s))
+	return strings.Trim(s[:min(len(s), 60)], "-.")
 }

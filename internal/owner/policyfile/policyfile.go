@@ -10,10 +10,8 @@ import (
 	"errors"
 	"fmt"
 
-	"google.golang.org/protobuf/encoding/protojson"
 	"sigs.k8s.io/yaml"
 
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -63,23 +61,4 @@ func SplitPEM(text []byte) ([]string, error) {
 		return nil, errors.New("it holds no certificate in PEM")
 	}
 	return out, nil
-}
-
-// Rule is what a policy says of one PCR.
-type Rule struct {
-	Values []string
-	Mode   string
-}
-
-// Rules gives a policy's PCR rules, to be shown. It is empty for what is no policy.
-func Rules(json []byte) map[int]Rule {
-	m := &attestv1.Policy{}
-	if err := protojson.Unmarshal(json, m); err != nil {
-		return nil
-	}
-	out := map[int]Rule{}
-	for _, r := range m.GetTpm2().GetPcrs() {
-		out[int(r.GetIndex())] = Rule{Values: r.GetValues(), Mode: r.GetMode()}
-	}
-	return out
 }

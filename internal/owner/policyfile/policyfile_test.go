@@ -13,12 +13,14 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -65,14 +67,30 @@ func template(t *testing.T) policyfile.Template {
 		Roots:        []policyfile.Root{{PEM: string(read(t, "ek-root.pem")), Operator: true, Key: attest.EKP256}},
 		NodeCIDRs:    []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("2001:db8::/64")},
 		Roles:        []string{"worker", "control-plane"},
+		Classes:      []*attestv1.MachineClass{class(t, "rack-1", firmware)},
 	}
+}
+
+// firmware has Reference Values.
+const firmware = `{"version": 1, "bank": "sha256", "pcrs": {"0": "` + zeros + `", "2": "` + zeros + `", "3": "` + zeros + `", "7": "` + zeros + `"}}`
+
+const zeros = "0000000000000000000000000000000000000000000000000000000000000000"
+
+func class(t *testing.T, name, text string) *attestv1.MachineClass {
+	t.Helper()
+	c, err := policyfile.ParseFirmware(name, []byte(text), "sha256")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
 }
 
 func TestBuildWritesTheFilesInTestdata(t *testing.T) {
 	plain := template(t)
 	full := template(t)
 	full.MachineIDs = []attest.MachineID{{1, 2, 3}}
-	full.AllowPlainState, full.AnyMachine, full.Serial = true, true, 7
+	full.AllowPlainState, full.AnyMachine, full.AnyFirmware, full.Serial = true, true, true, 7
+	full.Classes = nil
 	other := full.Measurements[0]
 	other.Image = "next # and\n- injected"
 	other.PCRs = map[string]string{"4": strings.Repeat("a", 64), "9": other.PCRs["9"], "11": strings.Repeat("b", 64)}
@@ -174,9 +192,11 @@ func TestParseIsStrict(t *testing.T) {
 	good := string(read(t, "policy.yaml"))
 	for name, text := range map[string]string{
 		"an unknown field":      good + "\nallowEverything: true\n",
-		"a field twice":         good + "\nversion: 1\n",
+		"a field twice":         good + "\nversion: 2\n",
 		"a misspelt switch":     strings.Replace(good, "allowPlainState", "allowPlainstate", 1),
-		"a version of tomorrow": strings.Replace(good, "version: 1", "version: 2", 1),
+		"a version of before":   strings.Replace(good, "version: 2", "version: 1", 1),
+		"a version of tomorrow": strings.Replace(good, "version: 2", "version: 3", 1),
+		"no classes":            regexp.MustCompile(`(?s)  classes:.*insecure:`).ReplaceAllString(good, "insecure:"),
 		"no YAML":               "\t",
 		"a file without end":    strings.Repeat("# comment\n", 200_000),
 	} {
@@ -201,7 +221,9 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text = bytes.Replace(text, []byte("pcrs:\n"), []byte("pcrs:\n    - {index: 7, mode: WarnOnly, values: [\""+strings.Repeat("0", 64)+"\"]}\n"), 1)
+	if text, err = policyfile.AddClass(text, 2, &attestv1.MachineClass{Name: "cloud", EventLog: &attestv1.EventLogRules{}}); err != nil {
+		t.Fatal(err)
+	}
 	_, found, err := policyfile.Check(text, now)
 	if err != nil {
 		t.Fatal(err)
@@ -210,7 +232,7 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	for _, f := range found {
 		got = append(got, string(f.Level)+" "+f.Field)
 	}
-	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.pcrs[7], warning tpm2.machineIds, " +
+	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.machineIds, " +
 		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)

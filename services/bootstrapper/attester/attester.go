@@ -195,7 +195,7 @@ func (s *Server) handler(p attest.Purpose) http.Handler {
 		if err := proto.Unmarshal(body, in); err != nil || len(in.GetNonce()) != len(attest.Binding{}) {
 			return nil, invalid("want a request with a binding of %d bytes", len(attest.Binding{}))
 		}
-		return a.Attest(r.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding(in.GetNonce()), in.GetEventLog())
+		return a.Attest(r.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding(in.GetNonce()))
 	})
 	handle(wire.RespondPath, "respond", func(r *http.Request, body []byte) (proto.Message, error) {
 		in := &attestv1.Challenge{}

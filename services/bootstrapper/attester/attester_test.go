@@ -88,7 +88,7 @@ func TestThePurposeIsTheSocket(t *testing.T) {
 	for _, asked := range attester.Purposes {
 		c := dial(t, dir, asked)
 		for _, wanted := range append([]attest.Purpose{attest.PurposeMachine}, attester.Purposes...) {
-			claims, err := attesttest.Claims(t.Context(), c, attesttest.Verifier(t, ca), wanted, attest.Binding{1, 2, 3}, true)
+			claims, err := attesttest.Claims(t.Context(), c, attesttest.Verifier(t, ca), wanted, attest.Binding{1, 2, 3})
 			if wanted != asked {
 				if attest.ReasonOf(err) != attestv1.Reason_REASON_BINDING_MISMATCH {
 					t.Errorf("evidence of %s as %s: %v", asked, wanted, err)
@@ -123,7 +123,7 @@ type failing struct {
 	err error
 }
 
-func (f failing) Attest(context.Context, attestv1.Format, attest.Binding, bool) (*attestv1.Evidence, error) {
+func (f failing) Attest(context.Context, attestv1.Format, attest.Binding) (*attestv1.Evidence, error) {
 	return nil, f.err
 }
 
@@ -145,7 +145,7 @@ func TestACallerLearnsTheReasonAlone(t *testing.T) {
 		all := of(m)
 		all[attest.PurposeKMS] = failing{m.Attester(attest.PurposeKMS), tt.err}
 		c := dial(t, start(t, all), attest.PurposeKMS)
-		_, err := c.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{}, false)
+		_, err := c.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{})
 		_, err2 := c.Respond(t.Context(), &attestv1.Challenge{}, attest.Binding{})
 		for _, err := range []error{err, err2} {
 			r, ok := errors.AsType[*attest.Refusal](err)
@@ -200,10 +200,10 @@ func TestAClientSaysWhatIsMissing(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if _, err := c.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{}, false); err == nil || !strings.Contains(err.Error(), "muster-attester.service") {
+	if _, err := c.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{}); err == nil || !strings.Contains(err.Error(), "muster-attester.service") {
 		t.Error(err)
 	}
-	if _, err := c.Attest(t.Context(), 99, attest.Binding{}, false); attest.ReasonOf(err) != attestv1.Reason_REASON_FORMAT_NONE {
+	if _, err := c.Attest(t.Context(), 99, attest.Binding{}); attest.ReasonOf(err) != attestv1.Reason_REASON_FORMAT_NONE {
 		t.Error(err)
 	}
 }

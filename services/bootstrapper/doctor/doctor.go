@@ -207,9 +207,9 @@ func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
 }
 
 func (d *doctor) eventLog(ctx context.Context) {
-	raw, err := os.ReadFile(d.image.TPM.EventLog)
+	log, err := eventlog.Read(d.image.TPM.EventLog, d.bank)
 	if err != nil {
-		d.Add(CheckEventLog, checkup.Warn, "Check tpm.eventLog of image.yaml; policies judge PCRs, so it is for people only.", "%v", err)
+		d.Err(CheckEventLog, "Check tpm.eventLog of image.yaml. A machine whose log is not there, or too long, can't attest; one whose log does not follow the specification is accepted only by a class that lists values of PCRs.", err)
 		return
 	}
 	var pcrs [tpm.PCRCount][]byte
@@ -219,12 +219,17 @@ func (d *doctor) eventLog(ctx context.Context) {
 			return
 		}
 	}
-	r, err := eventlog.Replay(raw, d.bank, pcrs)
+	r, err := eventlog.Replay(log, pcrs)
 	if err != nil {
 		d.Err(CheckEventLog, "Reboot the machine. If it goes on, its firmware's log does not lead to its PCR values: update the firmware.", err)
 		return
 	}
-	d.OK(CheckEventLog, "%d events lead to the PCR values", len(r.Events))
+	fw, err := r.Firmware()
+	if err != nil {
+		d.Add(CheckEventLog, checkup.Warn, "Accept this machine by a class that lists values of PCRs (muster policy add-class), not by one with rules over the event log.", "%v", err)
+		return
+	}
+	d.OK(CheckEventLog, "%d events lead to the PCR values; Secure Boot is %s; %d drivers from outside the firmware", len(r.Events), map[bool]string{true: "on", false: "off"}[fw.SecureBoot], len(fw.Drivers))
 }
 
 // lock compares PCR 15 with the journal (B1).

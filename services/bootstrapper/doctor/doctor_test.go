@@ -137,7 +137,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate": {CheckEK, checkup.Fail, "none", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
 		"an EK that no root vouches for":  {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
-		"an event log that is gone": {CheckEventLog, checkup.Warn, "no such file", func(t *testing.T, m *machine) {
+		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},
 		"an event log that leads elsewhere":    {CheckEventLog, checkup.Fail, "EVENTLOG_REPLAY", func(_ *testing.T, m *machine) { m.SetPCR(4, make([]byte, 32)) }},

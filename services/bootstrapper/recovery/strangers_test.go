@@ -36,10 +36,12 @@ func TestStrangersDoNotKeepTheOwnerOutOfARealTPM(t *testing.T) {
 	}
 	// Nothing has booted: all registers are zero.
 	rules := &attestv1.Tpm2Policy{Bank: tpm.SHA256.String(), EkRoots: []*attestv1.EkRoot{{Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: e.Root.Raw})), Operator: true, Key: "ecc-p384"}}}
+	image := &attestv1.Image{Name: "nothing"}
 	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {
-		rules.Pcrs = append(rules.Pcrs, &attestv1.PcrRule{Index: pcr, Mode: "Enforce", Values: []string{strings.Repeat("0", 64)}})
+		image.Pcrs = append(image.Pcrs, &attestv1.PcrValue{Index: pcr, Value: strings.Repeat("0", 64)})
 	}
-	text, err := protojson.Marshal(&attestv1.Policy{Version: 1, Serial: 1, Tpm2: rules, Roles: []string{"control-plane"}})
+	rules.Images = []*attestv1.Image{image}
+	text, err := protojson.Marshal(&attestv1.Policy{Version: 2, Serial: 1, Tpm2: rules, Insecure: &attestv1.InsecureSwitches{AnyFirmware: true}, Roles: []string{"control-plane"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +93,7 @@ func strangers(t *testing.T, w *world) {
 	// The machine's own tries to rejoin need the TPM, and the disk.
 	for i := range 20 {
 		ctx, cancel := context.WithTimeout(ctx, patience/6)
-		if _, err := w.own.Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}, false); err != nil {
+		if _, err := w.own.Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}); err != nil {
 			t.Errorf("the machine's own evidence: %v", err)
 		}
 		cancel()

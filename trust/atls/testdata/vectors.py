@@ -39,19 +39,13 @@ def field_bytes(number: int, content: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
-def field_bool(number: int) -> bytes:
-    return varint(number << 3) + b"\x01"
-
-
 def packed(number: int, values) -> bytes:
     return field_bytes(number, b"".join(varint(v) for v in values)) if values else b""
 
 
-def offer_frame(gives, accepts, event_log, extra=b"") -> bytes:
-    """Offer {gives = 1, accepts = 2, event_log = 3} as field 1 of Frame, length in front."""
+def offer_frame(gives, accepts, extra=b"") -> bytes:
+    """Offer {gives = 1, accepts = 2} as field 1 of Frame, length in front."""
     offer = packed(1, gives) + packed(2, accepts)
-    if event_log:
-        offer += field_bool(3)
     body = field_bytes(1, offer + extra)
     return struct.pack(">I", len(body)) + body
 
@@ -111,10 +105,10 @@ def sessions():
     # Unknown format numbers, and a field that this version does not know, are hashed as they came.
     unknown_field = field_bytes(1000, b"from a later version")
     cases = [
-        ("mutual", offer_frame([1], [1], False), offer_frame([1], [1], False)),
-        ("client does not attest", offer_frame([], [1], True), offer_frame([1], [], False)),
-        ("formats and fields of a later version", offer_frame([9, 1], [1, 300], True, unknown_field), offer_frame([1], [1], True)),
-        ("empty offers", offer_frame([], [], False), offer_frame([], [], False)),
+        ("mutual", offer_frame([1], [1]), offer_frame([1], [1])),
+        ("client does not attest", offer_frame([], [1]), offer_frame([1], [])),
+        ("formats and fields of a later version", offer_frame([9, 1], [1, 300], unknown_field), offer_frame([1], [1])),
+        ("empty offers", offer_frame([], []), offer_frame([], [])),
     ]
     for i, (name, client, server) in enumerate(cases):
         ekm = seq("ekm", i)

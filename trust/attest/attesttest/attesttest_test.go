@@ -27,22 +27,22 @@ func TestMachineIsAcceptedByTheRealVerifierAndPolicy(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := attesttest.NewMachine(t, ca, attesttest.Options{SecureBoot: true})
-			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, true)
+			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if c.Machine() != m.ID() {
 				t.Errorf("machine %s, want %s", c.Machine(), m.ID())
 			}
-			if on, known := c.SecureBoot(); !on || !known {
-				t.Errorf("Secure Boot on %v, known %v", on, known)
+			if fw, err := c.Firmware(); err != nil || !fw.SecureBoot || len(fw.Drivers) > 0 {
+				t.Errorf("%+v, %v", fw, err)
 			}
 			policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m})
 			if _, err := policy.Appraise(c, attest.Unlocked()); err != nil {
 				t.Error(err)
 			}
 			m.LockTo([32]byte{9})
-			c, err = attesttest.Claims(t.Context(), m.Attester(attest.PurposeKMS), attesttest.Verifier(t, ca), attest.PurposeKMS, attest.Binding{2}, false)
+			c, err = attesttest.Claims(t.Context(), m.Attester(attest.PurposeKMS), attesttest.Verifier(t, ca), attest.PurposeKMS, attest.Binding{2})
 			if err != nil {
 				t.Fatal(err)
 			}

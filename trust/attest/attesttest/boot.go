@@ -2,6 +2,7 @@ package attesttest
 
 import (
 	"encoding/binary"
+	"strings"
 	"testing"
 	"unicode/utf16"
 
@@ -33,6 +34,12 @@ func BootLog(t testing.TB, opts Options, banks ...tpm.Bank) ([]byte, []Measureme
 	}
 	add(0, eventlog.SCRTMVersion, []byte("a\x00t\x00\x00\x00"))
 	add(7, eventlog.EFIVariableDriverConfig, Variable("SecureBoot", []byte{state}))
+	for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+		add(7, eventlog.EFIVariableDriverConfig, Variable(name, []byte(name+" of the test")))
+	}
+	for _, driver := range opts.Drivers {
+		add(2, eventlog.EFIBootServicesDriver, []byte(driver))
+	}
 	add(4, eventlog.EFIAction, []byte("Calling EFI Application from Boot Option"))
 	for pcr := range 8 {
 		add(pcr, eventlog.Separator, make([]byte, 4))
@@ -45,9 +52,12 @@ func BootLog(t testing.TB, opts Options, banks ...tpm.Bank) ([]byte, []Measureme
 	return w.Bytes(), all
 }
 
-// Variable gives a UEFI_VARIABLE_DATA of a global UEFI variable.
+// Variable returns a UEFI_VARIABLE_DATA of one of the variables of Secure Boot.
 func Variable(name string, value []byte) []byte {
 	out := []byte("\x61\xdf\xe4\x8b\xca\x93\xd2\x11\xaa\x0d\x00\xe0\x98\x03\x2b\x8c") // EFI_GLOBAL_VARIABLE
+	if strings.HasPrefix(name, "db") {
+		out = []byte("\xcb\xb2\x19\xd7\x3a\x3d\x96\x45\xa3\xbc\xda\xd0\x0e\x67\x65\x6f") // EFI_IMAGE_SECURITY_DATABASE_GUID
+	}
 	units := utf16.Encode([]rune(name))
 	out = binary.LittleEndian.AppendUint64(out, uint64(len(units)))
 	out = binary.LittleEndian.AppendUint64(out, uint64(len(value)))

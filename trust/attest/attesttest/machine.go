@@ -33,6 +33,8 @@ type Options struct {
 	Image string
 	// SecureBoot is the state that its firmware measures.
 	SecureBoot bool
+	// Drivers are what its firmware loads from outside the firmware volume: PCR 2.
+	Drivers []string
 	// Bank is the bank that is quoted; 0 stands for SHA-256. All machines also keep the
 	// other two.
 	Bank tpm.Bank
@@ -229,8 +231,8 @@ type attester struct {
 	tamper Tamper
 }
 
-func (a attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
-	ev, err := a.Attester.Attest(ctx, f, b, eventLog)
+func (a attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	ev, err := a.Attester.Attest(ctx, f, b)
 	if err == nil && a.tamper.Evidence != nil {
 		a.tamper.Evidence(ev)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/x509"
 	"encoding/hex"
+	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -37,17 +38,18 @@ func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1
 		EkRoots: []*attestv1.EkRoot{{Pem: ca.PEM(), Operator: true, Key: string(attest.EKP256)}},
 		Bank:    machines[0].Bank().String(),
 	}
-	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {
-		rule := &attestv1.PcrRule{Index: pcr, Mode: "Enforce"}
-		for _, m := range machines {
-			if v := hex.EncodeToString(m.PCRs()[pcr]); !slices.Contains(rule.GetValues(), v) {
-				rule.Values = append(rule.Values, v)
-			}
+	for i, m := range machines {
+		image := &attestv1.Image{Name: fmt.Sprintf("image-%d", i), Pcrs: values(m, 4, 8, 9, 11, 12, 13, 14)}
+		class := &attestv1.MachineClass{Name: fmt.Sprintf("class-%d", i), Pcrs: values(m, 0, 2, 3, 7)}
+		if !slices.ContainsFunc(rules.GetImages(), func(o *attestv1.Image) bool { return same(o.GetPcrs(), image.GetPcrs()) }) {
+			rules.Images = append(rules.Images, image)
 		}
-		rules.Pcrs = append(rules.Pcrs, rule)
+		if !slices.ContainsFunc(rules.GetClasses(), func(o *attestv1.MachineClass) bool { return same(o.GetPcrs(), class.GetPcrs()) }) {
+			rules.Classes = append(rules.Classes, class)
+		}
 	}
 	p := &attestv1.Policy{
-		Version:   1,
+		Version:   2,
 		Serial:    1,
 		Tpm2:      rules,
 		Roles:     []string{"worker", "control-plane"},
@@ -61,6 +63,20 @@ func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1
 		t.Fatal(err)
 	}
 	return b
+}
+
+// values returns what a machine has in these PCRs.
+func values(m *Machine, pcrs ...int) (out []*attestv1.PcrValue) {
+	for _, i := range pcrs {
+		out = append(out, &attestv1.PcrValue{Index: uint32(i), Value: hex.EncodeToString(m.PCRs()[i])})
+	}
+	return out
+}
+
+func same(a, b []*attestv1.PcrValue) bool {
+	return slices.EqualFunc(a, b, func(x, y *attestv1.PcrValue) bool {
+		return x.GetIndex() == y.GetIndex() && x.GetValue() == y.GetValue()
+	})
 }
 
 // ControlPlanes returns a change for [Policy] that lists the machines as control planes, and no others.
@@ -85,8 +101,8 @@ func ParsedPolicy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*at
 
 // Claims takes evidence of a machine through the whole exchange with a fresh binding,
 // without a connection, and gives what the verifier made of it.
-func Claims(ctx context.Context, a attest.Attester, v attest.Verifier, p attest.Purpose, b attest.Binding, eventLog bool) (attest.Claims, error) {
-	ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b, eventLog)
+func Claims(ctx context.Context, a attest.Attester, v attest.Verifier, p attest.Purpose, b attest.Binding) (attest.Claims, error) {
+	ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b)
 	if err != nil {
 		return attest.Claims{}, err
 	}

@@ -5,13 +5,13 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"io"
-	"os"
+
 	"sync"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -79,7 +79,7 @@ func (a *Attester) Formats() []attestv1.Format {
 }
 
 // Attest implements [attest.Attester].
-func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding, eventLog bool) (*attestv1.Evidence, error) {
+func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
 	}
@@ -100,17 +100,17 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	if batch.err != nil {
 		return nil, batch.err
 	}
-	log, err := a.readLog(eventLog)
+	events, err := a.readLog()
 	if err != nil {
 		return nil, err
 	}
-	return a.evidence(ek, batch, i, log), nil
+	return a.evidence(ek, batch, i, events), nil
 }
 
 // AttestAll makes evidence over several bindings with one quote, 1 to 1,024 of them. It is
 // for who may quote only so often and collects those that ask: see [Attester.Attest] for
 // the rest.
-func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []attest.Binding, eventLog bool) ([]*attestv1.Evidence, error) {
+func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []attest.Binding) ([]*attestv1.Evidence, error) {
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
 	}
@@ -128,19 +128,19 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	if a.run(ctx, b); b.err != nil {
 		return nil, b.err
 	}
-	log, err := a.readLog(eventLog)
+	events, err := a.readLog()
 	if err != nil {
 		return nil, err
 	}
 	out := make([]*attestv1.Evidence, len(bindings))
 	for i := range out {
-		out[i] = a.evidence(ek, b, i, log) // all share the log's bytes
+		out[i] = a.evidence(ek, b, i, events) // all share the log's bytes
 	}
 	return out, nil
 }
 
 // evidence is for statement i of a batch that has its quote.
-func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, log []byte) *attestv1.Evidence {
+func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, events []byte) *attestv1.Evidence {
 	e := &attestv1.Tpm2Evidence{
 		EkCertificates: ek.Certificates,
 		AkPublic:       batch.quote.AKPublic,
@@ -149,7 +149,7 @@ func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, log []byte) *attestv
 		Bank:           uint32(batch.quote.Bank),
 		Pcrs:           batch.quote.PCRs,
 		LeafIndex:      uint32(i),
-		EventLog:       log,
+		Events:         events,
 	}
 	for _, h := range path(batch.leaves, i) {
 		e.Path = append(e.Path, h[:])
@@ -222,25 +222,20 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	b.quote, b.err = a.cfg.TPM.Quote(ctx, root(b.leaves), a.cfg.Bank)
 }
 
-// readLog returns the event log if it is wanted and there is one. Files in securityfs tell no size.
-func (a *Attester) readLog(wanted bool) ([]byte, error) {
-	path := a.cfg.EventLog
-	if !wanted || path == "" {
+// readLog returns the quoted bank's event log as evidence carries it, nil if the machine has none, or one that does not follow the
+// specification: such a machine can still be judged by the values of its PCRs.
+func (a *Attester) readLog() ([]byte, error) {
+	if a.cfg.EventLog == "" {
 		return nil, nil
 	}
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("event log: %w", err)
+	log, err := eventlog.Read(a.cfg.EventLog, a.cfg.Bank)
+	switch {
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_EVIDENCE_MALFORMED:
+		return nil, nil
+	case err != nil:
+		return nil, err
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxEventLog+1))
-	if err != nil {
-		return nil, fmt.Errorf("event log: %w", err)
-	}
-	if len(b) > maxEventLog {
-		return nil, fmt.Errorf("event log %s is longer than %d bytes", path, maxEventLog)
-	}
-	return b, nil
+	return log.Marshal()
 }
 
 // Respond implements [attest.Attester]. The challenge's secret does not leave this

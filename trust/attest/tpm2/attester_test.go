@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -60,7 +61,7 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 	s, a := newSlow(t, ca)
 	results := make(chan result, n+1)
 	ask := func(i int) {
-		ev, err := a.Attest(t.Context(), tpmFormat, bindingOf(i), false)
+		ev, err := a.Attest(t.Context(), tpmFormat, bindingOf(i))
 		results <- result{i, ev, err}
 	}
 	var wg sync.WaitGroup
@@ -105,10 +106,10 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 func TestACallerThatGivesUpHoldsNobodyUp(t *testing.T) {
 	s, a := newSlow(t, attesttest.NewCA(t))
 	first, second := make(chan error, 1), make(chan error, 1)
-	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(1), false); first <- err }()
+	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(1)); first <- err }()
 	<-s.begun
 	ctx, cancel := context.WithCancel(t.Context())
-	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(2), false); second <- err }()
+	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(2)); second <- err }()
 	waitFor(t, func() bool { return tpm2.Waiting(a) == 1 })
 	cancel()
 	if err := <-second; !errors.Is(err, context.Canceled) {
@@ -124,7 +125,7 @@ func TestACallerThatGivesUpHoldsNobodyUp(t *testing.T) {
 	}
 	// The next one begins anew.
 	s.goOn <- struct{}{}
-	if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(3), false); err != nil {
+	if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(3)); err != nil {
 		t.Error(err)
 	}
 }
@@ -133,7 +134,7 @@ func TestAQuoteEndsWhenNobodyWantsIt(t *testing.T) {
 	s, a := newSlow(t, attesttest.NewCA(t))
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(1), false); done <- err }()
+	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(1)); done <- err }()
 	running := <-s.begun
 	cancel()
 	<-running.Done()
@@ -145,13 +146,13 @@ func TestAQuoteEndsWhenNobodyWantsIt(t *testing.T) {
 func TestAQuoteOutlivesTheCallerThatBeganIt(t *testing.T) {
 	s, a := newSlow(t, attesttest.NewCA(t))
 	block, unblock := make(chan error, 1), make(chan error, 1)
-	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(0), false); block <- err }()
+	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(0)); block <- err }()
 	<-s.begun
 	ctx, cancel := context.WithCancel(t.Context())
 	began := make(chan error, 1)
-	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(1), false); began <- err }()
+	go func() { _, err := a.Attest(ctx, tpmFormat, bindingOf(1)); began <- err }()
 	waitFor(t, func() bool { return tpm2.Waiting(a) == 1 })
-	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(2), false); unblock <- err }()
+	go func() { _, err := a.Attest(t.Context(), tpmFormat, bindingOf(2)); unblock <- err }()
 	waitFor(t, func() bool { return tpm2.Waiting(a) == 2 })
 	cancel()
 	if err := <-began; !errors.Is(err, context.Canceled) {
@@ -174,7 +175,7 @@ func TestThePublicGetsOneQuoteASecond(t *testing.T) {
 			var wg sync.WaitGroup
 			for i := range 50 {
 				wg.Go(func() {
-					if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(100*second+i), false); err != nil {
+					if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(100*second+i)); err != nil {
 						t.Error(err)
 					}
 				})
@@ -191,14 +192,14 @@ func TestTheThousandthStrangerComesAgainLater(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 		a := m.Attester(attest.PurposePublic)
-		if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(0), false); err != nil {
+		if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(0)); err != nil {
 			t.Fatal(err)
 		}
 		var busy, served atomic.Int32
 		var wg sync.WaitGroup
 		for i := range 1100 {
 			wg.Go(func() {
-				_, err := a.Attest(t.Context(), tpmFormat, bindingOf(i), false)
+				_, err := a.Attest(t.Context(), tpmFormat, bindingOf(i))
 				switch r, _ := errors.AsType[*attest.Refusal](err); {
 				case err == nil:
 					served.Add(1)
@@ -231,40 +232,59 @@ func TestAnAttesterSaysWhatIsMissing(t *testing.T) {
 	}
 }
 
-func TestEventLogIsSentOnlyIfAskedFor(t *testing.T) {
+func TestTheEventLogIsSent(t *testing.T) {
 	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
-	a := m.Attester(attest.PurposeMachine)
-	want, err := os.ReadFile(m.EventLog())
+	log, err := eventlog.Read(m.EventLog(), tpm.SHA256)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, asked := range []bool{true, false} {
-		ev, err := a.Attest(t.Context(), tpmFormat, attest.Binding{1}, asked)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := ev.GetTpm2().GetEventLog(); asked != bytes.Equal(got, want) || !asked && len(got) > 0 {
-			t.Errorf("asked %v, got %d bytes", asked, len(got))
-		}
-	}
-	if _, err := a.Attest(t.Context(), 9, attest.Binding{1}, false); attest.ReasonOf(err) != attestv1.Reason_REASON_FORMAT_NONE {
-		t.Errorf("another format: %v", err)
-	}
-	long := filepath.Join(t.TempDir(), "log")
-	if err := os.WriteFile(long, make([]byte, 512<<10+1), 0o600); err != nil {
+	want, err := log.Marshal()
+	if err != nil {
 		t.Fatal(err)
 	}
-	for name, path := range map[string]string{"that is too long": long, "that is not there": long + "x"} {
-		b, err := tpm2.NewAttester(tpm2.Config{TPM: m, Purpose: attest.PurposeMachine, Bank: tpm.SHA256, EventLog: path})
-		if err != nil {
+	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, attest.Binding{1})
+	if err != nil || len(want) == 0 || !bytes.Equal(ev.GetTpm2().GetEvents(), want) {
+		t.Errorf("%x, %v; want %x", ev.GetTpm2().GetEvents(), err, want)
+	}
+	if _, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), 9, attest.Binding{1}); attest.ReasonOf(err) != attestv1.Reason_REASON_FORMAT_NONE {
+		t.Errorf("another format: %v", err)
+	}
+}
+
+func TestAnEventLogThatCannotBeSent(t *testing.T) {
+	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	file := func(content []byte) string {
+		path := filepath.Join(t.TempDir(), "log")
+		if err := os.WriteFile(path, content, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := b.Attest(t.Context(), tpmFormat, attest.Binding{1}, true); err == nil {
-			t.Errorf("a log %s was sent", name)
+		return path
+	}
+	many := eventlog.NewWriter(tpm.SHA256)
+	for range 1025 {
+		if _, err := many.Measure(4, eventlog.IPL, []byte("x")); err != nil {
+			t.Fatal(err)
 		}
-		if _, err := b.Attest(t.Context(), tpmFormat, attest.Binding{1}, false); err != nil {
-			t.Errorf("a log %s that nobody asked for: %v", name, err)
-		}
+	}
+	for name, tt := range map[string]struct {
+		path string
+		sent bool
+	}{
+		"a log of no known format is left out": {path: file(make([]byte, 100)), sent: true},
+		"one that is too long is left out":     {path: file(make([]byte, eventlog.MaxSize+1)), sent: true},
+		"one of too many events is an error":   {path: file(many.Bytes())},
+		"one that is not there is an error":    {path: "/nonexistent"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, err := tpm2.NewAttester(tpm2.Config{TPM: m, Purpose: attest.PurposeMachine, Bank: tpm.SHA256, EventLog: tt.path})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ev, err := a.Attest(t.Context(), tpmFormat, attest.Binding{1})
+			if (err == nil) != tt.sent || len(ev.GetTpm2().GetEvents()) > 0 {
+				t.Errorf("%d bytes of events, %v", len(ev.GetTpm2().GetEvents()), err)
+			}
+		})
 	}
 }
 
@@ -273,7 +293,7 @@ func TestEvidenceOfOtherBanks(t *testing.T) {
 	for _, bank := range []tpm.Bank{tpm.SHA384, tpm.SHA512} {
 		m := attesttest.NewMachine(t, ca, attesttest.Options{Bank: bank})
 		m.LockTo([32]byte{5})
-		c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, false)
+		c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 		if err != nil {
 			t.Fatal(err)
 		}

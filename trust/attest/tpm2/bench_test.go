@@ -17,10 +17,10 @@ func BenchmarkVerify(b *testing.B) {
 	m := attesttest.NewMachine(b, ca, attesttest.Options{})
 	a := m.Attester(attest.PurposeMachine)
 	binding := attest.Binding{1}
-	if _, err := attesttest.Claims(b.Context(), a, v, attest.PurposeMachine, binding, false); err != nil {
+	if _, err := attesttest.Claims(b.Context(), a, v, attest.PurposeMachine, binding); err != nil {
 		b.Fatal(err)
 	}
-	ev, err := a.Attest(b.Context(), tpmFormat, binding, false)
+	ev, err := a.Attest(b.Context(), tpmFormat, binding)
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -324,7 +324,7 @@ func BenchmarkUnknownPeer(b *testing.B) {
 				b.Fatal(err)
 			}
 			binding := attest.Binding{1}
-			ev, err := m.Attester(attest.PurposeMachine).Attest(b.Context(), tpmFormat, binding, false)
+			ev, err := m.Attester(attest.PurposeMachine).Attest(b.Context(), tpmFormat, binding)
 			if err != nil {
 				b.Fatal(err)
 			}

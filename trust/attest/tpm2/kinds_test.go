@@ -49,7 +49,7 @@ func TestOneTPMIsOneMachine(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{known}, tt.change...)
 			m := attesttest.NewMachine(t, tt.ca, tt.opts)
-			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, tt.ca), attest.PurposeMachine, attest.Binding{1}, false)
+			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, tt.ca), attest.PurposeMachine, attest.Binding{1})
 			if err != nil {
 				t.Fatal(err)
 			}

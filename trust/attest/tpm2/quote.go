@@ -25,7 +25,6 @@ const (
 	maxCertificates = 4 // certificates: what the longest chain in a TPM has, Intel's on-die authorities
 	maxCertificate  = 8 << 10
 	maxStructure    = 1 << 10 // TPMT_PUBLIC, TPMS_ATTEST, TPMT_SIGNATURE
-	maxEventLog     = 512 << 10
 )
 
 // refuse keeps call sites short enough to read as a list of checks.
@@ -54,9 +53,6 @@ func checkSizes(e *attestv1.Tpm2Evidence) error {
 		if len(b) > maxStructure {
 			return refuse(malformed, "%s has %d bytes, more than %d", name, len(b), maxStructure)
 		}
-	}
-	if len(e.GetEventLog()) > maxEventLog {
-		return refuse(malformed, "the event log has %d bytes, more than %d", len(e.GetEventLog()), maxEventLog)
 	}
 	if e.GetBank() > math.MaxUint16 || tpm.Bank(e.GetBank()).Size() == 0 {
 		return refuse(malformed, "unknown bank 0x%04x", e.GetBank())

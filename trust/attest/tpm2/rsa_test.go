@@ -115,7 +115,7 @@ func TestRSAQuotes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: rsaAK(tt.key, tt.sign)})
-			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, false)
+			c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 			if attest.ReasonOf(err) != tt.want {
 				t.Fatalf("%v, want %s", err, attest.ReasonName(tt.want))
 			}

@@ -125,17 +125,29 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek
 		FirmwareVersion: q.FirmwareVersion,
 		SignedPolicy:    ev.GetSignedPolicy(),
 	}
-	if log := ev.GetTpm2().GetEventLog(); len(log) > 0 {
-		replayed, err := eventlog.Replay(log, bank, q.PCRs)
+	if events := ev.GetTpm2().GetEvents(); len(events) > 0 {
+		log, err := eventlog.Unmarshal(events, bank)
 		if err != nil {
 			return nil, err
 		}
-		f.SecureBoot = replayed.SecureBoot
-		for _, e := range replayed.Events {
-			f.Events = append(f.Events, checked.Event{PCR: e.PCR, Type: e.Type.String(), Digest: e.Digest, Text: e.Text})
+		replayed, err := eventlog.Replay(log, q.PCRs)
+		if err != nil {
+			return nil, err
+		}
+		f.Events = shown(replayed.Events)
+		fw, err := replayed.Firmware()
+		if f.FirmwareErr = err; err == nil {
+			f.Firmware = &checked.Firmware{Drivers: shown(fw.Drivers), DriverConfig: shown(fw.DriverConfig), SecureBoot: fw.SecureBoot, Keys: fw.Keys}
 		}
 	}
 	return f, nil
+}
+
+func shown(events []eventlog.Event) (out []checked.Event) {
+	for _, e := range events {
+		out = append(out, checked.Event{PCR: e.PCR, Type: e.Type.String(), Digest: e.Digest, Text: e.Text})
+	}
+	return out
 }
 
 // pending is evidence whose quote checked out. It implements [attest.Pending].

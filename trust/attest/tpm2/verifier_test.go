@@ -23,7 +23,7 @@ const tpmFormat = attestv1.Format_FORMAT_TPM2
 // begin takes evidence as far as the challenge.
 func begin(t testing.TB, m *attesttest.Machine, v *tpm2.Verifier, b attest.Binding) attest.Pending {
 	t.Helper()
-	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,7 +49,7 @@ func TestAQuoteIsForItsSessionAndPurposeAlone(t *testing.T) {
 	v := attesttest.Verifier(t, ca)
 	purposes := []attest.Purpose{attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic}
 	for _, made := range purposes {
-		ev, err := m.Attester(made).Attest(t.Context(), tpmFormat, attest.Binding{1}, false)
+		ev, err := m.Attester(made).Attest(t.Context(), tpmFormat, attest.Binding{1})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -185,7 +185,7 @@ func TestKnownPairs(t *testing.T) {
 	t.Run("another EK beside a known AK is challenged", func(t *testing.T) {
 		other := attesttest.NewMachine(t, ca, attesttest.Options{})
 		b := attest.Binding{7}
-		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -202,7 +202,7 @@ func TestKnownPairs(t *testing.T) {
 		roots = attesttest.NewCA(t).Roots()
 		defer func() { roots = ca.Roots() }()
 		b := attest.Binding{5}
-		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -214,7 +214,7 @@ func TestKnownPairs(t *testing.T) {
 		defer func(n time.Time) { now = n }(now)
 		now = now.Add(48 * time.Hour)
 		b := attest.Binding{6}
-		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -305,7 +305,7 @@ func TestChain(t *testing.T) {
 				}
 			}}})
 			b := attest.Binding{1}
-			ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+			ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -326,7 +326,7 @@ func TestChain(t *testing.T) {
 			m := attesttest.NewMachine(t, root, attesttest.Options{Tamper: attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) {
 				ev.GetTpm2().EkCertificates = append(ev.GetTpm2().EkCertificates, chain...)
 			}}})
-			_, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, root), attest.PurposeMachine, attest.Binding{1}, false)
+			_, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, root), attest.PurposeMachine, attest.Binding{1})
 			if attest.ReasonOf(err) != badEK {
 				t.Errorf("%s: %v", name, err)
 			}
@@ -364,7 +364,7 @@ func TestNothingConfiguredMeansNothingAccepted(t *testing.T) {
 	}
 	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	b := attest.Binding{1}
-	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b, false)
+	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -395,7 +395,7 @@ func TestAPresentedPolicyIsKept(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: attesttest.Tamper{Evidence: func(ev *attestv1.Evidence) {
 		ev.SignedPolicy = &attestv1.SignedPolicy{Policy: []byte("{}"), Signature: make([]byte, 64)}
 	}}})
-	c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1}, false)
+	c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -52,10 +52,22 @@ type Facts struct {
 	FirmwareVersion uint64
 	// Events are the entries of the event log, if one was sent; they replay to PCRs.
 	Events []Event
-	// SecureBoot is nil if the log does not say.
-	SecureBoot *bool
+	// Firmware is what the log says of the firmware; nil without a log, or if FirmwareErr is not: then it says nothing that could
+	// be believed.
+	Firmware    *Firmware
+	FirmwareErr error
 	// SignedPolicy is what a joinservice presents; its signature is not checked here.
 	SignedPolicy *attestv1.SignedPolicy
+}
+
+// Firmware is what a replayed event log says of the time before the boot loader.
+type Firmware struct {
+	// Drivers and DriverConfig are what was measured into PCR 2 and 3, but for the separators.
+	Drivers, DriverConfig []Event
+	// SecureBoot says whether Secure Boot was on.
+	SecureBoot bool
+	// Keys has the digests of the UEFI variables PK, KEK, db and dbx, by these names.
+	Keys map[string][]byte
 }
 
 // Event is one measurement of a replayed event log.

@@ -232,10 +232,7 @@ type Offer struct {
 	// Formats that the sender judges, best first. Empty: I don't judge you. The
 	// attester takes its first `gives` that its peer accepts; if there is none, the
 	// session ends with FORMAT_NONE. At most 16.
-	Accepts []Format `protobuf:"varint,2,rep,packed,name=accepts,proto3,enum=muster.attest.v1.Format" json:"accepts,omitempty"`
-	// Set by a verifier: whether it wants the event log with the peer's evidence. A
-	// side with empty `accepts` leaves it unset; nothing about it is refused.
-	EventLog      bool `protobuf:"varint,3,opt,name=event_log,json=eventLog,proto3" json:"event_log,omitempty"`
+	Accepts       []Format `protobuf:"varint,2,rep,packed,name=accepts,proto3,enum=muster.attest.v1.Format" json:"accepts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -282,13 +279,6 @@ func (x *Offer) GetAccepts() []Format {
 		return x.Accepts
 	}
 	return nil
-}
-
-func (x *Offer) GetEventLog() bool {
-	if x != nil {
-		return x.EventLog
-	}
-	return false
 }
 
 // Evidence is what an attester sends. Who verifies it never relies on anything
@@ -413,11 +403,9 @@ type Tpm2Evidence struct {
 	// Sibling hashes from the leaf to the root, 32 bytes each; 0 to 10 of them.
 	// None: the quote is for this statement alone.
 	Path [][]byte `protobuf:"bytes,8,rep,name=path,proto3" json:"path,omitempty"`
-	// The TCG2 crypto-agile event log (TCG PC Client Platform Firmware Profile,
-	// section 10), sent only if the peer's offer asked for it; at most 512 KiB. It
-	// explains PCR values. It is refused with EVENTLOG_REPLAY if replaying it does not
-	// lead to the quoted values.
-	EventLog      []byte `protobuf:"bytes,9,opt,name=event_log,json=eventLog,proto3" json:"event_log,omitempty"`
+	// A serialized EventLog of at most 256 KiB, else EVIDENCE_MALFORMED; sent whenever the machine has an event log. It explains PCR
+	// values. It is refused with EVENTLOG_REPLAY if replaying it does not lead to the quoted values.
+	Events        []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -508,9 +496,139 @@ func (x *Tpm2Evidence) GetPath() [][]byte {
 	return nil
 }
 
-func (x *Tpm2Evidence) GetEventLog() []byte {
+func (x *Tpm2Evidence) GetEvents() []byte {
 	if x != nil {
-		return x.EventLog
+		return x.Events
+	}
+	return nil
+}
+
+// EventLog lists what firmware, boot loader and kernel measured: the quoted bank's part of the TCG2 crypto-agile event log (TCG PC
+// Client Platform Firmware Profile, section 10).
+type EventLog struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order in which they were measured; at most 1,024, else EVIDENCE_MALFORMED.
+	Events []*MeasuredEvent `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	// The locality that TPM2_Startup was called from: 0, 3 or 4, else EVIDENCE_MALFORMED. PCR 0 begins with it.
+	StartupLocality uint32 `protobuf:"varint,2,opt,name=startup_locality,json=startupLocality,proto3" json:"startup_locality,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *EventLog) Reset() {
+	*x = EventLog{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EventLog) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EventLog) ProtoMessage() {}
+
+func (x *EventLog) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EventLog.ProtoReflect.Descriptor instead.
+func (*EventLog) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *EventLog) GetEvents() []*MeasuredEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+func (x *EventLog) GetStartupLocality() uint32 {
+	if x != nil {
+		return x.StartupLocality
+	}
+	return 0
+}
+
+// MeasuredEvent is one measurement.
+type MeasuredEvent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The register that was extended, 0 to 15, else EVIDENCE_MALFORMED.
+	Pcr uint32 `protobuf:"varint,1,opt,name=pcr,proto3" json:"pcr,omitempty"`
+	// The kind of event (section 10.4.1). It is the sender's word: EV_NO_ACTION (3), which extends nothing, is refused with EVIDENCE_MALFORMED.
+	Type uint32 `protobuf:"varint,2,opt,name=type,proto3" json:"type,omitempty"`
+	// What was extended, as long as the bank's digest, else EVIDENCE_MALFORMED.
+	Digest []byte `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// The event's data, at most 256 bytes, else EVIDENCE_MALFORMED; the attester leaves out what is longer. They are the sender's word, too, except where the
+	// verifier finds that digest is their hash.
+	Data          []byte `protobuf:"bytes,4,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MeasuredEvent) Reset() {
+	*x = MeasuredEvent{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MeasuredEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MeasuredEvent) ProtoMessage() {}
+
+func (x *MeasuredEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MeasuredEvent.ProtoReflect.Descriptor instead.
+func (*MeasuredEvent) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *MeasuredEvent) GetPcr() uint32 {
+	if x != nil {
+		return x.Pcr
+	}
+	return 0
+}
+
+func (x *MeasuredEvent) GetType() uint32 {
+	if x != nil {
+		return x.Type
+	}
+	return 0
+}
+
+func (x *MeasuredEvent) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
+	}
+	return nil
+}
+
+func (x *MeasuredEvent) GetData() []byte {
+	if x != nil {
+		return x.Data
 	}
 	return nil
 }
@@ -534,7 +652,7 @@ type Challenge struct {
 
 func (x *Challenge) Reset() {
 	*x = Challenge{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -546,7 +664,7 @@ func (x *Challenge) String() string {
 func (*Challenge) ProtoMessage() {}
 
 func (x *Challenge) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -559,7 +677,7 @@ func (x *Challenge) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Challenge.ProtoReflect.Descriptor instead.
 func (*Challenge) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{4}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Challenge) GetCredentialBlob() []byte {
@@ -589,7 +707,7 @@ type Response struct {
 
 func (x *Response) Reset() {
 	*x = Response{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -601,7 +719,7 @@ func (x *Response) String() string {
 func (*Response) ProtoMessage() {}
 
 func (x *Response) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -614,7 +732,7 @@ func (x *Response) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Response.ProtoReflect.Descriptor instead.
 func (*Response) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Response) GetMac() []byte {
@@ -641,7 +759,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -653,7 +771,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -666,7 +784,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Verdict) GetReason() Reason {
@@ -700,7 +818,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -712,7 +830,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -725,7 +843,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ErrorInfo) GetReason() Reason {
@@ -764,7 +882,7 @@ type SignedPolicy struct {
 
 func (x *SignedPolicy) Reset() {
 	*x = SignedPolicy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -776,7 +894,7 @@ func (x *SignedPolicy) String() string {
 func (*SignedPolicy) ProtoMessage() {}
 
 func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -789,7 +907,7 @@ func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignedPolicy.ProtoReflect.Descriptor instead.
 func (*SignedPolicy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *SignedPolicy) GetPolicy() []byte {
@@ -810,7 +928,7 @@ func (x *SignedPolicy) GetSignature() []byte {
 // unknown fields are refused.
 type Policy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Version of this message's meaning: 1. Any other is refused with POLICY_INVALID.
+	// Version of this message's meaning: 2. Any other is refused with POLICY_INVALID.
 	Version uint32 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	// Set by the owner, counted up with every change. A verifier never replaces a
 	// policy by one with a lower serial.
@@ -839,7 +957,7 @@ type Policy struct {
 
 func (x *Policy) Reset() {
 	*x = Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -851,7 +969,7 @@ func (x *Policy) String() string {
 func (*Policy) ProtoMessage() {}
 
 func (x *Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -864,7 +982,7 @@ func (x *Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Policy.ProtoReflect.Descriptor instead.
 func (*Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Policy) GetVersion() uint32 {
@@ -929,16 +1047,19 @@ type Tpm2Policy struct {
 	// The bank that is judged: "sha256", "sha384" or "sha512", else POLICY_INVALID.
 	// Evidence of another bank is refused with POLICY_REFUSED.
 	Bank string `protobuf:"bytes,3,opt,name=bank,proto3" json:"bank,omitempty"`
-	// One rule per PCR, else POLICY_INVALID. 4, 8, 9, 11, 12, 13 and 14 must have one with mode Enforce; 15 is
-	// never in a policy, since the verifier computes it. At most one rule per PCR.
-	Pcrs          []*PcrRule `protobuf:"bytes,4,rep,name=pcrs,proto3" json:"pcrs,omitempty"`
+	// Said by the owner: the images that machines may boot, 1 to 64. A machine must have all values of one of them: values of
+	// different images don't add up. Otherwise it is refused with POLICY_REFUSED.
+	Images []*Image `protobuf:"bytes,5,rep,name=images,proto3" json:"images,omitempty"`
+	// Said by the owner: the firmware that machines may have, at most 64 classes. A machine must fit one of them, else
+	// POLICY_REFUSED. Without any the policy is refused with POLICY_INVALID, unless insecure.any_firmware is set.
+	Classes       []*MachineClass `protobuf:"bytes,6,rep,name=classes,proto3" json:"classes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tpm2Policy) Reset() {
 	*x = Tpm2Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -950,7 +1071,7 @@ func (x *Tpm2Policy) String() string {
 func (*Tpm2Policy) ProtoMessage() {}
 
 func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -963,7 +1084,7 @@ func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tpm2Policy.ProtoReflect.Descriptor instead.
 func (*Tpm2Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Tpm2Policy) GetMachineIds() []string {
@@ -987,11 +1108,264 @@ func (x *Tpm2Policy) GetBank() string {
 	return ""
 }
 
-func (x *Tpm2Policy) GetPcrs() []*PcrRule {
+func (x *Tpm2Policy) GetImages() []*Image {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+func (x *Tpm2Policy) GetClasses() []*MachineClass {
+	if x != nil {
+		return x.Classes
+	}
+	return nil
+}
+
+// Image is what a machine boots from the boot loader on.
+type Image struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names the image in logs, audit records and status: 1 to 63 characters of a-z, 0-9, '-' and '.', letters or digits first and
+	// last. No two images have one name. Otherwise POLICY_INVALID.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// One value each of PCR 4, 8, 9, 11, 12, 13 and 14, and of no other, else POLICY_INVALID.
+	Pcrs          []*PcrValue `protobuf:"bytes,2,rep,name=pcrs,proto3" json:"pcrs,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Image) Reset() {
+	*x = Image{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Image) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Image) ProtoMessage() {}
+
+func (x *Image) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Image.ProtoReflect.Descriptor instead.
+func (*Image) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Image) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Image) GetPcrs() []*PcrValue {
 	if x != nil {
 		return x.Pcrs
 	}
 	return nil
+}
+
+// MachineClass is firmware that the owner accepts: measured values, or rules over the event log, or both.
+type MachineClass struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names the class, as that of an image. No two classes have one name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Values of PCR 0 to 3 and 5 to 7, at most one each, else POLICY_INVALID. All that are listed must be as listed. PCR 0
+	// (firmware code), 2 and 3 (drivers from elsewhere and their configuration) and 7 (Secure Boot) must be
+	// listed, unless event_log is set.
+	Pcrs []*PcrValue `protobuf:"bytes,2,rep,name=pcrs,proto3" json:"pcrs,omitempty"`
+	// Rules over the event log, which must replay to the quote: for machines whose firmware changes often. A machine that
+	// sends no log is refused with POLICY_REFUSED. The firmware itself, PCR 0, is then judged only if pcrs lists it.
+	EventLog      *EventLogRules `protobuf:"bytes,3,opt,name=event_log,json=eventLog,proto3" json:"event_log,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MachineClass) Reset() {
+	*x = MachineClass{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MachineClass) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MachineClass) ProtoMessage() {}
+
+func (x *MachineClass) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MachineClass.ProtoReflect.Descriptor instead.
+func (*MachineClass) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *MachineClass) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *MachineClass) GetPcrs() []*PcrValue {
+	if x != nil {
+		return x.Pcrs
+	}
+	return nil
+}
+
+func (x *MachineClass) GetEventLog() *EventLogRules {
+	if x != nil {
+		return x.EventLog
+	}
+	return nil
+}
+
+// EventLogRules say what firmware may have measured before the boot loader. Beside what they list they demand a separator in each of
+// PCR 0 to 7, which reports no error, and no driver configuration in PCR 3.
+type EventLogRules struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Digests of drivers and option ROMs that may be in PCR 2, in any order and any number of times; lower-case hexadecimal
+	// digits as long as the bank's digest, else POLICY_INVALID. Empty: none may.
+	Drivers []string `protobuf:"bytes,1,rep,name=drivers,proto3" json:"drivers,omitempty"`
+	// Unset: Secure Boot may be off, and is not judged.
+	SecureBoot    *SecureBootRule `protobuf:"bytes,2,opt,name=secure_boot,json=secureBoot,proto3" json:"secure_boot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EventLogRules) Reset() {
+	*x = EventLogRules{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EventLogRules) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EventLogRules) ProtoMessage() {}
+
+func (x *EventLogRules) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EventLogRules.ProtoReflect.Descriptor instead.
+func (*EventLogRules) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *EventLogRules) GetDrivers() []string {
+	if x != nil {
+		return x.Drivers
+	}
+	return nil
+}
+
+func (x *EventLogRules) GetSecureBoot() *SecureBootRule {
+	if x != nil {
+		return x.SecureBoot
+	}
+	return nil
+}
+
+// SecureBootRule demands that Secure Boot was on with these keys. Each is the digest of the UEFI variable in the event log, as
+// `muster verify` shows it, in lower-case hexadecimal digits as long as the bank's digest, else POLICY_INVALID. What
+// is forbidden (dbx) is not judged: updates add to it.
+type SecureBootRule struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The platform key.
+	Pk string `protobuf:"bytes,1,opt,name=pk,proto3" json:"pk,omitempty"`
+	// Keys that may change db and dbx.
+	Kek string `protobuf:"bytes,2,opt,name=kek,proto3" json:"kek,omitempty"`
+	// Keys and hashes of what may start.
+	Db            string `protobuf:"bytes,3,opt,name=db,proto3" json:"db,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SecureBootRule) Reset() {
+	*x = SecureBootRule{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SecureBootRule) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SecureBootRule) ProtoMessage() {}
+
+func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SecureBootRule.ProtoReflect.Descriptor instead.
+func (*SecureBootRule) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *SecureBootRule) GetPk() string {
+	if x != nil {
+		return x.Pk
+	}
+	return ""
+}
+
+func (x *SecureBootRule) GetKek() string {
+	if x != nil {
+		return x.Kek
+	}
+	return ""
+}
+
+func (x *SecureBootRule) GetDb() string {
+	if x != nil {
+		return x.Db
+	}
+	return ""
 }
 
 // EkRoot is a certificate authority for endorsement keys.
@@ -1016,7 +1390,7 @@ type EkRoot struct {
 
 func (x *EkRoot) Reset() {
 	*x = EkRoot{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1028,7 +1402,7 @@ func (x *EkRoot) String() string {
 func (*EkRoot) ProtoMessage() {}
 
 func (x *EkRoot) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1041,7 +1415,7 @@ func (x *EkRoot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EkRoot.ProtoReflect.Descriptor instead.
 func (*EkRoot) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EkRoot) GetPem() string {
@@ -1065,37 +1439,32 @@ func (x *EkRoot) GetKey() string {
 	return ""
 }
 
-// PcrRule gives the acceptable values of one PCR.
-type PcrRule struct {
+// PcrValue is the value that one PCR must have.
+type PcrValue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The PCR's number, 0 to 14; another is refused with POLICY_INVALID.
+	// The PCR's number.
 	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	// Acceptable values, lower-case hexadecimal digits as long as the bank's digest (64,
-	// 96 or 128 digits). At least one. Anything else is refused with POLICY_INVALID.
-	Values []string `protobuf:"bytes,2,rep,name=values,proto3" json:"values,omitempty"`
-	// What a value that is not listed means: "Enforce", refused with POLICY_REFUSED;
-	// or "WarnOnly", accepted, and reported in log, audit record and metrics. Any other
-	// word is refused with POLICY_INVALID.
-	Mode          string `protobuf:"bytes,3,opt,name=mode,proto3" json:"mode,omitempty"`
+	// Lower-case hexadecimal digits as long as the bank's digest (64, 96 or 128 digits), else POLICY_INVALID.
+	Value         string `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *PcrRule) Reset() {
-	*x = PcrRule{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+func (x *PcrValue) Reset() {
+	*x = PcrValue{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *PcrRule) String() string {
+func (x *PcrValue) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*PcrRule) ProtoMessage() {}
+func (*PcrValue) ProtoMessage() {}
 
-func (x *PcrRule) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+func (x *PcrValue) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,28 +1475,21 @@ func (x *PcrRule) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use PcrRule.ProtoReflect.Descriptor instead.
-func (*PcrRule) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
+// Deprecated: Use PcrValue.ProtoReflect.Descriptor instead.
+func (*PcrValue) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
 }
 
-func (x *PcrRule) GetIndex() uint32 {
+func (x *PcrValue) GetIndex() uint32 {
 	if x != nil {
 		return x.Index
 	}
 	return 0
 }
 
-func (x *PcrRule) GetValues() []string {
+func (x *PcrValue) GetValue() string {
 	if x != nil {
-		return x.Values
-	}
-	return nil
-}
-
-func (x *PcrRule) GetMode() string {
-	if x != nil {
-		return x.Mode
+		return x.Value
 	}
 	return ""
 }
@@ -1143,13 +1505,16 @@ type InsecureSwitches struct {
 	AllowSelfAsserted bool `protobuf:"varint,2,opt,name=allow_self_asserted,json=allowSelfAsserted,proto3" json:"allow_self_asserted,omitempty"`
 	// Accept machines whose state is not on an encrypted disk.
 	AllowPlainState bool `protobuf:"varint,3,opt,name=allow_plain_state,json=allowPlainState,proto3" json:"allow_plain_state,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Accept any firmware, and any driver that it has loaded: these run before the boot loader, and can change whatever is
+	// booted while the measurements stay what they should be.
+	AnyFirmware   bool `protobuf:"varint,4,opt,name=any_firmware,json=anyFirmware,proto3" json:"any_firmware,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *InsecureSwitches) Reset() {
 	*x = InsecureSwitches{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1161,7 +1526,7 @@ func (x *InsecureSwitches) String() string {
 func (*InsecureSwitches) ProtoMessage() {}
 
 func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1174,7 +1539,7 @@ func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InsecureSwitches.ProtoReflect.Descriptor instead.
 func (*InsecureSwitches) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *InsecureSwitches) GetAnyMachine() bool {
@@ -1198,6 +1563,13 @@ func (x *InsecureSwitches) GetAllowPlainState() bool {
 	return false
 }
 
+func (x *InsecureSwitches) GetAnyFirmware() bool {
+	if x != nil {
+		return x.AnyFirmware
+	}
+	return false
+}
+
 var File_muster_attest_v1_attest_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_attest_proto_rawDesc = "" +
@@ -1209,16 +1581,15 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\tchallenge\x18\x03 \x01(\v2\x1b.muster.attest.v1.ChallengeH\x00R\tchallenge\x128\n" +
 	"\bresponse\x18\x04 \x01(\v2\x1a.muster.attest.v1.ResponseH\x00R\bresponse\x125\n" +
 	"\averdict\x18\x05 \x01(\v2\x19.muster.attest.v1.VerdictH\x00R\averdictB\t\n" +
-	"\amessage\"\x88\x01\n" +
+	"\amessage\"|\n" +
 	"\x05Offer\x12.\n" +
 	"\x05gives\x18\x01 \x03(\x0e2\x18.muster.attest.v1.FormatR\x05gives\x122\n" +
-	"\aaccepts\x18\x02 \x03(\x0e2\x18.muster.attest.v1.FormatR\aaccepts\x12\x1b\n" +
-	"\tevent_log\x18\x03 \x01(\bR\beventLog\"\xbf\x01\n" +
+	"\aaccepts\x18\x02 \x03(\x0e2\x18.muster.attest.v1.FormatR\aacceptsJ\x04\b\x03\x10\x04R\tevent_log\"\xbf\x01\n" +
 	"\bEvidence\x120\n" +
 	"\x06format\x18\x01 \x01(\x0e2\x18.muster.attest.v1.FormatR\x06format\x124\n" +
 	"\x04tpm2\x18\x02 \x01(\v2\x1e.muster.attest.v1.Tpm2EvidenceH\x00R\x04tpm2\x12C\n" +
 	"\rsigned_policy\x18\x03 \x01(\v2\x1e.muster.attest.v1.SignedPolicyR\fsignedPolicyB\x06\n" +
-	"\x04body\"\x82\x02\n" +
+	"\x04body\"\x8e\x02\n" +
 	"\fTpm2Evidence\x12'\n" +
 	"\x0fek_certificates\x18\x01 \x03(\fR\x0eekCertificates\x12\x1b\n" +
 	"\tak_public\x18\x02 \x01(\fR\bakPublic\x12\x16\n" +
@@ -1228,8 +1599,18 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x04pcrs\x18\x06 \x03(\fR\x04pcrs\x12\x1d\n" +
 	"\n" +
 	"leaf_index\x18\a \x01(\rR\tleafIndex\x12\x12\n" +
-	"\x04path\x18\b \x03(\fR\x04path\x12\x1b\n" +
-	"\tevent_log\x18\t \x01(\fR\beventLog\"_\n" +
+	"\x04path\x18\b \x03(\fR\x04path\x12\x16\n" +
+	"\x06events\x18\n" +
+	" \x01(\fR\x06eventsJ\x04\b\t\x10\n" +
+	"R\tevent_log\"n\n" +
+	"\bEventLog\x127\n" +
+	"\x06events\x18\x01 \x03(\v2\x1f.muster.attest.v1.MeasuredEventR\x06events\x12)\n" +
+	"\x10startup_locality\x18\x02 \x01(\rR\x0fstartupLocality\"a\n" +
+	"\rMeasuredEvent\x12\x10\n" +
+	"\x03pcr\x18\x01 \x01(\rR\x03pcr\x12\x12\n" +
+	"\x04type\x18\x02 \x01(\rR\x04type\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\fR\x06digest\x12\x12\n" +
+	"\x04data\x18\x04 \x01(\fR\x04data\"_\n" +
 	"\tChallenge\x12'\n" +
 	"\x0fcredential_blob\x18\x01 \x01(\fR\x0ecredentialBlob\x12)\n" +
 	"\x10encrypted_secret\x18\x02 \x01(\fR\x0fencryptedSecret\"\x1c\n" +
@@ -1255,27 +1636,43 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
-	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xa5\x01\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xed\x01\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
 	"machineIds\x123\n" +
 	"\bek_roots\x18\x02 \x03(\v2\x18.muster.attest.v1.EkRootR\aekRoots\x12\x12\n" +
-	"\x04bank\x18\x03 \x01(\tR\x04bank\x12-\n" +
-	"\x04pcrs\x18\x04 \x03(\v2\x19.muster.attest.v1.PcrRuleR\x04pcrs\"H\n" +
+	"\x04bank\x18\x03 \x01(\tR\x04bank\x12/\n" +
+	"\x06images\x18\x05 \x03(\v2\x17.muster.attest.v1.ImageR\x06images\x128\n" +
+	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclassesJ\x04\b\x04\x10\x05R\x04pcrs\"K\n" +
+	"\x05Image\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12.\n" +
+	"\x04pcrs\x18\x02 \x03(\v2\x1a.muster.attest.v1.PcrValueR\x04pcrs\"\x90\x01\n" +
+	"\fMachineClass\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12.\n" +
+	"\x04pcrs\x18\x02 \x03(\v2\x1a.muster.attest.v1.PcrValueR\x04pcrs\x12<\n" +
+	"\tevent_log\x18\x03 \x01(\v2\x1f.muster.attest.v1.EventLogRulesR\beventLog\"l\n" +
+	"\rEventLogRules\x12\x18\n" +
+	"\adrivers\x18\x01 \x03(\tR\adrivers\x12A\n" +
+	"\vsecure_boot\x18\x02 \x01(\v2 .muster.attest.v1.SecureBootRuleR\n" +
+	"secureBoot\"B\n" +
+	"\x0eSecureBootRule\x12\x0e\n" +
+	"\x02pk\x18\x01 \x01(\tR\x02pk\x12\x10\n" +
+	"\x03kek\x18\x02 \x01(\tR\x03kek\x12\x0e\n" +
+	"\x02db\x18\x03 \x01(\tR\x02db\"H\n" +
 	"\x06EkRoot\x12\x10\n" +
 	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1a\n" +
 	"\boperator\x18\x02 \x01(\bR\boperator\x12\x10\n" +
-	"\x03key\x18\x03 \x01(\tR\x03key\"K\n" +
-	"\aPcrRule\x12\x14\n" +
-	"\x05index\x18\x01 \x01(\rR\x05index\x12\x16\n" +
-	"\x06values\x18\x02 \x03(\tR\x06values\x12\x12\n" +
-	"\x04mode\x18\x03 \x01(\tR\x04mode\"\x8f\x01\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\"6\n" +
+	"\bPcrValue\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"\xb2\x01\n" +
 	"\x10InsecureSwitches\x12\x1f\n" +
 	"\vany_machine\x18\x01 \x01(\bR\n" +
 	"anyMachine\x12.\n" +
 	"\x13allow_self_asserted\x18\x02 \x01(\bR\x11allowSelfAsserted\x12*\n" +
-	"\x11allow_plain_state\x18\x03 \x01(\bR\x0fallowPlainState*1\n" +
+	"\x11allow_plain_state\x18\x03 \x01(\bR\x0fallowPlainState\x12!\n" +
+	"\fany_firmware\x18\x04 \x01(\bR\vanyFirmware*1\n" +
 	"\x06Format\x12\x16\n" +
 	"\x12FORMAT_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vFORMAT_TPM2\x10\x01B\xc1\x01\n" +
@@ -1294,50 +1691,62 @@ func file_muster_attest_v1_attest_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_attest_v1_attest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(Format)(0),                 // 0: muster.attest.v1.Format
 	(*Frame)(nil),               // 1: muster.attest.v1.Frame
 	(*Offer)(nil),               // 2: muster.attest.v1.Offer
 	(*Evidence)(nil),            // 3: muster.attest.v1.Evidence
 	(*Tpm2Evidence)(nil),        // 4: muster.attest.v1.Tpm2Evidence
-	(*Challenge)(nil),           // 5: muster.attest.v1.Challenge
-	(*Response)(nil),            // 6: muster.attest.v1.Response
-	(*Verdict)(nil),             // 7: muster.attest.v1.Verdict
-	(*ErrorInfo)(nil),           // 8: muster.attest.v1.ErrorInfo
-	(*SignedPolicy)(nil),        // 9: muster.attest.v1.SignedPolicy
-	(*Policy)(nil),              // 10: muster.attest.v1.Policy
-	(*Tpm2Policy)(nil),          // 11: muster.attest.v1.Tpm2Policy
-	(*EkRoot)(nil),              // 12: muster.attest.v1.EkRoot
-	(*PcrRule)(nil),             // 13: muster.attest.v1.PcrRule
-	(*InsecureSwitches)(nil),    // 14: muster.attest.v1.InsecureSwitches
-	(Reason)(0),                 // 15: muster.attest.v1.Reason
-	(*durationpb.Duration)(nil), // 16: google.protobuf.Duration
+	(*EventLog)(nil),            // 5: muster.attest.v1.EventLog
+	(*MeasuredEvent)(nil),       // 6: muster.attest.v1.MeasuredEvent
+	(*Challenge)(nil),           // 7: muster.attest.v1.Challenge
+	(*Response)(nil),            // 8: muster.attest.v1.Response
+	(*Verdict)(nil),             // 9: muster.attest.v1.Verdict
+	(*ErrorInfo)(nil),           // 10: muster.attest.v1.ErrorInfo
+	(*SignedPolicy)(nil),        // 11: muster.attest.v1.SignedPolicy
+	(*Policy)(nil),              // 12: muster.attest.v1.Policy
+	(*Tpm2Policy)(nil),          // 13: muster.attest.v1.Tpm2Policy
+	(*Image)(nil),               // 14: muster.attest.v1.Image
+	(*MachineClass)(nil),        // 15: muster.attest.v1.MachineClass
+	(*EventLogRules)(nil),       // 16: muster.attest.v1.EventLogRules
+	(*SecureBootRule)(nil),      // 17: muster.attest.v1.SecureBootRule
+	(*EkRoot)(nil),              // 18: muster.attest.v1.EkRoot
+	(*PcrValue)(nil),            // 19: muster.attest.v1.PcrValue
+	(*InsecureSwitches)(nil),    // 20: muster.attest.v1.InsecureSwitches
+	(Reason)(0),                 // 21: muster.attest.v1.Reason
+	(*durationpb.Duration)(nil), // 22: google.protobuf.Duration
 }
 var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	2,  // 0: muster.attest.v1.Frame.offer:type_name -> muster.attest.v1.Offer
 	3,  // 1: muster.attest.v1.Frame.evidence:type_name -> muster.attest.v1.Evidence
-	5,  // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
-	6,  // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
-	7,  // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
+	7,  // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
+	8,  // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
+	9,  // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
 	0,  // 5: muster.attest.v1.Offer.gives:type_name -> muster.attest.v1.Format
 	0,  // 6: muster.attest.v1.Offer.accepts:type_name -> muster.attest.v1.Format
 	0,  // 7: muster.attest.v1.Evidence.format:type_name -> muster.attest.v1.Format
 	4,  // 8: muster.attest.v1.Evidence.tpm2:type_name -> muster.attest.v1.Tpm2Evidence
-	9,  // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
-	15, // 10: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
-	16, // 11: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
-	15, // 12: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
-	16, // 13: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
-	11, // 14: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
-	14, // 15: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
-	12, // 16: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
-	13, // 17: muster.attest.v1.Tpm2Policy.pcrs:type_name -> muster.attest.v1.PcrRule
-	18, // [18:18] is the sub-list for method output_type
-	18, // [18:18] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	11, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
+	6,  // 10: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
+	21, // 11: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
+	22, // 12: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
+	21, // 13: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
+	22, // 14: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
+	13, // 15: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
+	20, // 16: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
+	18, // 17: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
+	14, // 18: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
+	15, // 19: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
+	19, // 20: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
+	19, // 21: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
+	16, // 22: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
+	17, // 23: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
+	24, // [24:24] is the sub-list for method output_type
+	24, // [24:24] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_muster_attest_v1_attest_proto_init() }
@@ -1362,7 +1771,7 @@ func file_muster_attest_v1_attest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_attest_v1_attest_proto_rawDesc), len(file_muster_attest_v1_attest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -26,9 +26,7 @@ type GetEvidenceRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Exactly 32 bytes chosen by the caller, in place of a session's binding;
 	// otherwise REQUEST_INVALID.
-	Nonce []byte `protobuf:"bytes,1,opt,name=nonce,proto3" json:"nonce,omitempty"`
-	// Whether to send the event log too.
-	EventLog      bool `protobuf:"varint,2,opt,name=event_log,json=eventLog,proto3" json:"event_log,omitempty"`
+	Nonce         []byte `protobuf:"bytes,1,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -68,13 +66,6 @@ func (x *GetEvidenceRequest) GetNonce() []byte {
 		return x.Nonce
 	}
 	return nil
-}
-
-func (x *GetEvidenceRequest) GetEventLog() bool {
-	if x != nil {
-		return x.EventLog
-	}
-	return false
 }
 
 // GetEvidenceResponse carries the evidence.
@@ -127,10 +118,9 @@ var File_muster_attest_v1_evidence_service_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_evidence_service_proto_rawDesc = "" +
 	"\n" +
-	"'muster/attest/v1/evidence_service.proto\x12\x10muster.attest.v1\x1a\x1dmuster/attest/v1/attest.proto\"G\n" +
+	"'muster/attest/v1/evidence_service.proto\x12\x10muster.attest.v1\x1a\x1dmuster/attest/v1/attest.proto\";\n" +
 	"\x12GetEvidenceRequest\x12\x14\n" +
-	"\x05nonce\x18\x01 \x01(\fR\x05nonce\x12\x1b\n" +
-	"\tevent_log\x18\x02 \x01(\bR\beventLog\"M\n" +
+	"\x05nonce\x18\x01 \x01(\fR\x05nonceJ\x04\b\x02\x10\x03R\tevent_log\"M\n" +
 	"\x13GetEvidenceResponse\x126\n" +
 	"\bevidence\x18\x01 \x01(\v2\x1a.muster.attest.v1.EvidenceR\bevidence2m\n" +
 	"\x0fEvidenceService\x12Z\n" +

@@ -13,6 +13,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -96,6 +98,21 @@ func (c *cursor) u16() (uint16, error) {
 		return 0, err
 	}
 	return binary.LittleEndian.Uint16(b), nil
+}
+
+// Read reads the log in a file, mostly /sys/kernel/security/tpm0/binary_bios_measurements, for one bank. A log that does not
+// follow the specification is refused with EVIDENCE_MALFORMED.
+func Read(path string, bank tpm.Bank) (*Log, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("event log: %w", err)
+	}
+	defer f.Close()
+	raw, err := io.ReadAll(io.LimitReader(f, MaxSize+1)) // files in securityfs tell no size
+	if err != nil {
+		return nil, fmt.Errorf("event log %s: %w", path, err)
+	}
+	return Parse(raw, bank)
 }
 
 // Parse reads a log for one bank. The refusal is EVIDENCE_MALFORMED.

@@ -2,7 +2,9 @@ package eventlog_test
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/binary"
+	"slices"
 	"strings"
 	"testing"
 	"unicode/utf16"
@@ -62,28 +64,30 @@ func secureBoot(v ...byte) entry {
 	return entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable("SecureBoot", v))}
 }
 
+// replayed parses, sends, receives and replays a log.
+func replayed(raw []byte, pcrs [tpm.PCRCount][]byte) (*eventlog.Replayed, error) {
+	l, err := eventlog.Parse(raw, tpm.SHA256)
+	if err != nil {
+		return nil, err
+	}
+	sent, err := l.Marshal()
+	if err != nil {
+		return nil, err
+	}
+	if l, err = eventlog.Unmarshal(sent, tpm.SHA256); err != nil {
+		return nil, err
+	}
+	return eventlog.Replay(l, pcrs)
+}
+
 func TestReplay(t *testing.T) {
-	end := entry{pcr: 7, typ: eventlog.Separator, data: separator}
 	other := bytes.Repeat([]byte{7}, 32)
 	for name, tt := range map[string]struct {
 		entries []entry
 		want    attestv1.Reason
-		boot    string
 	}{
 		"an empty log says nothing":                         {want: accepted},
 		"a log that leads to the quote is accepted":         {entries: []entry{{pcr: 4, typ: eventlog.EFIBootApplication, data: "x"}}, want: accepted},
-		"Secure Boot before the separator is believed":      {entries: []entry{secureBoot(1), end}, want: accepted, boot: "on"},
-		"Secure Boot that is off is off":                    {entries: []entry{secureBoot(0), end}, want: accepted, boot: "off"},
-		"a value that is neither means off":                 {entries: []entry{secureBoot(2), end}, want: accepted, boot: "off"},
-		"no value means off":                                {entries: []entry{secureBoot(), end}, want: accepted, boot: "off"},
-		"Secure Boot without a separator is refused":        {entries: []entry{secureBoot(1)}, want: replay},
-		"Secure Boot behind the separator is refused":       {entries: []entry{end, secureBoot(1)}, want: replay},
-		"Secure Boot told twice is refused":                 {entries: []entry{secureBoot(0), secureBoot(1), end}, want: replay},
-		"a second separator is refused":                     {entries: []entry{secureBoot(1), end, end}, want: replay},
-		"Secure Boot in another PCR is not believed":        {entries: []entry{{pcr: 8, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data}}, want: accepted},
-		"Secure Boot of another vendor is not believed":     {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: "x" + secureBoot(1).data[1:]}, end}, want: accepted},
-		"a variable that is cut off is refused":             {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data[:20]}, end}, want: replay},
-		"a digest that is not of its data is refused":       {entries: []entry{{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: secureBoot(1).data, digest: other}, end}, want: replay},
 		"a separator that hashes something else is refused": {entries: []entry{{pcr: 7, typ: eventlog.Separator, data: separator, digest: other}}, want: replay},
 		"an action that hashes something else is refused":   {entries: []entry{{pcr: 5, typ: eventlog.EFIAction, data: "x", digest: other}}, want: replay},
 		"a loader's digest need not be of the event's data": {entries: []entry{{pcr: 4, typ: eventlog.EFIBootApplication, data: "x", digest: other}}, want: accepted},
@@ -96,22 +100,125 @@ func TestReplay(t *testing.T) {
 		"events of PCRs that are not quoted are left out": {entries: []entry{{pcr: 16, typ: eventlog.IPL, data: "x"}, {pcr: 23, typ: eventlog.IPL, data: "x"}}, want: accepted},
 	} {
 		t.Run(name, func(t *testing.T) {
-			raw, pcrs := build(t, tt.entries...)
-			got, err := eventlog.Replay(raw, tpm.SHA256, pcrs)
-			if attest.ReasonOf(err) != tt.want {
+			if _, err := replayed(build(t, tt.entries...)); attest.ReasonOf(err) != tt.want {
 				t.Fatalf("%v, want %s", err, tt.want)
 			}
+		})
+	}
+}
+
+// boot returns the log of a firmware whose Secure Boot is on, and that loaded a driver from an option ROM.
+func boot() []entry {
+	all := []entry{
+		{pcr: 0, typ: eventlog.SCRTMVersion, data: "v"},
+		secureBoot(1),
+	}
+	for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+		all = append(all, entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable(name, []byte(name)))})
+	}
+	all = append(all, entry{pcr: 2, typ: eventlog.EFIBootServicesDriver, data: "rom"})
+	for pcr := range 8 {
+		all = append(all, entry{pcr: pcr, typ: eventlog.Separator, data: separator})
+	}
+	return append(all, entry{pcr: 7, typ: eventlog.EFIVariableAuthority, data: "authority"}, entry{pcr: 4, typ: eventlog.EFIBootApplication, data: "loader"})
+}
+
+func at(all []entry, pcr int, typ eventlog.Type) int {
+	return slices.IndexFunc(all, func(e entry) bool { return e.pcr == pcr && e.typ == typ })
+}
+
+func TestFirmware(t *testing.T) {
+	sep7 := entry{pcr: 7, typ: eventlog.Separator, data: separator}
+	other := bytes.Repeat([]byte{7}, 32)
+	digest := func(data string) []byte { d := sha256.Sum256([]byte(data)); return d[:] }
+	change := func(i int, f func(*entry)) func([]entry) []entry {
+		return func(all []entry) []entry { f(&all[i]); return all }
+	}
+	const sb = 1 // where SecureBoot is
+	for name, tt := range map[string]struct {
+		change      func([]entry) []entry
+		want        string // in the refusal
+		off         bool
+		drivers     int
+		authorities int
+	}{
+		"an honest boot": {drivers: 1, authorities: 1},
+		"no driver": {change: func(all []entry) []entry {
+			i := at(all, 2, eventlog.EFIBootServicesDriver)
+			return slices.Delete(all, i, i+1)
+		}, authorities: 1},
+		"a driver after the separator": {change: func(all []entry) []entry {
+			return append(all, entry{pcr: 2, typ: eventlog.EFIBootServicesDriver, data: "d"})
+		}, drivers: 2, authorities: 1},
+		"a driver of no known type":      {change: func(all []entry) []entry { return append(all, entry{pcr: 2, typ: eventlog.IPL, data: "d"}) }, drivers: 2, authorities: 1},
+		"Secure Boot off":                {change: change(sb, func(e *entry) { e.data = secureBoot(0).data }), off: true, drivers: 1, authorities: 1},
+		"a state that is neither is off": {change: change(sb, func(e *entry) { e.data = secureBoot(2).data }), off: true, drivers: 1, authorities: 1},
+		"no state is off":                {change: change(sb, func(e *entry) { e.data = secureBoot().data }), off: true, drivers: 1, authorities: 1},
+
+		"Secure Boot off, and the log claims it on":          {change: change(sb, func(e *entry) { e.digest = digest(secureBoot(0).data) }), want: "event 1 of PCR 7 is not the variable SecureBoot"},
+		"Secure Boot off, its events relabeled, on appended": {change: relabeled(sep7), want: "with the digest of a separator"},
+		"a second separator":                                 {change: func(all []entry) []entry { return append(all, sep7) }, want: "event 8 of PCR 7: a second separator"},
+		"a separator called otherwise":                       {change: func(all []entry) []entry { all[at(all, 2, eventlog.Separator)].typ = eventlog.IPL; return all }, want: "event 2 of PCR 2: EV_IPL with the digest of a separator"},
+		"the separator of Windows called otherwise": {
+			change: func(all []entry) []entry {
+				return append(all, entry{pcr: 3, typ: eventlog.IPL, data: "\xff\xff\xff\xff"})
+			}, want: "event 2 of PCR 3",
+		},
+		"a separator that reports an error": {change: func(all []entry) []entry { all[at(all, 0, eventlog.Separator)].data = "\x01\x00\x00\x00"; return all }, want: "reports the error 01000000"},
+		"no separator":                      {change: func(all []entry) []entry { i := at(all, 3, eventlog.Separator); return slices.Delete(all, i, i+1) }, want: "PCR 3 has no separator"},
+		"no log at all":                     {change: func([]entry) []entry { return nil }, want: "PCR 0 has no separator"},
+		"Secure Boot behind the separator":  {change: func(all []entry) []entry { return append(slices.Delete(all, sb, sb+1), secureBoot(1)) }, want: "PCR 7 has 4 events before its separator"},
+		"Secure Boot twice":                 {change: func(all []entry) []entry { return slices.Insert(all, sb, secureBoot(0)) }, want: "PCR 7 has 6 events before its separator"},
+		"Secure Boot of another vendor":     {change: change(sb, func(e *entry) { e.data = "x" + e.data[1:] }), want: "is not the variable SecureBoot"},
+		"a variable that is cut off":        {change: change(sb, func(e *entry) { e.data = e.data[:20] }), want: "is not the variable SecureBoot"},
+		"an event of another type":          {change: change(sb+1, func(e *entry) { e.typ = eventlog.EFIAction }), want: "event 2 of PCR 7: EV_EFI_ACTION"},
+		"a digest that is not of its data":  {change: change(sb, func(e *entry) { e.digest = other }), want: "is not the variable SecureBoot"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			all := boot()
+			if tt.change != nil {
+				all = tt.change(all)
+			}
+			r, err := replayed(build(t, all...))
 			if err != nil {
+				t.Fatal(err)
+			}
+			fw, err := r.Firmware()
+			if tt.want != "" {
+				if attest.ReasonOf(err) != replay || !strings.Contains(err.Error(), tt.want) {
+					t.Fatalf("%v, want %q", err, tt.want)
+				}
 				return
 			}
-			boot := ""
-			if got.SecureBoot != nil {
-				boot = map[bool]string{true: "on", false: "off"}[*got.SecureBoot]
+			if err != nil {
+				t.Fatal(err)
 			}
-			if boot != tt.boot {
-				t.Errorf("Secure Boot %q, want %q", boot, tt.boot)
+			if fw.SecureBoot == tt.off || len(fw.Drivers) != tt.drivers || len(fw.Authorities) != tt.authorities || len(fw.DriverConfig) != 0 {
+				t.Errorf("%+v", fw)
+			}
+			for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+				if want := digest(string(attesttest.Variable(name, []byte(name)))); !bytes.Equal(fw.Keys[name], want) {
+					t.Errorf("%s is %x, want %x", name, fw.Keys[name], want)
+				}
 			}
 		})
+	}
+}
+
+// relabeled is what root on a machine whose Secure Boot is off can do: call what firmware measured something else, and append what he likes.
+func relabeled(separator entry) func([]entry) []entry {
+	return func(all []entry) []entry {
+		all[1].data = secureBoot(0).data
+		for i, e := range all {
+			if e.pcr == 7 {
+				all[i].typ = eventlog.EFIVariableAuthority
+			}
+		}
+		all = append(all, secureBoot(1))
+		for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+			all = append(all, entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable(name, []byte(name)))})
+		}
+		return append(all, separator)
 	}
 }
 
@@ -120,12 +227,12 @@ func TestALogThatLeadsElsewhereIsRefused(t *testing.T) {
 	for _, i := range []int{4, 9} {
 		changed := pcrs
 		changed[i] = bytes.Repeat([]byte{1}, 32)
-		if _, err := eventlog.Replay(raw, tpm.SHA256, changed); attest.ReasonOf(err) != replay {
+		if _, err := replayed(raw, changed); attest.ReasonOf(err) != replay {
 			t.Errorf("PCR %d: %v", i, err)
 		}
 	}
 	pcrs[15] = bytes.Repeat([]byte{1}, 32) // the node lock is not the firmware's to explain
-	if _, err := eventlog.Replay(raw, tpm.SHA256, pcrs); err != nil {
+	if _, err := replayed(raw, pcrs); err != nil {
 		t.Error(err)
 	}
 }
@@ -252,7 +359,11 @@ func TestTextIsForPeople(t *testing.T) {
 			entries = append(entries, entry{pcr: 7, typ: eventlog.Separator, data: separator})
 		}
 		raw, pcrs := build(t, entries...)
-		got, err := eventlog.Replay(raw, tpm.SHA256, pcrs)
+		l, err := eventlog.Parse(raw, tpm.SHA256)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := eventlog.Replay(l, pcrs)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -283,7 +394,11 @@ func TestWhatIsWrittenIsRead(t *testing.T) {
 			}
 		}
 		for b, want := range values {
-			if _, err := eventlog.Replay(w.Bytes(), b, [tpm.PCRCount][]byte(want)); err != nil {
+			l, err := eventlog.Parse(w.Bytes(), b)
+			if err != nil {
+				rt.Fatal(err)
+			}
+			if _, err := eventlog.Replay(l, [tpm.PCRCount][]byte(want)); err != nil {
 				rt.Fatalf("%s: %v", b, err)
 			}
 		}
@@ -306,17 +421,50 @@ func FuzzReplay(f *testing.F) {
 			}
 			return
 		}
-		got, err := eventlog.Replay(raw, tpm.SHA256, l.PCRs())
+		got, err := eventlog.Replay(l, l.PCRs())
 		if err != nil {
 			if attest.ReasonOf(err) != replay {
 				t.Fatal(err)
 			}
 			return
 		}
+		if _, err := got.Firmware(); err != nil && attest.ReasonOf(err) != replay {
+			t.Fatal(err)
+		}
 		for _, e := range got.Events {
 			if n := len([]rune(e.Text)); n > 256 {
 				t.Fatalf("text of %d characters", n)
 			}
+		}
+	})
+}
+
+func FuzzUnmarshal(f *testing.F) {
+	raw, _ := attesttest.BootLog(f, attesttest.Options{SecureBoot: true}, tpm.SHA256)
+	l, err := eventlog.Parse(raw, tpm.SHA256)
+	if err != nil {
+		f.Fatal(err)
+	}
+	sent, err := l.Marshal()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(sent)
+	f.Add([]byte{})
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		l, err := eventlog.Unmarshal(raw, tpm.SHA256)
+		if err != nil {
+			if attest.ReasonOf(err) != malformed {
+				t.Fatal(err)
+			}
+			return
+		}
+		r, err := eventlog.Replay(l, l.PCRs())
+		if err == nil {
+			_, err = r.Firmware()
+		}
+		if err != nil && attest.ReasonOf(err) != replay {
+			t.Fatal(err)
 		}
 	})
 }

@@ -22,6 +22,7 @@ const (
 	EFIVariableDriverConfig = Type(0x80000001)
 	EFIVariableBoot         = Type(0x80000002)
 	EFIBootApplication      = Type(0x80000003)
+	EFIBootServicesDriver   = Type(0x80000004)
 	EFIAction               = Type(0x80000007)
 	EFIFirmwareBlob         = Type(0x80000008)
 	EFIVariableAuthority    = Type(0x800000E0)
@@ -49,7 +50,7 @@ var typeNames = map[Type]string{
 	EFIVariableDriverConfig: "EV_EFI_VARIABLE_DRIVER_CONFIG",
 	EFIVariableBoot:         "EV_EFI_VARIABLE_BOOT",
 	EFIBootApplication:      "EV_EFI_BOOT_SERVICES_APPLICATION",
-	0x80000004:              "EV_EFI_BOOT_SERVICES_DRIVER",
+	EFIBootServicesDriver:   "EV_EFI_BOOT_SERVICES_DRIVER",
 	0x80000005:              "EV_EFI_RUNTIME_SERVICES_DRIVER",
 	0x80000006:              "EV_EFI_GPT_EVENT",
 	EFIAction:               "EV_EFI_ACTION",
@@ -77,7 +78,7 @@ func (t Type) String() string {
 // should be are left out, since firmware in use hashes parts of them.
 func (t Type) coversData() bool {
 	switch t {
-	case Separator, Action, SCRTMVersion, EFIVariableDriverConfig, EFIAction:
+	case Separator, Action, EFIAction:
 		return true
 	default:
 		return false
@@ -128,7 +129,7 @@ func text(e Event) string {
 			}
 			return printable(fmt.Sprintf("%s, %d bytes", v.name, len(v.data)))
 		}
-	case EFIBootApplication, 0x80000004, 0x80000005:
+	case EFIBootApplication, EFIBootServicesDriver, 0x80000005:
 		if path := devicePath(e.Data); path != "" {
 			return printable(path)
 		}

@@ -1,0 +1,106 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (a *app) addClassCommand() *cobra.Command {
+	var (
+		from, policy string
+		eventLog     bool
+		timeout      time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "add-class NAME --from MACHINE:9000 [--policy FILE]",
+		Short: "Accept the firmware that a machine has, as a machine class of the policy",
+		Long: `Runs the exchange of attested TLS with a machine, shows in words what its firmware measured, and writes that into the policy
+as a machine class: the values of PCR 0, 2, 3 and 7, or with --event-log the drivers and Secure Boot keys that it has now.
+From then on machines with this firmware are accepted. So take the class from a machine that you trust: one that nobody
+else had in hands, or whose values are those that its maker publishes.
+
+TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up; muster policy apply
+puts it in force.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if from == "" {
+				return errors.New("--from is missing: name the machine, MACHINE:9000")
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			return a.addClass(ctx, args[0], from, policy, eventLog)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&from, "from", "", "the machine, HOST:PORT of its bootstrapper")
+	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
+	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not judged")
+	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
+	return cmd
+}
+
+func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bool) error {
+	cfg, err := a.targetBy(from, path, string(attest.PurposeMachine), "", policyfile.ParseForClass)
+	if err != nil {
+		return err
+	}
+	claims, sight, err := owner.Look(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	c, err := policyfile.ClassOf(name, claims, eventLog)
+	if err != nil {
+		return fmt.Errorf("%s: %w", from, err)
+	}
+	path, serial, err := a.writeClass(path, c)
+	if err != nil {
+		return err
+	}
+	if a.output == outputJSON {
+		return a.json(map[string]any{"class": name, "policy": path, "serial": serial, "machine": sight.Machine, "secureBoot": sight.SecureBoot, "firmware": sight.Firmware})
+	}
+	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\n", sight.Machine, sight.SecureBoot)
+	for _, line := range sight.Firmware {
+		fmt.Fprintf(a.stdout, "firmware     %s\n", line)
+	}
+	_, err = fmt.Fprintf(a.stdout, "Class %s is in %s, whose serial is now %d.\n", name, path, serial)
+	return err
+}
+
+// writeClass adds the class to the policy in a file, or if path is empty to that of the owner's folder. It returns the file and its new serial.
+func (a *app) writeClass(path string, c *attestv1.MachineClass) (string, uint64, error) {
+	read, write := func() ([]byte, error) { return os.ReadFile(path) }, func(text []byte) error { return os.WriteFile(path, text, 0o600) }
+	if path == "" {
+		dir, err := a.open() // no other command changes the folder meanwhile
+		if err != nil {
+			return "", 0, err
+		}
+		defer func() { _ = dir.Close() }()
+		path = dir.File(ownerdir.PolicyFile)
+		read, write = func() ([]byte, error) { return dir.Read(ownerdir.PolicyFile) }, func(text []byte) error { return dir.Write(ownerdir.PolicyFile, text) }
+	}
+	text, err := read()
+	if err != nil {
+		return "", 0, err
+	}
+	p, err := policyfile.ParseForClass(text)
+	if err != nil {
+		return "", 0, fmt.Errorf("%s: %w", path, err)
+	}
+	out, err := policyfile.AddClass(text, p.Serial()+1, c)
+	if err != nil {
+		return "", 0, fmt.Errorf("%s: %w", path, err)
+	}
+	return path, p.Serial() + 1, write(out)
+}

@@ -1,0 +1,304 @@
+package attest
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+// MaxImages and MaxClasses are how many images and machine classes a policy may list.
+const (
+	MaxImages  = 64
+	MaxClasses = 64
+)
+
+// PCRs that a policy judges (TCG PC Client Platform Firmware Profile, section 3.3.4).
+var (
+	// imagePCRs are those of an image: 4, 9 and 11 hold what was booted, the others stay zero on a machine that nobody tampered
+	// with.
+	imagePCRs = []int{4, 8, 9, 11, 12, 13, 14}
+	// firmwarePCRs are those that a class must list unless it has rules over the event log: firmware, drivers from elsewhere and their configuration,
+	// Secure Boot.
+	firmwarePCRs = []int{0, 2, 3, 7}
+	// classPCRs are those that a class may list.
+	classPCRs = []int{0, 1, 2, 3, 5, 6, 7}
+)
+
+// boot is a named set of PCR values that belong together.
+type boot struct {
+	name string
+	pcrs map[int][]byte
+	log  *logRules // of a class, nil: the values say it all
+}
+
+// logRules are the rules of a class over the event log.
+type logRules struct {
+	drivers    [][]byte
+	secureBoot map[string][]byte // digests of PK, KEK and db; nil: not judged
+}
+
+var bootName = regexp.MustCompile(`^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$`)
+
+func (p *Policy) parseImages(list []*attestv1.Image) error {
+	if len(list) == 0 || len(list) > MaxImages {
+		return invalid("tpm2.images lists %d images, want 1 to %d", len(list), MaxImages)
+	}
+	for i, m := range list {
+		field := fmt.Sprintf("tpm2.images[%d]", i)
+		b, err := p.parseBoot(field, m.GetName(), m.GetPcrs(), p.images)
+		if err != nil {
+			return err
+		}
+		if got := slices.Sorted(maps.Keys(b.pcrs)); !slices.Equal(got, imagePCRs) {
+			return invalid("%s.pcrs lists PCR %v, want %v", field, got, imagePCRs)
+		}
+		p.images = append(p.images, b)
+	}
+	return nil
+}
+
+func (p *Policy) parseClasses(list []*attestv1.MachineClass) error {
+	p.anyFirmware = p.message.GetInsecure().GetAnyFirmware()
+	if len(list) > MaxClasses {
+		return invalid("tpm2.classes lists %d classes, more than %d", len(list), MaxClasses)
+	}
+	if len(list) == 0 && !p.anyFirmware { // A9
+		return invalid("tpm2.classes is empty, so no machine could be accepted: firmware and its drivers run before what the image measures. Take the values of a machine that you trust (muster policy add-class NAME --from MACHINE:9000), or set insecure.anyFirmware")
+	}
+	for i, m := range list {
+		field := fmt.Sprintf("tpm2.classes[%d]", i)
+		b, err := p.parseBoot(field, m.GetName(), m.GetPcrs(), p.classes)
+		if err != nil {
+			return err
+		}
+		for pcr := range b.pcrs {
+			if !slices.Contains(classPCRs, pcr) {
+				return invalid("%s.pcrs lists PCR %d: a class judges %v", field, pcr, classPCRs)
+			}
+		}
+		if b.log, err = p.parseLogRules(field, m.GetEventLog()); err != nil {
+			return err
+		}
+		for _, pcr := range firmwarePCRs {
+			if b.pcrs[pcr] == nil && b.log == nil {
+				return invalid("%s.pcrs lacks PCR %d, and there is no eventLog that would judge it", field, pcr)
+			}
+		}
+		p.classes = append(p.classes, b)
+	}
+	return nil
+}
+
+func (p *Policy) parseBoot(field, name string, values []*attestv1.PcrValue, others []boot) (boot, error) {
+	b := boot{name: name, pcrs: map[int][]byte{}}
+	if !bootName.MatchString(name) {
+		return boot{}, invalid("%s.name is %q: want 1 to 63 characters of a-z, 0-9, '-' and '.', letters or digits first and last", field, name)
+	}
+	if slices.ContainsFunc(others, func(o boot) bool { return o.name == name }) {
+		return boot{}, invalid("%s.name: %q stands twice", field, name)
+	}
+	for _, v := range values {
+		if v.GetIndex() >= LockPCR {
+			return boot{}, invalid("%s.pcrs: PCR %d cannot be listed: policies judge PCR 0 to 14", field, v.GetIndex())
+		}
+		i := int(v.GetIndex())
+		if b.pcrs[i] != nil {
+			return boot{}, invalid("%s.pcrs lists PCR %d twice", field, i)
+		}
+		value, err := parseHex(v.GetValue(), p.bank.Size())
+		if err != nil {
+			return boot{}, invalid("%s.pcrs: value %q of PCR %d: %w", field, v.GetValue(), i, err)
+		}
+		b.pcrs[i] = value
+	}
+	return b, nil
+}
+
+func (p *Policy) parseLogRules(field string, m *attestv1.EventLogRules) (*logRules, error) {
+	if m == nil {
+		return nil, nil
+	}
+	r := &logRules{}
+	for i, s := range m.GetDrivers() {
+		d, err := parseHex(s, p.bank.Size())
+		if err != nil {
+			return nil, invalid("%s.eventLog.drivers[%d]: %q: %w", field, i, s, err)
+		}
+		r.drivers = append(r.drivers, d)
+	}
+	if m.GetSecureBoot() == nil {
+		return r, nil
+	}
+	r.secureBoot = map[string][]byte{}
+	for name, s := range map[string]string{"PK": m.GetSecureBoot().GetPk(), "KEK": m.GetSecureBoot().GetKek(), "db": m.GetSecureBoot().GetDb()} {
+		d, err := parseHex(s, p.bank.Size())
+		if err != nil {
+			return nil, invalid("%s.eventLog.secureBoot.%s: %q: %w", field, strings.ToLower(name), s, err)
+		}
+		r.secureBoot[name] = d
+	}
+	return r, nil
+}
+
+// fit returns which of these the claims are, or by how little they differ from the one that they resemble most.
+func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
+	best := &MismatchError{Kind: kind} // A3: of none
+	for i, b := range all {
+		m := b.differs(c)
+		if len(m) == 0 {
+			return b.name, nil
+		}
+		if i == 0 || len(m) <= len(best.Mismatches) { // of those that resemble it as much, the last: new ones are added at the end
+			best = &MismatchError{Kind: kind, Name: b.name, Others: len(all) - 1, Mismatches: m}
+		}
+	}
+	return "", best
+}
+
+func (b boot) differs(c Claims) []Mismatch {
+	var out []Mismatch
+	for _, i := range slices.Sorted(maps.Keys(b.pcrs)) {
+		if seen := c.PCR(i); !bytes.Equal(b.pcrs[i], seen) { // A2: from the checked quote alone
+			out = append(out, Mismatch{PCR: i, Expected: b.pcrs[i], Seen: seen, Why: c.measured(i)})
+		}
+	}
+	if b.log != nil {
+		out = append(out, b.log.differs(c)...)
+	}
+	return out
+}
+
+func (r *logRules) differs(c Claims) []Mismatch {
+	fw, err := c.Firmware()
+	if err != nil {
+		return []Mismatch{{PCR: -1, Why: err.Error()}}
+	}
+	var out []Mismatch
+	add := func(pcr int, format string, args ...any) {
+		out = append(out, Mismatch{PCR: pcr, Seen: c.PCR(pcr), Why: fmt.Sprintf(format, args...)})
+	}
+	for _, e := range fw.Drivers {
+		if !slices.ContainsFunc(r.drivers, func(d []byte) bool { return bytes.Equal(d, e.Digest) }) {
+			add(e.PCR, "%s is not listed", describe(e))
+		}
+	}
+	for _, e := range fw.DriverConfig {
+		add(e.PCR, "%s, want nothing", describe(e))
+	}
+	if r.secureBoot == nil {
+		return out
+	}
+	if !fw.SecureBoot {
+		add(7, "Secure Boot is off")
+	}
+	for _, name := range []string{"PK", "KEK", "db"} {
+		if want, got := r.secureBoot[name], fw.Keys[name]; !bytes.Equal(want, got) {
+			add(7, "the digest of %s is %x, want %x", name, got, want)
+		}
+	}
+	return out
+}
+
+// Comparison is a machine beside the image or class of a policy that it is, or resembles most.
+type Comparison struct {
+	// Kind is "image" or "class", Name is its name.
+	Kind, Name string
+	// Values are those that it must have, by PCR.
+	Values map[int][]byte
+	// Mismatches is empty if it fits.
+	Mismatches []Mismatch
+}
+
+// Compare returns how the machine compares with the policy's images and classes, for people: [Policy.Appraise] decides. It is empty for claims that say nothing.
+func (p *Policy) Compare(c Claims) (out []Comparison) {
+	if !c.valid() || c.Bank() != p.bank {
+		return nil
+	}
+	for _, of := range []struct {
+		kind string
+		all  []boot
+	}{{"image", p.images}, {"class", p.classes}} {
+		name, bad := fit(of.kind, of.all, c)
+		cmp := Comparison{Kind: of.kind, Name: name}
+		if bad != nil {
+			cmp.Name, cmp.Mismatches = bad.Name, bad.Mismatches
+		}
+		if i := slices.IndexFunc(of.all, func(b boot) bool { return b.name == cmp.Name }); i >= 0 {
+			cmp.Values = maps.Clone(of.all[i].pcrs)
+			out = append(out, cmp)
+		}
+	}
+	return out
+}
+
+// describe names an event for people.
+func describe(e checked.Event) string {
+	return strings.TrimSpace(fmt.Sprintf("%s %q, digest %s", e.Type, e.Text, hex.EncodeToString(e.Digest)))
+}
+
+// Mismatch is a PCR that does not fit.
+type Mismatch struct {
+	// PCR is the register's number; -1: the event log as a whole.
+	PCR int
+	// Expected is the acceptable value, Seen the quoted one. Expected is nil if a rule over the event log is broken.
+	Expected, Seen []byte
+	// Why is the broken rule, or what the event log has in this PCR; empty without a log.
+	Why string
+}
+
+func (m Mismatch) String() string {
+	switch {
+	case m.PCR < 0:
+		return m.Why
+	case m.Expected == nil:
+		return fmt.Sprintf("PCR %d: %s", m.PCR, m.Why)
+	default:
+		return fmt.Sprintf("PCR %d is %x, want %x", m.PCR, m.Seen, m.Expected)
+	}
+}
+
+// MismatchError says how a machine differs from the image or class of a policy that it resembles most. It never reaches the peer.
+type MismatchError struct {
+	// Kind is "image" or "class", Name is its name, and Others is how many others there are, which fit no better.
+	Kind, Name string
+	Others     int
+	Mismatches []Mismatch
+}
+
+func (e *MismatchError) Error() string {
+	if e.Name == "" {
+		return fmt.Sprintf("the policy has no %s", e.Kind)
+	}
+	var differs, measured []string
+	for _, m := range e.Mismatches {
+		differs = append(differs, m.String())
+		if m.Expected != nil && m.Why != "" {
+			measured = append(measured, fmt.Sprintf("in PCR %d: %s", m.PCR, m.Why))
+		}
+	}
+	s := fmt.Sprintf("%s %s differs", e.Kind, e.Name)
+	if e.Others > 0 {
+		s = fmt.Sprintf("none of %d fits; the closest, %s %s, differs", e.Others+1, e.Kind, e.Name)
+	}
+	s += ": " + strings.Join(differs, "; ")
+	if len(measured) > 0 {
+		s += "; the event log has " + strings.Join(measured, "; ")
+	}
+	return s
+}
+
+// MismatchesOf returns the PCRs that a refusal is about, nil if it is about something else.
+func MismatchesOf(err error) []Mismatch {
+	if m, ok := errors.AsType[*MismatchError](err); ok {
+		return m.Mismatches
+	}
+	return nil
+}

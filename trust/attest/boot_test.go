@@ -1,0 +1,158 @@
+package attest
+
+import (
+	"context"
+	"crypto"
+	"crypto/x509"
+	"encoding/hex"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+func TestEveryPCRIsNeeded(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	without := func(list []*attestv1.PcrValue, i int) []*attestv1.PcrValue {
+		return slices.DeleteFunc(list, func(v *attestv1.PcrValue) bool { return v.GetIndex() == uint32(i) })
+	}
+	for _, i := range append(slices.Clone(everyBootPCR), everyFirmwarePCR...) {
+		p := goodPolicy(pemRoot)
+		p.Tpm2.Images[0].Pcrs = without(p.GetTpm2().GetImages()[0].GetPcrs(), i)
+		p.Tpm2.Classes[0].Pcrs = without(p.GetTpm2().GetClasses()[0].GetPcrs(), i)
+		if _, err := ParsePolicy(encode(t, p)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+			t.Errorf("a policy without PCR %d was accepted: %v", i, err)
+		}
+	}
+}
+
+func TestEventLogRules(t *testing.T) {
+	root, pemRoot := ca(t, "operator")
+	driver := func(b byte) Event {
+		return Event{PCR: 2, Type: "EV_EFI_BOOT_SERVICES_DRIVER", Text: "driver.efi", Digest: value(b)}
+	}
+	pk, kek, db, other := value(1), value(2), value(3), value(4)
+	for name, tt := range map[string]struct {
+		rules    func(*attestv1.EventLogRules)
+		firmware func(*checked.Firmware)
+		facts    func(*checked.Facts)
+		want     string // part of the error; empty: accepted
+	}{
+		"firmware without drivers is accepted": {},
+		"a driver is refused":                  {firmware: func(f *checked.Firmware) { f.Drivers = []Event{driver('d')} }, want: `PCR 2: EV_EFI_BOOT_SERVICES_DRIVER "driver.efi"`},
+		"a listed driver is accepted": {
+			rules:    func(r *attestv1.EventLogRules) { r.Drivers = []string{hex.EncodeToString(value('d'))} },
+			firmware: func(f *checked.Firmware) { f.Drivers = []Event{driver('d'), driver('d')} },
+		},
+		"a driver beside a listed one is refused": {
+			rules:    func(r *attestv1.EventLogRules) { r.Drivers = []string{hex.EncodeToString(value('d'))} },
+			firmware: func(f *checked.Firmware) { f.Drivers = []Event{driver('d'), driver('e')} }, want: "PCR 2",
+		},
+		"a driver's configuration is refused": {
+			firmware: func(f *checked.Firmware) {
+				f.DriverConfig = []Event{{PCR: 3, Type: "EV_EFI_VARIABLE_DRIVER_CONFIG", Digest: value('d')}}
+			}, want: "PCR 3",
+		},
+		"Secure Boot that is off is refused": {firmware: func(f *checked.Firmware) { f.SecureBoot = false }, want: "PCR 7: Secure Boot is off"},
+		"Secure Boot that is off is accepted where it is not judged": {
+			rules:    func(r *attestv1.EventLogRules) { r.SecureBoot = nil },
+			firmware: func(f *checked.Firmware) { f.SecureBoot, f.Keys["PK"] = false, other },
+		},
+		"another platform key is refused":     {firmware: func(f *checked.Firmware) { f.Keys["PK"] = other }, want: "the digest of PK"},
+		"another KEK is refused":              {firmware: func(f *checked.Firmware) { f.Keys["KEK"] = other }, want: "the digest of KEK"},
+		"another db is refused":               {firmware: func(f *checked.Firmware) { f.Keys["db"] = other }, want: "the digest of db"},
+		"a key that is missing is refused":    {firmware: func(f *checked.Firmware) { delete(f.Keys, "db") }, want: "the digest of db"},
+		"another dbx is accepted":             {firmware: func(f *checked.Firmware) { f.Keys["dbx"] = other }},
+		"a machine without a log is refused":  {facts: func(f *checked.Facts) { f.Firmware = nil }, want: "no event log"},
+		"a log that says nothing is refused":  {facts: func(f *checked.Facts) { f.Firmware, f.FirmwareErr = nil, errors.New("PCR 2 has no separator") }, want: "PCR 2 has no separator"},
+		"other firmware is accepted":          {facts: func(f *checked.Facts) { f.PCRs[0] = value('x') }},
+		"an image that is not the one is not": {facts: func(f *checked.Facts) { f.PCRs[4] = value('x') }, want: "PCR 4"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, f := goodPolicy(pemRoot), facts(root)
+			rules := &attestv1.EventLogRules{SecureBoot: &attestv1.SecureBootRule{Pk: hex.EncodeToString(pk), Kek: hex.EncodeToString(kek), Db: hex.EncodeToString(db)}}
+			f.Firmware = &checked.Firmware{SecureBoot: true, Keys: map[string][]byte{"PK": pk, "KEK": kek, "db": db, "dbx": value(9)}}
+			if tt.rules != nil {
+				tt.rules(rules)
+			}
+			if tt.firmware != nil {
+				tt.firmware(f.Firmware)
+			}
+			if tt.facts != nil {
+				tt.facts(f)
+			}
+			p.Tpm2.Classes = []*attestv1.MachineClass{{Name: "rules", EventLog: rules}}
+			policy, err := ParsePolicy(encode(t, p))
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, err = policy.Appraise(claimsOf(f), Unlocked())
+			switch {
+			case tt.want == "" && err != nil:
+				t.Error(err)
+			case tt.want == "":
+			case ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED || !strings.Contains(err.Error(), tt.want):
+				t.Errorf("%v, want POLICY_REFUSED with %q", err, tt.want)
+			}
+		})
+	}
+}
+
+func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
+	root, _ := ca(t, "image")
+	foreign, _ := ca(t, "other")
+	own := map[int][]byte{}
+	for _, i := range everyBootPCR {
+		own[i] = facts(root).PCRs[i]
+	}
+	s, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := context.Background()
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(root))); err != nil {
+		t.Error(err)
+	}
+	f := facts(root)
+	f.PCRs[11] = value('b')
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+		t.Errorf("another image: %v", err)
+	}
+	if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(facts(foreign))); ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+		t.Errorf("another root: %v", err)
+	}
+	for _, i := range everyBootPCR {
+		f := facts(root)
+		f.PCRs[i] = value('b')
+		if _, err := s.For(AnyLock()).Appraise(ctx, claimsOf(f)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+			t.Errorf("another PCR %d: %v", i, err)
+		}
+		kept := own[i]
+		for name, wrong := range map[string][]byte{"a missing": nil, "a short": kept[1:], "a long": append(kept[:32:32], 0)} {
+			own[i] = wrong
+			if _, err := NewSameBoot(crypto.SHA256, own, []*x509.Certificate{root}); ReasonOf(err) != attestv1.Reason_REASON_MACHINE_CONFIG {
+				t.Errorf("%s PCR %d was taken for agreement: %v", name, i, err)
+			}
+		}
+		own[i] = kept
+	}
+	if _, err := s.For().Appraise(ctx, claimsOf(facts(root))); ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+		t.Errorf("no expected lock: %v", err)
+	}
+	if _, err := NewSameBoot(crypto.SHA256, own, nil); err == nil {
+		t.Error("no roots were taken for any root")
+	}
+}
+
+// another returns a class like c with another value of PCR 0.
+func another(c *attestv1.MachineClass) *attestv1.MachineClass {
+	out := &attestv1.MachineClass{Name: "class-b"}
+	for _, v := range c.GetPcrs() {
+		out.Pcrs = append(out.Pcrs, &attestv1.PcrValue{Index: v.GetIndex(), Value: v.GetValue()})
+	}
+	out.Pcrs[0].Value = hex.EncodeToString(value('b'))
+	return out
+}
