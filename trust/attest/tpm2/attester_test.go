@@ -67,10 +67,14 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() { ask(0) })
 	<-s.begun // the first quote is in flight
-	for i := 1; i <= n; i++ {
+	for i := 1; i <= 1024; i++ {
 		wg.Go(func() { ask(i) })
 	}
-	waitFor(t, func() bool { return tpm2.Waiting(a) == n-1024 }) // all have joined
+	waitFor(t, func() bool { return tpm2.Waiting(a) == 1024 }) // the next quote is full
+	for i := 1025; i <= n; i++ {
+		wg.Go(func() { ask(i) })
+	}
+	waitFor(t, func() bool { return tpm2.Waiting(a) == n-1024 }) // and the one after it has the rest
 	for range 3 {
 		s.goOn <- struct{}{}
 	}
