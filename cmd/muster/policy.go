@@ -237,13 +237,13 @@ func (a *app) applyCommand() *cobra.Command {
 	return cmd
 }
 
-// replacePolicy puts the file into the folder. One that lists no control planes or no classes, as from-measurements makes it, gets those of before.
+// replacePolicy puts the file into the folder. One as from-measurements makes it gets the control planes, classes and rules about TPMs of the one before.
 func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
 		return err
 	}
-	if text, err = a.keepClasses(dir, path, text); err != nil {
+	if text, err = a.keepRules(dir, path, text); err != nil {
 		return err
 	}
 	p, _, err := policyfile.Parse(text)
@@ -265,18 +265,18 @@ func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	return dir.Write(ownerdir.PolicyFile, text)
 }
 
-// keepClasses returns text with the classes of the folder's policy if it has none of its own.
-func (a *app) keepClasses(dir *ownerdir.Dir, path string, text []byte) ([]byte, error) {
+// keepRules returns text with rules of the folder's policy that text says nothing of.
+func (a *app) keepRules(dir *ownerdir.Dir, path string, text []byte) ([]byte, error) {
 	before, err := dir.Read(ownerdir.PolicyFile)
 	if err != nil {
 		return nil, err
 	}
-	text, kept, err := policyfile.KeepClasses(text, before)
+	text, kept, err := policyfile.KeepRules(text, before)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	if kept > 0 {
-		fmt.Fprintf(a.stderr, "%s lists no machine classes: the %d of before stay listed.\n", path, kept)
+	for _, k := range kept {
+		fmt.Fprintf(a.stderr, "%s says nothing of these, so they stay as they were: %s.\n", path, k)
 	}
 	return text, nil
 }

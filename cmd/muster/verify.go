@@ -134,7 +134,15 @@ func (a *app) show(s *owner.Sight) error {
 	if s.Machine != "" {
 		fmt.Fprintf(a.stdout, "Machine        %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
 			s.Machine, named(s.Image), named(s.Class), s.Root, s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
-		rows := [][]string{{"PCR", "SEEN (" + s.Bank + ")", "POLICY"}}
+		rows := [][]string{{"EK CERTIFICATE CHAIN", "SERIAL NUMBER", "SHA-256 OF ITS KEY"}}
+		for _, c := range s.Chain {
+			rows = append(rows, []string{c.Subject, c.Serial, c.Key})
+		}
+		if err := a.table(rows); err != nil {
+			return err
+		}
+		fmt.Fprintln(a.stdout)
+		rows = [][]string{{"PCR", "SEEN (" + s.Bank + ")", "POLICY"}}
 		for _, p := range s.PCRs {
 			rows = append(rows, []string{fmt.Sprint(p.Index), p.Seen, pcrVerdict(p)})
 		}

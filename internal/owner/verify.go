@@ -33,6 +33,8 @@ type Sight struct {
 	ResetCount      uint32 `json:"resetCount,omitempty"`
 	RestartCount    uint32 `json:"restartCount,omitempty"`
 	FirmwareVersion string `json:"firmwareVersion,omitempty"`
+	// Chain are the certificates from the endorsement key's to the root's, as tpm2.revoked of a policy names them.
+	Chain []EKCertificate `json:"ekChain,omitempty"`
 	// Image and Class are the names, in the policy, of what it is, or resembles most; Firmware says in words what its firmware measured.
 	Image          string    `json:"image,omitempty"`
 	Class          string    `json:"class,omitempty"`
@@ -42,6 +44,14 @@ type Sight struct {
 	PolicySerial   uint64    `json:"policySerial,omitempty"`
 	Events         []string  `json:"events,omitempty"`
 	At             time.Time `json:"time"`
+}
+
+// EKCertificate is one certificate of an endorsement key's chain.
+type EKCertificate struct {
+	Subject string `json:"subject"`
+	// Key is SHA-256 of its SubjectPublicKeyInfo, Serial its serial number, both in hexadecimal digits.
+	Key    string `json:"key"`
+	Serial string `json:"serial"`
 }
 
 // PCR is one register beside what the policy expects of it.
@@ -111,7 +121,10 @@ func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
 	s.Lock = lockText(c, cfg.ClusterID)
 	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
-	s.FirmwareVersion = fmt.Sprintf("%#x", c.FirmwareVersion())
+	s.FirmwareVersion = attest.FormatFirmwareVersion(c.FirmwareVersion())
+	for _, e := range c.EKChain() {
+		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
+	}
 	s.PolicySerial = j.Appraisal.PolicySerial
 	if r := c.EKRoot(); r != nil {
 		s.Root = r.Subject.String()

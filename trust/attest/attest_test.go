@@ -93,6 +93,8 @@ func facts(root *x509.Certificate) *checked.Facts {
 	for _, i := range []int{0, 2, 3, 7} {
 		f.PCRs[i] = value('f')
 	}
+	f.EKChain = []checked.Certificate{{Subject: "CN=machine", Key: MachineIDOf([]byte("ek")), Serial: "1f"}, {Subject: "CN=issuer", Key: [32]byte{2}, Serial: "2f"}, {Subject: "CN=root", Key: [32]byte{3}, Serial: "3f"}}
+	f.FirmwareVersion = 0x0007_0055_0011_0500
 	return f
 }
 

@@ -78,6 +78,14 @@ func (c Claims) EKRoot() *x509.Certificate {
 	return c.facts.EKRoot
 }
 
+// EKChain returns the certificates from the endorsement key's to the root's, 2 to 5 of them; nil for empty claims.
+func (c Claims) EKChain() []Certificate {
+	if !c.valid() {
+		return nil
+	}
+	return slices.Clone(c.facts.EKChain)
+}
+
 // EKKind returns the kind of the endorsement key; empty for empty claims.
 func (c Claims) EKKind() EKKind {
 	if !c.valid() {

@@ -38,6 +38,7 @@ type Policy struct {
 	machines    map[MachineID]bool // empty: any that a root vouches for
 	servers     []MachineID        // control planes; empty: none
 	roots       []ekRoot
+	revoked     revoked
 	images      []boot
 	classes     []boot
 	anyFirmware bool // a machine may also be of no class
@@ -47,8 +48,9 @@ type Policy struct {
 
 // ekRoot vouches for endorsement keys of one kind. One of no kind vouches for none (A3).
 type ekRoot struct {
-	cert *x509.Certificate
-	kind EKKind
+	cert        *x509.Certificate
+	kind        EKKind
+	minFirmware uint64 // of the TPM; 0: any
 }
 
 // vouchesFor says whether the claims' endorsement key is one of the root's.
@@ -134,6 +136,9 @@ func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
 	if err := p.parseRoots(t); err != nil {
 		return err
 	}
+	if err := p.parseRevoked(t.GetRevoked()); err != nil {
+		return err
+	}
 	if err := p.parseImages(t.GetImages()); err != nil {
 		return err
 	}
@@ -155,11 +160,20 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 			return invalid("tpm2.ekRoots[%d].pem: %q is not a certificate authority", i, c.Subject)
 		}
 		root := ekRoot{cert: c, kind: EKKind(r.GetKey())}
+		if root.minFirmware, err = parseFirmwareVersion(r.GetMinFirmwareVersion()); err != nil {
+			return invalid("tpm2.ekRoots[%d].minFirmwareVersion: %w", i, err)
+		}
 		if !slices.Contains(EKKinds, root.kind) {
 			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q vouches for, of %q", i, r.GetKey(), c.Subject, EKKinds)
 		}
 		for j, other := range p.roots { // A8
-			if other.kind != root.kind && bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
+			if !bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
+				continue
+			}
+			if other.minFirmware != root.minFirmware {
+				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: say the same in both", i, j)
+			}
+			if other.kind != root.kind {
 				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another kind: an authority vouches for one kind, or a TPM is a machine for each", i, j)
 			}
 		}
@@ -256,11 +270,18 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
 	}
-	if !slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.vouchesFor(c) }) { // A8
+	root := slices.IndexFunc(p.roots, func(r ekRoot) bool { return r.vouchesFor(c) })
+	if root < 0 { // A8
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", c.EKKind(), c.EKRoot().Subject)
 	}
 	if c.AKKind() != AKECC && slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.kind != EKRSA2048 && r.kind != anyEK }) { // A8
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy has roots for ECC keys: a TPM that has both could hide behind the other key that it is known already")
+	}
+	if err := p.revoked.check(c.EKChain()); err != nil {
+		return Appraisal{}, err
+	}
+	if least := p.roots[root].minFirmware; c.FirmwareVersion() < least {
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the TPM's firmware has version %s, and tpm2.ekRoots[%d].minFirmwareVersion is %s: update the firmware of the TPM", FormatFirmwareVersion(c.FirmwareVersion()), root, FormatFirmwareVersion(least))
 	}
 	if len(p.machines) > 0 && !p.machines[c.Machine()] {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())

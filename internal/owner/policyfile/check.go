@@ -75,6 +75,11 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root vouches for and that booted an accepted image may join as a worker")
 	}
+	for i, r := range m.GetTpm2().GetEkRoots() {
+		if r.GetMinFirmwareVersion() == "" && !r.GetOperator() {
+			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
+		}
+	}
 	found = append(found, checkRoots(p.EKRoots(), now)...)
 	return p, found, nil
 }

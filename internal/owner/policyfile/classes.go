@@ -141,38 +141,6 @@ func AddClass(text []byte, serial uint64, c *attestv1.MachineClass) ([]byte, err
 	return out, nil
 }
 
-// KeepClasses returns text with the classes of the policy before, and how many these are, if it has none of its own and does not accept any firmware.
-func KeepClasses(text, before []byte) ([]byte, int, error) {
-	read := func(text []byte) (*attestv1.Policy, error) {
-		b, err := ToJSON(text)
-		if err != nil {
-			return nil, err
-		}
-		m := &attestv1.Policy{}
-		if err := protojson.Unmarshal(b, m); err != nil {
-			return nil, fmt.Errorf("policy: %w", err)
-		}
-		return m, nil
-	}
-	m, err := read(text)
-	if err != nil {
-		return nil, 0, err
-	}
-	if m.GetTpm2() == nil || len(m.GetTpm2().GetClasses()) > 0 || m.GetInsecure().GetAnyFirmware() {
-		return text, 0, nil
-	}
-	old, err := read(before)
-	if err != nil {
-		return nil, 0, fmt.Errorf("the policy of before: %w", err)
-	}
-	for _, c := range old.GetTpm2().GetClasses() {
-		if text, err = AddClass(text, m.GetSerial(), c); err != nil {
-			return nil, 0, err
-		}
-	}
-	return text, len(old.GetTpm2().GetClasses()), nil
-}
-
 // classFields has a class as the policy's file writes it.
 func classFields(c *attestv1.MachineClass) any {
 	type value struct {

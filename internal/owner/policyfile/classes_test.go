@@ -103,25 +103,34 @@ func TestNoRulesAreMadeOfALogThatSaysNothing(t *testing.T) {
 	}
 }
 
-func TestClassesOfBeforeAreKept(t *testing.T) {
-	before := read(t, "policy.yaml")
+func TestRulesOfBeforeAreKept(t *testing.T) {
+	const revoked = "  revoked:\n    keys: [\"" + zeros + "\"]\n    certificates:\n      - {issuerKey: \"" + zeros + "\", serial: \"1e5\"}\n"
+	const least = "    - minFirmwareVersion: \"0x0007005500110500\"\n      operator:"
+	before := strings.Replace(string(read(t, "policy.yaml")), "    - operator:", least, 1)
+	before = strings.Replace(before, "  bank:", revoked+"  bank:", 1)
 	p := template(t)
 	p.Classes, p.Serial = nil, 9
-	text, err := policyfile.Build(p)
+	built, err := policyfile.Build(p)
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, n, err := policyfile.KeepClasses(text, before)
-	if err != nil || n != 1 {
-		t.Fatalf("%d, %v", n, err)
+	got, what, err := policyfile.KeepRules(built, []byte(before))
+	if err != nil || len(what) != 3 {
+		t.Fatalf("%q, %v", what, err)
 	}
-	if p, _, err := policyfile.Parse(got); err != nil || p.Serial() != 9 || !strings.Contains(string(got), "rack-1") {
+	if p, json, err := policyfile.Parse(got); err != nil || p.Serial() != 9 || !strings.Contains(string(got), "rack-1") || !strings.Contains(string(json), `"serial":"1e5"`) || !strings.Contains(string(json), `"0x0007005500110500"`) {
 		t.Errorf("%v\n%s", err, got)
 	}
-	for name, text := range map[string][]byte{"a policy with classes": before, "one that accepts any firmware": read(t, "policy-full.yaml")} {
-		if got, n, err := policyfile.KeepClasses(text, before); err != nil || n != 0 || string(got) != string(text) {
-			t.Errorf("%s: %d, %v", name, n, err)
-		}
+	if again, what, err := policyfile.KeepRules(got, []byte(before)); err != nil || len(what) != 0 || string(again) != string(got) {
+		t.Errorf("of a policy with these rules were kept: %q, %v", what, err)
+	}
+	full := read(t, "policy-full.yaml")
+	if got, what, err := policyfile.KeepRules(full, read(t, "policy.yaml")); err != nil || len(what) != 0 || string(got) != string(full) {
+		t.Errorf("of a policy that accepts any firmware: %q, %v", what, err)
+	}
+	lifted := strings.Replace(string(full), "  bank:", "  revoked: {}\n  bank:", 1)
+	if got, what, err := policyfile.KeepRules([]byte(lifted), []byte(before)); err != nil || strings.Contains(string(got), "1e5") {
+		t.Errorf("what the owner no longer revokes stays revoked: %q, %v", what, err)
 	}
 }
 

@@ -40,7 +40,9 @@ const (
 // endorsement is an endorsement key that a root vouches for.
 type endorsement struct {
 	cert *x509.Certificate
-	root *x509.Certificate
+	// chain are the certificates that were checked: cert, authorities, root.
+	chain []*x509.Certificate
+	root  *x509.Certificate
 }
 
 // verifyEK checks the chain from the endorsement key's certificate to one of the roots.
@@ -122,7 +124,7 @@ func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signe
 			return nil, refuse(badEK, "EK certificate %d, issued by %q: %w", i, certs[i].Issuer, err)
 		}
 	}
-	return &endorsement{cert: leaf, root: root}, nil
+	return &endorsement{cert: leaf, chain: append(certs, root), root: root}, nil
 }
 
 // rootOf returns the first root that c names as its issuer and that check accepts. Vendors have

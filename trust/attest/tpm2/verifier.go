@@ -125,6 +125,9 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek
 		FirmwareVersion: q.FirmwareVersion,
 		SignedPolicy:    ev.GetSignedPolicy(),
 	}
+	for _, c := range ek.chain {
+		f.EKChain = append(f.EKChain, checked.Certificate{Subject: c.Subject.String(), Key: sha256.Sum256(c.RawSubjectPublicKeyInfo), Serial: attest.FormatSerial(c.SerialNumber)})
+	}
 	if events := ev.GetTpm2().GetEvents(); len(events) > 0 {
 		log, err := eventlog.Unmarshal(events, bank)
 		if err != nil {

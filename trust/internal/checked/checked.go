@@ -40,6 +40,8 @@ type Facts struct {
 	EKKind string
 	// EKRoot is the root certificate that vouches for the EK.
 	EKRoot *x509.Certificate
+	// EKChain are the certificates from the endorsement key's to EKRoot.
+	EKChain []Certificate
 	// AKName is the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 	AKName []byte
 	// AKKind is the kind of the attestation key, as [attest.AKKind] has it.
@@ -81,6 +83,16 @@ type Event struct {
 	// Text is the event's data for people, at most 256 printable characters. What it
 	// says need not be what Digest covers.
 	Text string
+}
+
+// Certificate is what tells one certificate of a chain from others.
+type Certificate struct {
+	// Subject is its subject, for people (RFC 4514).
+	Subject string
+	// Key is SHA-256 of its SubjectPublicKeyInfo in DER.
+	Key [32]byte
+	// Serial is its serial number in lower-case hexadecimal digits, without leading zeros.
+	Serial string
 }
 
 // Evidence is what the connection that evidence came over knows of it.

@@ -1052,7 +1052,9 @@ type Tpm2Policy struct {
 	Images []*Image `protobuf:"bytes,5,rep,name=images,proto3" json:"images,omitempty"`
 	// Said by the owner: the firmware that machines may have, at most 64 classes. A machine must fit one of them, else
 	// POLICY_REFUSED. Without any the policy is refused with POLICY_INVALID, unless insecure.any_firmware is set.
-	Classes       []*MachineClass `protobuf:"bytes,6,rep,name=classes,proto3" json:"classes,omitempty"`
+	Classes []*MachineClass `protobuf:"bytes,6,rep,name=classes,proto3" json:"classes,omitempty"`
+	// Said by the owner: keys and certificates that vouch for nobody any more. Unset: none is revoked.
+	Revoked       *Revoked `protobuf:"bytes,7,opt,name=revoked,proto3" json:"revoked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1122,6 +1124,126 @@ func (x *Tpm2Policy) GetClasses() []*MachineClass {
 	return nil
 }
 
+func (x *Tpm2Policy) GetRevoked() *Revoked {
+	if x != nil {
+		return x.Revoked
+	}
+	return nil
+}
+
+// Revoked lists keys and certificates of endorsement keys and of the authorities between them and a root, at most 1024 in sum,
+// none twice, else POLICY_INVALID. A machine whose chain has one of them is refused with EK_UNTRUSTED.
+type Revoked struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// SHA-256 of a SubjectPublicKeyInfo in DER, 64 lower-case hexadecimal digits each, else POLICY_INVALID. That of an endorsement
+	// key is the machine's ID. One that machine_ids or control_planes list is refused with POLICY_INVALID.
+	Keys []string `protobuf:"bytes,1,rep,name=keys,proto3" json:"keys,omitempty"`
+	// Certificates by their issuer and serial number, as a certificate revocation list has them (RFC 5280, section 5.1.2.6).
+	Certificates  []*RevokedCertificate `protobuf:"bytes,2,rep,name=certificates,proto3" json:"certificates,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Revoked) Reset() {
+	*x = Revoked{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Revoked) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Revoked) ProtoMessage() {}
+
+func (x *Revoked) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Revoked.ProtoReflect.Descriptor instead.
+func (*Revoked) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Revoked) GetKeys() []string {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *Revoked) GetCertificates() []*RevokedCertificate {
+	if x != nil {
+		return x.Certificates
+	}
+	return nil
+}
+
+// RevokedCertificate names one certificate. `muster verify` shows those of a machine.
+type RevokedCertificate struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// SHA-256 of the issuer's SubjectPublicKeyInfo in DER, 64 lower-case hexadecimal digits, else POLICY_INVALID.
+	IssuerKey string `protobuf:"bytes,1,opt,name=issuer_key,json=issuerKey,proto3" json:"issuer_key,omitempty"`
+	// The serial number, a positive number of at most 20 bytes (RFC 5280, section 4.1.2.2) in lower-case hexadecimal digits
+	// without leading zeros, else POLICY_INVALID.
+	Serial        string `protobuf:"bytes,2,opt,name=serial,proto3" json:"serial,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RevokedCertificate) Reset() {
+	*x = RevokedCertificate{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RevokedCertificate) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RevokedCertificate) ProtoMessage() {}
+
+func (x *RevokedCertificate) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RevokedCertificate.ProtoReflect.Descriptor instead.
+func (*RevokedCertificate) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *RevokedCertificate) GetIssuerKey() string {
+	if x != nil {
+		return x.IssuerKey
+	}
+	return ""
+}
+
+func (x *RevokedCertificate) GetSerial() string {
+	if x != nil {
+		return x.Serial
+	}
+	return ""
+}
+
 // Image is what a machine boots from the boot loader on.
 type Image struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1136,7 +1258,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1148,7 +1270,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1161,7 +1283,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Image) GetName() string {
@@ -1196,7 +1318,7 @@ type MachineClass struct {
 
 func (x *MachineClass) Reset() {
 	*x = MachineClass{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1208,7 +1330,7 @@ func (x *MachineClass) String() string {
 func (*MachineClass) ProtoMessage() {}
 
 func (x *MachineClass) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1221,7 +1343,7 @@ func (x *MachineClass) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineClass.ProtoReflect.Descriptor instead.
 func (*MachineClass) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *MachineClass) GetName() string {
@@ -1260,7 +1382,7 @@ type EventLogRules struct {
 
 func (x *EventLogRules) Reset() {
 	*x = EventLogRules{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1272,7 +1394,7 @@ func (x *EventLogRules) String() string {
 func (*EventLogRules) ProtoMessage() {}
 
 func (x *EventLogRules) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1285,7 +1407,7 @@ func (x *EventLogRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventLogRules.ProtoReflect.Descriptor instead.
 func (*EventLogRules) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EventLogRules) GetDrivers() []string {
@@ -1319,7 +1441,7 @@ type SecureBootRule struct {
 
 func (x *SecureBootRule) Reset() {
 	*x = SecureBootRule{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1331,7 +1453,7 @@ func (x *SecureBootRule) String() string {
 func (*SecureBootRule) ProtoMessage() {}
 
 func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1344,7 +1466,7 @@ func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecureBootRule.ProtoReflect.Descriptor instead.
 func (*SecureBootRule) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SecureBootRule) GetPk() string {
@@ -1383,14 +1505,19 @@ type EkRoot struct {
 	// refused with EK_UNTRUSTED: a TPM has several, and would be a machine for each. Roots
 	// with the same public key must say the same, else POLICY_INVALID. If any root says "ecc-…",
 	// attestation keys must be ECC too, else EK_UNTRUSTED.
-	Key           string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Key string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	// Said by the owner: the least firmware version of a TPM that this authority vouches for, as the TPM signs it in each quote
+	// (TPMS_ATTEST.firmwareVersion; TPM 2.0 Library, Part 2, section 10.12.8): "0x" and 16 lower-case hexadecimal digits, else POLICY_INVALID. The number is the vendor's,
+	// and rises with each update. A lower one is refused with POLICY_REFUSED. Roots with the same public key must say the same, else
+	// POLICY_INVALID. Empty: any version.
+	MinFirmwareVersion string `protobuf:"bytes,4,opt,name=min_firmware_version,json=minFirmwareVersion,proto3" json:"min_firmware_version,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *EkRoot) Reset() {
 	*x = EkRoot{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1402,7 +1529,7 @@ func (x *EkRoot) String() string {
 func (*EkRoot) ProtoMessage() {}
 
 func (x *EkRoot) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1415,7 +1542,7 @@ func (x *EkRoot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EkRoot.ProtoReflect.Descriptor instead.
 func (*EkRoot) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EkRoot) GetPem() string {
@@ -1439,6 +1566,13 @@ func (x *EkRoot) GetKey() string {
 	return ""
 }
 
+func (x *EkRoot) GetMinFirmwareVersion() string {
+	if x != nil {
+		return x.MinFirmwareVersion
+	}
+	return ""
+}
+
 // PcrValue is the value that one PCR must have.
 type PcrValue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1452,7 +1586,7 @@ type PcrValue struct {
 
 func (x *PcrValue) Reset() {
 	*x = PcrValue{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1464,7 +1598,7 @@ func (x *PcrValue) String() string {
 func (*PcrValue) ProtoMessage() {}
 
 func (x *PcrValue) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1477,7 +1611,7 @@ func (x *PcrValue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PcrValue.ProtoReflect.Descriptor instead.
 func (*PcrValue) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PcrValue) GetIndex() uint32 {
@@ -1514,7 +1648,7 @@ type InsecureSwitches struct {
 
 func (x *InsecureSwitches) Reset() {
 	*x = InsecureSwitches{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1526,7 +1660,7 @@ func (x *InsecureSwitches) String() string {
 func (*InsecureSwitches) ProtoMessage() {}
 
 func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1539,7 +1673,7 @@ func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InsecureSwitches.ProtoReflect.Descriptor instead.
 func (*InsecureSwitches) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *InsecureSwitches) GetAnyMachine() bool {
@@ -1636,7 +1770,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
-	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xed\x01\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xa2\x02\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
@@ -1644,7 +1778,15 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\bek_roots\x18\x02 \x03(\v2\x18.muster.attest.v1.EkRootR\aekRoots\x12\x12\n" +
 	"\x04bank\x18\x03 \x01(\tR\x04bank\x12/\n" +
 	"\x06images\x18\x05 \x03(\v2\x17.muster.attest.v1.ImageR\x06images\x128\n" +
-	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclassesJ\x04\b\x04\x10\x05R\x04pcrs\"K\n" +
+	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclasses\x123\n" +
+	"\arevoked\x18\a \x01(\v2\x19.muster.attest.v1.RevokedR\arevokedJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
+	"\aRevoked\x12\x12\n" +
+	"\x04keys\x18\x01 \x03(\tR\x04keys\x12H\n" +
+	"\fcertificates\x18\x02 \x03(\v2$.muster.attest.v1.RevokedCertificateR\fcertificates\"K\n" +
+	"\x12RevokedCertificate\x12\x1d\n" +
+	"\n" +
+	"issuer_key\x18\x01 \x01(\tR\tissuerKey\x12\x16\n" +
+	"\x06serial\x18\x02 \x01(\tR\x06serial\"K\n" +
 	"\x05Image\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12.\n" +
 	"\x04pcrs\x18\x02 \x03(\v2\x1a.muster.attest.v1.PcrValueR\x04pcrs\"\x90\x01\n" +
@@ -1659,11 +1801,12 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x0eSecureBootRule\x12\x0e\n" +
 	"\x02pk\x18\x01 \x01(\tR\x02pk\x12\x10\n" +
 	"\x03kek\x18\x02 \x01(\tR\x03kek\x12\x0e\n" +
-	"\x02db\x18\x03 \x01(\tR\x02db\"H\n" +
+	"\x02db\x18\x03 \x01(\tR\x02db\"z\n" +
 	"\x06EkRoot\x12\x10\n" +
 	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1a\n" +
 	"\boperator\x18\x02 \x01(\bR\boperator\x12\x10\n" +
-	"\x03key\x18\x03 \x01(\tR\x03key\"6\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\x120\n" +
+	"\x14min_firmware_version\x18\x04 \x01(\tR\x12minFirmwareVersion\"6\n" +
 	"\bPcrValue\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\"\xb2\x01\n" +
@@ -1691,7 +1834,7 @@ func file_muster_attest_v1_attest_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_attest_v1_attest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(Format)(0),                 // 0: muster.attest.v1.Format
 	(*Frame)(nil),               // 1: muster.attest.v1.Frame
@@ -1707,15 +1850,17 @@ var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(*SignedPolicy)(nil),        // 11: muster.attest.v1.SignedPolicy
 	(*Policy)(nil),              // 12: muster.attest.v1.Policy
 	(*Tpm2Policy)(nil),          // 13: muster.attest.v1.Tpm2Policy
-	(*Image)(nil),               // 14: muster.attest.v1.Image
-	(*MachineClass)(nil),        // 15: muster.attest.v1.MachineClass
-	(*EventLogRules)(nil),       // 16: muster.attest.v1.EventLogRules
-	(*SecureBootRule)(nil),      // 17: muster.attest.v1.SecureBootRule
-	(*EkRoot)(nil),              // 18: muster.attest.v1.EkRoot
-	(*PcrValue)(nil),            // 19: muster.attest.v1.PcrValue
-	(*InsecureSwitches)(nil),    // 20: muster.attest.v1.InsecureSwitches
-	(Reason)(0),                 // 21: muster.attest.v1.Reason
-	(*durationpb.Duration)(nil), // 22: google.protobuf.Duration
+	(*Revoked)(nil),             // 14: muster.attest.v1.Revoked
+	(*RevokedCertificate)(nil),  // 15: muster.attest.v1.RevokedCertificate
+	(*Image)(nil),               // 16: muster.attest.v1.Image
+	(*MachineClass)(nil),        // 17: muster.attest.v1.MachineClass
+	(*EventLogRules)(nil),       // 18: muster.attest.v1.EventLogRules
+	(*SecureBootRule)(nil),      // 19: muster.attest.v1.SecureBootRule
+	(*EkRoot)(nil),              // 20: muster.attest.v1.EkRoot
+	(*PcrValue)(nil),            // 21: muster.attest.v1.PcrValue
+	(*InsecureSwitches)(nil),    // 22: muster.attest.v1.InsecureSwitches
+	(Reason)(0),                 // 23: muster.attest.v1.Reason
+	(*durationpb.Duration)(nil), // 24: google.protobuf.Duration
 }
 var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	2,  // 0: muster.attest.v1.Frame.offer:type_name -> muster.attest.v1.Offer
@@ -1729,24 +1874,26 @@ var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	4,  // 8: muster.attest.v1.Evidence.tpm2:type_name -> muster.attest.v1.Tpm2Evidence
 	11, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
 	6,  // 10: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
-	21, // 11: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
-	22, // 12: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
-	21, // 13: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
-	22, // 14: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
+	23, // 11: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
+	24, // 12: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
+	23, // 13: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
+	24, // 14: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
 	13, // 15: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
-	20, // 16: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
-	18, // 17: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
-	14, // 18: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
-	15, // 19: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
-	19, // 20: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
-	19, // 21: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
-	16, // 22: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
-	17, // 23: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
-	24, // [24:24] is the sub-list for method output_type
-	24, // [24:24] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	22, // 16: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
+	20, // 17: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
+	16, // 18: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
+	17, // 19: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
+	14, // 20: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
+	15, // 21: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
+	21, // 22: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
+	21, // 23: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
+	18, // 24: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
+	19, // 25: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
+	26, // [26:26] is the sub-list for method output_type
+	26, // [26:26] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_muster_attest_v1_attest_proto_init() }
@@ -1771,7 +1918,7 @@ func file_muster_attest_v1_attest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_attest_v1_attest_proto_rawDesc), len(file_muster_attest_v1_attest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   20,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

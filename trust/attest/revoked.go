@@ -1,0 +1,110 @@
+package attest
+
+import (
+	"encoding/hex"
+	"fmt"
+	"math/big"
+	"regexp"
+	"strconv"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/checked"
+)
+
+// MaxRevoked is how many keys and certificates together a policy may revoke.
+const MaxRevoked = 1024
+
+// Certificate is one certificate of an endorsement key's chain, as a policy revokes it.
+type Certificate = checked.Certificate
+
+// revoked holds what vouches for nobody any more. The zero value revokes nothing.
+type revoked struct {
+	keys         map[[32]byte]bool
+	certificates map[issued]bool
+}
+
+// issued names a certificate by its issuer's key and its serial number in hexadecimal digits.
+type issued struct {
+	issuer [32]byte
+	serial string
+}
+
+var (
+	serialNumber    = regexp.MustCompile(`^[1-9a-f][0-9a-f]{0,39}$`)
+	firmwareVersion = regexp.MustCompile(`^0x[0-9a-f]{16}$`)
+)
+
+// FormatFirmwareVersion returns a TPM's firmware version as a policy has it: "0x" and 16 hexadecimal digits.
+func FormatFirmwareVersion(v uint64) string { return fmt.Sprintf("0x%016x", v) }
+
+// FormatSerial returns a certificate's serial number as a policy has it.
+func FormatSerial(n *big.Int) string { return n.Text(16) }
+
+func parseFirmwareVersion(s string) (uint64, error) {
+	if s == "" {
+		return 0, nil
+	}
+	if !firmwareVersion.MatchString(s) {
+		return 0, fmt.Errorf("%q is not 0x and 16 lower-case hexadecimal digits", s)
+	}
+	return strconv.ParseUint(s[2:], 16, 64)
+}
+
+func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
+	if n := len(r.GetKeys()) + len(r.GetCertificates()); n > MaxRevoked {
+		return invalid("tpm2.revoked lists %d keys and certificates, more than %d: revoke the authority that issued them", n, MaxRevoked)
+	}
+	p.revoked = revoked{keys: map[[32]byte]bool{}, certificates: map[issued]bool{}}
+	for i, s := range r.GetKeys() {
+		key, err := parseHex(s, 32)
+		if err != nil {
+			return invalid("tpm2.revoked.keys[%d]: %q: %w", i, s, err)
+		}
+		if p.revoked.keys[[32]byte(key)] {
+			return invalid("tpm2.revoked.keys lists %s twice", s)
+		}
+		p.revoked.keys[[32]byte(key)] = true
+	}
+	for m := range p.machines {
+		if p.revoked.keys[m] {
+			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: strike it from one of them", m)
+		}
+	}
+	for _, m := range p.servers {
+		if p.revoked.keys[m] {
+			return invalid("tpm2.revoked.keys has machine %s, and controlPlanes lists it: take it out of the cluster by muster ban and muster forget, or strike it from tpm2.revoked", m)
+		}
+	}
+	for i, c := range r.GetCertificates() {
+		issuer, err := parseHex(c.GetIssuerKey(), 32)
+		if err != nil {
+			return invalid("tpm2.revoked.certificates[%d].issuerKey: %q: %w", i, c.GetIssuerKey(), err)
+		}
+		if !serialNumber.MatchString(c.GetSerial()) {
+			return invalid("tpm2.revoked.certificates[%d].serial is %q: want 1 to 40 lower-case hexadecimal digits without leading zeros", i, c.GetSerial())
+		}
+		k := issued{[32]byte(issuer), c.GetSerial()}
+		if p.revoked.certificates[k] {
+			return invalid("tpm2.revoked.certificates lists serial number %s of issuer %s twice", c.GetSerial(), c.GetIssuerKey())
+		}
+		p.revoked.certificates[k] = true
+	}
+	return nil
+}
+
+// check refuses a chain that has something revoked. The chain begins with the endorsement key's certificate and ends with
+// the root. One without certificates can't be judged, and is refused as well (A3).
+func (r revoked) check(chain []Certificate) error {
+	if len(chain) == 0 {
+		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate's chain is not known, so it cannot be compared with what the policy revokes")
+	}
+	for i, c := range chain {
+		if r.keys[c.Key] {
+			return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the key %s of %q (tpm2.revoked.keys)", hex.EncodeToString(c.Key[:]), c.Subject)
+		}
+		if i+1 < len(chain) && r.certificates[issued{chain[i+1].Key, c.Serial}] {
+			return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the certificate of %q with serial number %s, issued by %q (tpm2.revoked.certificates)", c.Subject, c.Serial, chain[i+1].Subject)
+		}
+	}
+	return nil
+}
