@@ -124,7 +124,7 @@ func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signe
 			return nil, refuse(badEK, "EK certificate %d, issued by %q: %w", i, certs[i].Issuer, err)
 		}
 	}
-	return &endorsement{cert: leaf, chain: append(certs, root), root: root}, nil
+	return &endorsement{cert: leaf, chain: slices.Concat(certs, []*x509.Certificate{root}), root: root}, nil
 }
 
 // rootOf returns the first root that c names as its issuer and that check accepts. Vendors have
