@@ -20,7 +20,7 @@ func (a *app) doctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Look for what is wrong, and say what to do", Args: cobra.NoArgs,
 		Long: `Checks the owner's folder, its cluster and the way from here to there; with --endpoint one machine that should become
-a node. It only reads. Each check is ok, worth a word (warn) or failed (FAIL), with a remedy; the exit code is 1 if any failed.
+a node. It changes nothing, but notes in known.json of the folder what the cluster says. Each check is ok, worth a word (warn) or failed (FAIL), with a remedy; the exit code is 1 if any failed.
 
 What can only be seen on a machine itself, "bootstrapper doctor" looks at there.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -113,6 +113,7 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 	if err != nil {
 		return err
 	}
+	a.remember(ctx, dir)
 	return a.initDone(dir)
 }
 

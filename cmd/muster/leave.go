@@ -126,6 +126,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if err != nil {
 		return err
 	}
+	a.remember(ctx, dir)
 	if a.output == outputJSON {
 		return a.json(done)
 	}

@@ -226,6 +226,7 @@ func (a *app) applyCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			a.remember(ctx, dir)
 			if a.output == outputJSON {
 				return a.json(p.Status)
 			}

@@ -12,28 +12,30 @@ import (
 	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/doctor"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 func (a *app) recoverCommand() *cobra.Command {
 	var (
-		machine string
-		drill   bool
-		timeout time.Duration
+		machine, disk string
+		drill         bool
+		timeout       time.Duration
 	)
 	cmd := &cobra.Command{
-		Use:   "recover ENDPOINT [--machine-id ID] | --drill",
+		Use:   "recover ENDPOINT [--machine-id ID] [--disk UUID] | --drill",
 		Short: "Open the state disk of a control plane that no joinservice can help",
 		Long: `For a control plane that waits for its disk's key, since no joinservice runs that could give it: after a restart of the
-whole cluster, mostly. The machine proves what it booted first; the root secret is sent to none that the policy does not accept, and
-to the machine alone that the cluster was made on, or that --machine-id names. The machine tries the key before it answers.
+whole cluster, mostly. The machine proves what it booted first; only the key of its own disk is sent, and to none that the folder's policy does not
+accept. It must be the machine that the cluster was made on, or that --machine-id names, with the disk that the cluster said last (known.json of the
+owner's folder), or that --disk names. The machine tries the key before it answers.
 
 With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if drill && len(args) > 0 {
 				return errors.New("--drill looks at the whole cluster: leave out the endpoint")
 			}
-			if drill && machine != "" {
-				return errors.New("--drill looks at the whole cluster: leave out --machine-id")
+			if drill && machine+disk != "" {
+				return errors.New("--drill looks at the whole cluster: leave out --machine-id and --disk")
 			}
 			if drill {
 				return nil
@@ -51,17 +53,18 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 				}
 				return a.showReport(doctor.Drill(ctx, doctor.Config{Folder: path}))
 			}
-			return a.recover(ctx, args[0], machine)
+			return a.recover(ctx, args[0], machine, disk)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&machine, "machine-id", "", "the machine that is expected there (default: the one that the cluster was made on)")
+	f.StringVar(&disk, "disk", "", "UUID of its state disk, if the folder does not know it as the machine's")
 	f.BoolVar(&drill, "drill", false, "prove on a cluster that is well that the owner's folder would recover it; changes nothing")
 	f.DurationVar(&timeout, "timeout", 10*time.Minute, "how long to wait for the machine, or for all checks together")
 	return cmd
 }
 
-func (a *app) recover(ctx context.Context, endpoint, machine string) error {
+func (a *app) recover(ctx context.Context, endpoint, machine, disk string) error {
 	addr, err := hostPort(endpoint, 9999)
 	if err != nil {
 		return fmt.Errorf("endpoint: %w", err)
@@ -73,6 +76,13 @@ func (a *app) recover(ctx context.Context, endpoint, machine string) error {
 			return fmt.Errorf("--machine-id: %w", err)
 		}
 		cfg.Machine = &id
+	}
+	if disk != "" {
+		id, err := keys.ParseDiskID(disk)
+		if err != nil {
+			return fmt.Errorf("--disk: %w", err)
+		}
+		cfg.Disk = &id
 	}
 	if cfg.Dir, err = a.view(); err != nil {
 		return err
@@ -97,7 +107,7 @@ func (a *app) recover(ctx context.Context, endpoint, machine string) error {
 	}
 	text := "The state disk of machine %s is open, and the machine goes on to boot.\n"
 	if r.Already {
-		text = "The state disk of machine %s was open already: these secrets were not tried.\n"
+		text = "The state disk of machine %s was open already: the key was not tried.\n"
 	}
 	_, err = fmt.Fprintf(a.stdout, text, r.Machine)
 	return err

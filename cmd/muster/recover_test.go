@@ -29,9 +29,10 @@ import (
 // waitingMachine is a control plane in its initramfs: the recovery server of the bootstrapper, a TPM, and
 // a disk that one key opens.
 type waitingMachine struct {
-	tpm  *attesttest.Machine
-	addr string
-	disk keys.DiskID
+	tpm   *attesttest.Machine
+	owner ed25519.PrivateKey // whose key the image has
+	addr  string
+	disk  keys.DiskID
 
 	mu   sync.Mutex
 	key  []byte
@@ -66,8 +67,11 @@ func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID)
 
 func newWaitingMachine(t *testing.T, ca *attesttest.CA) *waitingMachine {
 	t.Helper()
-	w := &waitingMachine{tpm: attesttest.NewMachine(t, ca, attesttest.Options{})}
-	var err error
+	_, owner, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &waitingMachine{tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: owner}
 	if w.disk, err = keys.ParseDiskID("3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"); err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +81,7 @@ func newWaitingMachine(t *testing.T, ca *attesttest.CA) *waitingMachine {
 		t.Fatal(err)
 	}
 	s, err := recovery.New(recovery.Config{
-		DiskID: w.disk, Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
+		DiskID: w.disk, OwnerKey: w.owner.Public().(ed25519.PublicKey), Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -102,17 +106,13 @@ func newWaitingMachine(t *testing.T, ca *attesttest.CA) *waitingMachine {
 // folder makes the owner's folder of the cluster that was made on machine first.
 func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attesttest.Machine) (string, ownerdir.Secrets) {
 	t.Helper()
-	_, key, err := ed25519.GenerateKey(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
 	path, secrets := filepath.Join(t.TempDir(), "muster-prod"), ownerdir.NewSecrets([32]byte{7})
 	d, err := ownerdir.Create(path, ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
 			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID().String(), DiskID: w.disk.String()},
 		},
-		Secrets: secrets, OwnerKey: key, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
+		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
 	})
 	if err != nil {
 		t.Fatal(err)

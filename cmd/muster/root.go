@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/progress"
 )
@@ -108,6 +110,17 @@ func (a *app) open() (*ownerdir.Dir, error) {
 		return nil, err
 	}
 	return ownerdir.Open(path)
+}
+
+// remember notes in the owner's folder what the cluster says now. What the command did is done, so an error is a line to read.
+func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) {
+	kube, err := owner.Connect(dir)
+	if err == nil {
+		err = owner.Remember(ctx, dir, kube)
+	}
+	if err != nil {
+		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is judged by what stands there; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
+	}
 }
 
 // report gives the reporter that --output asks for: lines for people go to standard error, lines

@@ -54,6 +54,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			if err != nil {
 				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
 			}
+			a.remember(ctx, dir)
 			if a.output == outputJSON {
 				err = a.json(s)
 			} else {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/aes"
 	"crypto/cipher"
+	"crypto/ed25519"
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/x509"
@@ -25,11 +26,13 @@ import (
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/disktest"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // encrypted is a machine whose state disk is encrypted, on a host without device-mapper. The disk's header is real, and only
@@ -376,11 +379,25 @@ func (e *encrypted) recover(addr string) error {
 		return err
 	}
 	defer func() { _ = transport.Close() }()
+	root, err := keys.ParseRoot(e.req.GetRootSecret(), e.req.GetSalt())
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(e.t.Context(), patience)
 	defer cancel()
-	stream, err := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...).Recover(ctx, &recoverv1.RecoverRequest{
-		RootSecret: e.req.GetRootSecret(), Salt: e.req.GetSalt(), MeasurementSalt: e.req.GetMeasurementSalt(),
-	})
+	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...)
+	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
+	if err != nil {
+		return err
+	}
+	request := ownerorder.Recovery{Cluster: root.ClusterID([32]byte(e.req.GetMeasurementSalt()))}
+	if request.Disk, err = keys.ParseDiskID(described.GetDiskId()); err != nil {
+		return err
+	}
+	if request.Key, err = root.Disk(request.Disk); err != nil {
+		return err
+	}
+	stream, err := client.Recover(ctx, request.Wire(ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)))) // the image has no owner's key to verify it with
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"net"
@@ -15,8 +16,8 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/owner/progress"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -31,6 +32,8 @@ type RecoverConfig struct {
 	// Machine is the one that is expected there; nil: the one that the folder knows, on which the cluster
 	// was made.
 	Machine *attest.MachineID
+	// Disk is the disk that the machine must have; nil: the one that the cluster said last.
+	Disk *keys.DiskID
 	// Report is told of each step.
 	Report progress.Reporter
 	// DialContext opens TCP connections; nil: a [net.Dialer].
@@ -45,12 +48,13 @@ type Recovery struct {
 	// Machine and DiskID say whose disk is open now.
 	Machine string `json:"machine"`
 	DiskID  string `json:"diskID"`
-	// Already says that it was open before these secrets were tried.
+	// Already says that it was open before this key was tried.
 	Already bool `json:"already"`
 }
 
-// Recover gives a control plane that waits for its disk's key the secrets that it follows from. The
-// machine is judged first, on the very connection that the secrets go over (A6).
+// Recover gives a control plane that waits for its disk's key that key, and nothing that another would follow from. The
+// machine is judged first by the folder's policy, on the very connection that the key goes over (A6), and so is its disk by what the cluster said
+// last (J2).
 func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
 		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
@@ -59,7 +63,6 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if err := r.load(); err != nil {
 		return nil, err
 	}
-	defer func() { r.secrets = ownerdir.Secrets{} }() // K3: no longer than needed
 	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.judge(ctx) }); err != nil {
 		return nil, err
 	}
@@ -79,7 +82,10 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 type recoverer struct {
 	RecoverConfig
 
-	secrets ownerdir.Secrets
+	root    *keys.Root
+	cluster keys.ClusterID
+	key     ed25519.PrivateKey
+	known   *ownerdir.Known
 	target  peerdial.Target
 	// disk is the machine's as it named it last; empty: it did not.
 	disk string
@@ -99,17 +105,25 @@ func (r *recoverer) load() error {
 		}
 		r.Machine = &id
 	}
-	text, err := r.Dir.Read(ownerdir.PolicyFile)
+	_, policy, json, err := folderPolicy(r.Dir)
 	if err != nil {
 		return err
 	}
-	policy, _, err := policyfile.Parse(text)
-	if err != nil {
-		return fmt.Errorf("%s: %w", r.Dir.File(ownerdir.PolicyFile), err)
-	}
-	if r.secrets, err = r.Dir.Secrets(); err != nil {
+	if r.known, err = r.Dir.Known(); err != nil {
 		return err
 	}
+	if err := current(r.Dir, r.known, policy, json); err != nil {
+		return err
+	}
+	if r.key, err = r.Dir.OwnerKey(); err != nil {
+		return err
+	}
+	secrets, err := r.Dir.Secrets()
+	if err != nil {
+		return err
+	}
+	r.root = keys.NewRoot(secrets.Root, secrets.Salt)
+	r.cluster = r.root.ClusterID(secrets.MeasurementSalt)
 	// A6: the one machine, unlocked, as it is before its state is open.
 	r.target = peerdial.Target{
 		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
@@ -146,7 +160,7 @@ func (r *recoverer) judge(ctx context.Context) (string, error) {
 	return "judged: machine " + r.Machine.String(), nil
 }
 
-// open sends the secrets until the disk is open, or somebody decided otherwise.
+// open sends the key until the disk is open, or somebody decided otherwise.
 func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 	var out *Recovery
 	var gone error
@@ -174,22 +188,33 @@ func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 
 // call makes one call and follows its stream. The transport judges before it lets the request out (A6).
 func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
-	root, salt := r.secrets.Root, r.secrets.Salt
-	defer func() { clear(root[:]); clear(salt[:]) }()
-	stream, err := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).Recover(ctx, &recoverv1.RecoverRequest{
-		RootSecret: root[:], Salt: salt[:], MeasurementSalt: r.secrets.MeasurementSalt[:],
-	})
+	client := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
+	if err != nil {
+		return nil, err
+	}
+	disk, err := keys.ParseDiskID(described.GetDiskId())
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
+	}
+	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
+		return nil, err
+	}
+	key, err := r.root.Disk(disk)
+	if err != nil {
+		return nil, err
+	}
+	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key}.Wire(r.key))
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = stream.Close() }()
 	for stream.Receive() {
 		m := stream.Msg()
-		id, err := keys.ParseDiskID(m.GetDiskId())
-		if err != nil {
-			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
+		if m.GetDiskId() != disk.String() {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer is of another disk than %s", disk)
 		}
-		r.disk, r.trying = id.String(), m.GetState() == recoverv1.State_STATE_TRYING
+		r.disk, r.trying = disk.String(), m.GetState() == recoverv1.State_STATE_TRYING
 		r.Report.Say(stateText(m.GetState(), r.disk))
 		if s := m.GetState(); s == recoverv1.State_STATE_OPENED || s == recoverv1.State_STATE_OPEN_ALREADY {
 			return &Recovery{Machine: r.Machine.String(), DiskID: r.disk, Already: s == recoverv1.State_STATE_OPEN_ALREADY}, nil
@@ -206,7 +231,7 @@ func stateText(s recoverv1.State, disk string) string {
 	name := strings.ToLower(strings.TrimPrefix(s.String(), "STATE_"))
 	switch s {
 	case recoverv1.State_STATE_RECEIVED:
-		return name + ": the machine has the secrets"
+		return name + ": the machine has the key"
 	case recoverv1.State_STATE_WAITING:
 		return name + ": others go first"
 	case recoverv1.State_STATE_TRYING:
@@ -220,15 +245,14 @@ func stateText(s recoverv1.State, disk string) string {
 
 // explain names the files of this owner where a refusal's general remedy can't.
 func (r *recoverer) explain(err error) error {
-	first := r.Dir.Cluster().FirstMachine
 	reason := rpc.ReasonFrom(err)
 	switch {
 	case reason == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0:
 		return withRemedy(err, "Look whether the address is right. If the machine there is another control plane of this cluster, name it by --machine-id: muster recover --drill listed them when the cluster was well.")
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
 		return withRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
-	case reason == attestv1.Reason_REASON_RECOVERY_SECRET_INVALID && first != nil && first.ID == r.Machine.String() && first.DiskID != "" && first.DiskID != r.disk:
-		return withRemedy(err, fmt.Sprintf("The machine's disk is %s, and this cluster was made on its disk %s: put that disk back. If it was exchanged since, the folder is that of another cluster, or of an older one on this machine.", r.disk, first.DiskID))
+	case reason == attestv1.Reason_REASON_OWNER_SIGNATURE:
+		return withRemedy(err, "The machine's image has another owner's key than this folder: use the folder of the owner whose key is in the image.")
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return withRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:

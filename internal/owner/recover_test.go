@@ -1,7 +1,9 @@
 package owner
 
 import (
+	"bytes"
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"io"
 	"net"
@@ -20,9 +22,11 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/progress"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const (
@@ -44,8 +48,17 @@ type waitingMachine struct {
 	mu        sync.Mutex
 	disk      string
 	reactions []reaction
-	asked     int
+	asked     int // for a recovery
+	described int
 	fits      func(*recoverv1.RecoverRequest) bool
+}
+
+// Describe implements [recoverv1connect.RecoverServiceHandler].
+func (w *waitingMachine) Describe(context.Context, *recoverv1.DescribeRequest) (*recoverv1.DescribeResponse, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.described++
+	return &recoverv1.DescribeResponse{DiskId: w.disk}, nil
 }
 
 // Recover implements [recoverv1connect.RecoverServiceHandler].
@@ -98,13 +111,40 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 		t.Fatal(err)
 	}
 	w.fits = func(r *recoverv1.RecoverRequest) bool {
-		return string(r.GetRootSecret()) == string(o.secrets.Root[:]) && string(r.GetSalt()) == string(o.secrets.Salt[:]) && string(r.GetMeasurementSalt()) == string(o.secrets.MeasurementSalt[:])
+		id, err := keys.ParseDiskID(w.disk)
+		if err != nil {
+			return false
+		}
+		want, err := keys.NewRoot(o.secrets.Root, o.secrets.Salt).Disk(id)
+		if err != nil {
+			return false
+		}
+		own, err := o.OwnerKey()
+		if err != nil {
+			return false
+		}
+		have, err := ownerorder.ParseRecovery(r, id, own.Public().(ed25519.PublicKey))
+		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.clusterID()
 	}
 	return o
 }
 
 func (o *owned) recover(t *testing.T, w *waitingMachine, machine *attest.MachineID) (*Recovery, error) {
 	t.Helper()
+	return o.recoverDisk(t, w, machine, "")
+}
+
+// recoverDisk names the disk; empty: it doesn't.
+func (o *owned) recoverDisk(t *testing.T, w *waitingMachine, machine *attest.MachineID, disk string) (*Recovery, error) {
+	t.Helper()
+	var named *keys.DiskID
+	if disk != "" {
+		id, err := keys.ParseDiskID(disk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		named = &id
+	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	dial := func(ctx context.Context, network, addr string) (net.Conn, error) {
@@ -114,7 +154,7 @@ func (o *owned) recover(t *testing.T, w *waitingMachine, machine *attest.Machine
 		return new(net.Dialer).DialContext(ctx, network, addr)
 	}
 	return Recover(ctx, RecoverConfig{
-		Dir: o.Dir, Addr: w.addr, Machine: machine, DialContext: dial, Report: progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: RecoverSteps}),
+		Dir: o.Dir, Addr: w.addr, Machine: machine, Disk: named, DialContext: dial, Report: progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: RecoverSteps}),
 	})
 }
 
@@ -164,7 +204,6 @@ func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 		"another image":                            {there: attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "Don't trust"},
 		"a TPM that no root vouches for":           {there: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), want: attestv1.Reason_REASON_EK_UNTRUSTED, remedy: "ekRoots"},
 		"a machine whose state is open":            {there: booted, expected: booted, want: attestv1.Reason_REASON_LOCK_FOREIGN, remedy: "no recovery"},
-		"the second one, named":                    {there: second, expected: second, want: attestv1.Reason_REASON_ACCEPTED},
 		"the first one, which the folder knows of": {there: first, want: attestv1.Reason_REASON_ACCEPTED},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -201,9 +240,9 @@ func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
 		answer reaction
 		remedy string
 	}{
-		"wrong secrets":                  {waitingDisk, refuses(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, 0), "Use the owner's folder"},
-		"wrong secrets for another disk": {otherDisk, refuses(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, 0), otherDisk},
-		"a damaged disk":                 {waitingDisk, refuses(attestv1.Reason_REASON_STATE_DISK, 0), "stateDisk"},
+		"a key that opens nothing": {waitingDisk, refuses(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, 0), "Use the owner's folder"},
+		"another owner's image":    {waitingDisk, refuses(attestv1.Reason_REASON_OWNER_SIGNATURE, 0), "the owner whose key is in the image"},
+		"a damaged disk":           {waitingDisk, refuses(attestv1.Reason_REASON_STATE_DISK, 0), "stateDisk"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, m, tt.answer, opens)
@@ -280,8 +319,11 @@ func TestAFolderThatKnowsNoMachineRecoversNoneUnnamed(t *testing.T) {
 		t.Errorf("%v, asked %d times", err, w.calls())
 	}
 	id := m.ID()
-	if _, err := o.recover(t, w, &id); err != nil {
-		t.Errorf("named: %v", err)
+	if _, err := o.recover(t, w, &id); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_MISMATCH || w.calls() != 0 {
+		t.Errorf("named, with a disk that nobody knows: %v", err)
+	}
+	if _, err := o.recoverDisk(t, w, &id, waitingDisk); err != nil {
+		t.Errorf("both named: %v", err)
 	}
 }
 

@@ -1,7 +1,7 @@
-// Package ownerorder is the owner's signed order to issue an administrator's certificate, for when no administrator's certificate is valid
-// any more.
+// Package ownerorder is what the owner signs beside policies: the order to issue an administrator's certificate, for when none is valid any
+// more, and the request that opens a control plane's state disk ([Recovery]).
 //
-// Think of it as a letter that says all by itself: one cluster, one key and one moment, good for a few minutes. Who brings it counts for
+// Think of an order as a letter that says all by itself: one cluster, one key and one moment, good for a few minutes. Who brings it counts for
 // nothing. So whoever acts on it verifies it first: joinservice before it files a request in the cluster, and again the control plane's
 // machine before it signs (J9).
 //
@@ -60,8 +60,13 @@ type Order struct {
 
 // input returns what is signed: the purpose, then each part with its length before it.
 func (o Order) input() []byte {
+	return parts(domain, o.Cluster[:], o.Request, binary.BigEndian.AppendUint64(nil, uint64(o.At.Unix())))
+}
+
+// parts joins what is signed so that no two lists look the same.
+func parts(domain string, list ...[]byte) []byte {
 	out := []byte(domain)
-	for _, part := range [][]byte{o.Cluster[:], o.Request, binary.BigEndian.AppendUint64(nil, uint64(o.At.Unix()))} {
+	for _, part := range list {
 		out = append(binary.BigEndian.AppendUint32(out, uint32(len(part))), part...)
 	}
 	return out

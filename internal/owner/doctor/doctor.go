@@ -1,5 +1,5 @@
 // Package doctor looks from the owner's seat for what is wrong with a cluster, or with one machine
-// that should join it, and says what to do. It only reads.
+// that should join it, and says what to do. It only reads, but for known.json of the owner's folder.
 //
 // Each check stands for itself: one that fails does not keep the others from being made, but those
 // that need what it looked at are left out, since they could say nothing new.
@@ -45,6 +45,7 @@ const (
 	CheckOwnerKey    = "owner's key"
 	CheckRoot        = "root secret"
 	CheckDescription = "cluster's description"
+	CheckKnown       = "what was known"
 	CheckEnrolled    = "enrolled nodes"
 	CheckTPMs        = "TPMs"
 	CheckBindings    = "kubeadm's bindings"
@@ -97,7 +98,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 
@@ -248,6 +249,23 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	d.signature(p, public, other)
 	if d.Clean(CheckOwnerKey) {
 		d.OK(CheckOwnerKey, "the services know it, and the policy in force is signed with it")
+	}
+	return nil
+}
+
+// known compares the cluster with what it said last, and notes what it says now: by that a recovery is judged, and a cluster that was set back is
+// found (B7).
+func (d *doctor) known(ctx context.Context) error {
+	if !d.Clean(CheckFolder) || !d.Clean(CheckOwnerKey) {
+		return nil // their checks have said why
+	}
+	switch err := owner.Remember(ctx, d.dir, d.kube); {
+	case errors.Is(err, owner.ErrBehind):
+		d.Err(CheckKnown, "Somebody restored the disks of control planes, or etcd, from an earlier copy: docs/recovery.md#a-cluster-that-was-set-back says what to do.", err)
+	case err != nil:
+		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)
+	default:
+		d.OK(CheckKnown, "the cluster is not older than what it said before; %s says what it says now", d.dir.File(ownerdir.KnownFile))
 	}
 	return nil
 }

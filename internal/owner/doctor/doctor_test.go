@@ -108,11 +108,9 @@ func newPatient(t *testing.T) *patient {
 		Secrets: secrets, OwnerKey: key, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{m}, attesttest.ControlPlanes(m)),
 	})
 	try(t, err)
-	t.Cleanup(func() { _ = d.Close() })
 	c := d.Cluster()
 	c.Stage, c.ClusterID = ownerdir.StageInstalled, id.String()
 	try(t, d.Save(c), d.Write(ownerdir.AdminConf, text))
-	p.dir = d
 	p.kube, err = owner.Connect(d)
 	try(t, err)
 
@@ -141,6 +139,10 @@ func newPatient(t *testing.T) *patient {
 	}, slog.New(slog.DiscardHandler))
 	try(t, err)
 	p.healthy(t)
+	try(t, d.Close()) // a doctor notes in it what it sees
+	p.dir, err = ownerdir.View(p.folder)
+	try(t, err)
+	t.Cleanup(func() { _ = p.dir.Close() })
 	p.dial = serveJoin(t, m)
 	return p
 }
@@ -245,7 +247,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			}
 		}
 	}
-	for _, tt := range p.harms() {
+	for _, tt := range append(p.harms(), p.setBack(t)...) {
 		t.Run(tt.check+": "+tt.says, func(t *testing.T) {
 			repair := tt.harm(t)
 			found := false

@@ -11,8 +11,10 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -151,6 +153,9 @@ func (d *doctor) recoverable(ctx context.Context) error {
 		case n.Spec.DiskID == "":
 			found++
 			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrolment names no disk", n.Name)
+		case !d.knows(n):
+			found++
+			d.Add(CheckControlPlanes, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: accepted by the policy, but the folder does not know its disk. To recover it: muster recover %s --machine-id %s --disk %s", n.Name, at, n.Spec.MachineID, n.Spec.DiskID)
 		default:
 			found++
 			d.OK(CheckControlPlanes, "%s: accepted by the policy, disk %s. To recover it: muster recover %s --machine-id %s", n.Name, n.Spec.DiskID, at, n.Spec.MachineID)
@@ -160,4 +165,14 @@ func (d *doctor) recoverable(ctx context.Context) error {
 		d.Add(CheckControlPlanes, checkup.Fail, "Run muster doctor: a cluster has control planes.", "none is enrolled that could be judged")
 	}
 	return err
+}
+
+// knows says whether the folder knows the disk of an enrollment as its machine's: without that, a recovery wants it named.
+func (d *doctor) knows(n v1alpha1.AttestedNode) bool {
+	known, err := d.dir.Known()
+	if err != nil {
+		return false
+	}
+	id, err := attest.ParseMachineID(n.Spec.MachineID)
+	return err == nil && owner.KnownDisk(d.dir, known, id) == n.Spec.DiskID
 }

@@ -56,6 +56,7 @@ func testDrill(t *testing.T, p *patient) {
 	machine, _, _ := unstructured.NestedString(node.Object, "spec", "machineID")
 	disk := edited(node, enrolledDisk, "spec", "diskID")(t)
 	defer disk(t)
+	p.examine(t) // notes the disk
 
 	sound := func(t *testing.T) {
 		t.Helper()

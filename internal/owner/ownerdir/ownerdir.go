@@ -8,6 +8,7 @@
 //	idempotency-key   lets a lost init be resumed
 //	policy.yaml       the policy, for the owner to edit
 //	cluster.json      what was asked for, and how far init got
+//	known.json        what the cluster said last; judges a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
 //	backups/          what upgrades saved of the cluster before they changed it
 //
@@ -34,6 +35,7 @@ import (
 const (
 	PolicyFile = "policy.yaml"
 	AdminConf  = "admin.conf"
+	KnownFile  = "known.json"
 
 	ownerKeyFile        = "owner.key"
 	rootFile            = "root-secret"

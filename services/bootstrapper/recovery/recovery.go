@@ -1,10 +1,8 @@
 // Package recovery lets the owner open a control plane's state disk when no joinservice can.
 //
-// Think of it as a door with a lock that only the right key turns. Whoever comes is a stranger: the
-// caller has judged this machine, and shows nothing of itself but a root secret and its salts. The key
-// of this machine's own disk follows from them, and what opens the disk is the proof. Nothing else is
-// asked and nothing is believed, so there is nothing to guess but 256 bits. The cluster's ID follows from
-// them too: a disk that is another cluster's opens by that cluster's secrets, and then the machine says so in PCR 15.
+// The caller has judged this machine, and does not attest. It sends the key of this machine's own disk and the ID of the cluster that the
+// disk belongs to, signed with the owner's key that the image measured. The signature says that disk, key and cluster belong together, so that nobody
+// can have a disk of his own pass for this cluster's (PCR 15). What opens the disk is the proof of the key, so there is nothing to guess but 256 bits.
 //
 // What strangers could do is to keep the owner from the door. So nobody is locked out: each network
 // address has tries by the minute, one turn at a time, and keeps its place in the queue when it is
@@ -14,6 +12,7 @@ package recovery
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -27,6 +26,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -43,7 +43,7 @@ var (
 )
 
 const (
-	// maxRequest bounds a request, in bytes: a secret and two salts with their tags are 102.
+	// maxRequest bounds a request, in bytes: a key, an ID and a signature with their tags are 134.
 	maxRequest = 1 << 10
 	// requestTimeout bounds how long a request may take to come in.
 	requestTimeout = 10 * time.Second
@@ -62,17 +62,20 @@ const (
 // Limits have lower rates than those of a service in the cluster: the machine's owner is one caller.
 var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
 
-// Config lists what a Server needs. All fields are required.
+// Config lists what a Server needs. All fields but one of OwnerKey and NoOwnerKey are required.
 type Config struct {
-	// DiskID names this machine's state disk, whose key is derived.
+	// DiskID names this machine's state disk.
 	DiskID keys.DiskID
+	// OwnerKey is the owner's public key, with which requests are signed (B1).
+	OwnerKey ed25519.PublicKey
+	// NoOwnerKey is insecure, and required if there is no OwnerKey: then nobody signs, and who has a disk's key names its cluster.
+	NoOwnerKey bool
 	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key opens nothing, and [ErrOpen]
 	// if the disk was open; any other is the disk's fault. It is never called twice at one time from
 	// here; what else calls it is its own to put in order.
 	//
-	// The cluster is the one whose secrets these are. The machine locks itself to it (PCR 15) before anything of
-	// the opened disk is used, so that a disk made by somebody else under his own root secret never runs in a
-	// machine that passes for unlocked.
+	// The machine locks itself to the cluster (PCR 15) before anything of the opened disk is used, so that a disk made by
+	// somebody else never runs in a machine that passes for unlocked.
 	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
@@ -104,6 +107,9 @@ func New(cfg Config) (*Server, error) {
 	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Challenges == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("recovery: DiskID, Try, Attester, Challenges, Calls, Metrics and Log are required")
 	}
+	if (cfg.OwnerKey == nil) != cfg.NoOwnerKey {
+		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
+	}
 	s := &Server{
 		cfg: cfg, turns: newTurns(time.Now, betweenTries), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -131,7 +137,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
 		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
-		// the secrets.
+		// the owner's signature and the key.
 		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.JudgeNobody, Limits: Limits, Challenges: s.cfg.Challenges},
 		Services: []rpc.Service{s.Service()},
 	})
@@ -141,6 +147,11 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health.SetAll(true)
 	s.cfg.Log.InfoContext(ctx, "waiting for the owner's recovery beside the tries to rejoin", "recover", l.Addr().String(), "disk", s.cfg.DiskID.String())
 	return server.Run(ctx)
+}
+
+// Describe implements [recoverv1connect.RecoverServiceHandler].
+func (s *Server) Describe(context.Context, *recoverv1.DescribeRequest) (*recoverv1.DescribeResponse, error) {
+	return &recoverv1.DescribeResponse{DiskId: s.cfg.DiskID.String()}, nil
 }
 
 // Recover implements [recoverv1connect.RecoverServiceHandler].
@@ -155,7 +166,7 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 // recover tells the caller how far its key is. A caller takes what it is told when it pleases, and never if it
 // pleases, so its key goes its way beside that: who holds the turn, or a place in the queue, waits for no caller.
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tell func(recoverv1.State) error) error {
-	key, cluster, err := derive(req, s.cfg.DiskID)
+	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.cfg.OwnerKey)
 	if err != nil {
 		return err
 	}
@@ -165,7 +176,7 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 	var outcome error
 	go func() {
 		defer close(states)
-		outcome = s.serve(ctx, key, cluster, func(state recoverv1.State) { states <- state })
+		outcome = s.serve(ctx, r, func(state recoverv1.State) { states <- state })
 	}()
 	var told error
 	for state := range states {
@@ -185,7 +196,7 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 }
 
 // serve waits for the caller's turn and tries its key.
-func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterID, tell func(recoverv1.State)) error {
+func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, tell func(recoverv1.State)) error {
 	// A call that is tried, or waits for its turn, keeps its connection: there are as many as turns lets in.
 	if session, ok := atls.SessionFrom(ctx); ok {
 		defer session.Keep()()
@@ -200,11 +211,11 @@ func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 		return err
 	}
 	tell(recoverv1.State_STATE_TRYING)
-	err = s.try(ctx, key, cluster)
+	err = s.try(ctx, r.Key, r.Cluster)
 	done(errors.Is(err, ErrWrongKey))
 	switch {
 	case err == nil:
-		s.cfg.Log.InfoContext(ctx, "the owner's secrets opened the state disk", "disk", s.cfg.DiskID.String())
+		s.cfg.Log.InfoContext(ctx, "the owner's key opened the state disk", "disk", s.cfg.DiskID.String())
 		tell(recoverv1.State_STATE_OPENED)
 		// Whether the caller still listens changes nothing: the disk is open.
 		time.AfterFunc(grace, s.opened)
@@ -213,7 +224,7 @@ func (s *Server) serve(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 		tell(recoverv1.State_STATE_OPEN_ALREADY)
 		return nil
 	case errors.Is(err, ErrWrongKey):
-		return attest.Refuse(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, "the secrets do not open disk %s", s.cfg.DiskID)
+		return attest.Refuse(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, "the key does not open disk %s", s.cfg.DiskID)
 	}
 	if _, ok := errors.AsType[*attest.Refusal](err); ok {
 		return err
@@ -229,24 +240,6 @@ func (s *Server) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
 	defer cancel()
 	return s.cfg.Try(ctx, key, cluster)
-}
-
-// derive gives the key of this machine's disk and the cluster that the secrets make, and wipes what they were
-// derived from (K3).
-func derive(req *recoverv1.RecoverRequest, id keys.DiskID) (keys.Disk, keys.ClusterID, error) {
-	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
-	clear(req.GetRootSecret())
-	clear(req.GetSalt())
-	req.RootSecret, req.Salt = nil, nil
-	if err != nil {
-		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "root_secret, salt: %w", err)
-	}
-	var salt [keys.Size]byte
-	if n := copy(salt[:], req.GetMeasurementSalt()); n != len(req.GetMeasurementSalt()) || n != len(salt) {
-		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "measurement_salt: %d bytes, want %d", len(req.GetMeasurementSalt()), len(salt))
-	}
-	key, err := root.Disk(id)
-	return key, root.ClusterID(salt), err
 }
 
 // remoteOf gives the caller's address; empty: a call from nowhere.

@@ -3,6 +3,7 @@ package recovery
 import (
 	"bytes"
 	"context"
+	"crypto/ed25519"
 	"encoding/base64"
 	"encoding/hex"
 	"io"
@@ -18,13 +19,14 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-func TestTheOwnersSecretsOpenTheDisk(t *testing.T) {
+func TestTheOwnersKeyOpensTheDisk(t *testing.T) {
 	w := newWorld(t)
 	owner := w.from("127.0.0.1")
 	states, err := w.recover(t.Context(), owner, request(), nil)
@@ -43,29 +45,99 @@ func TestTheOwnersSecretsOpenTheDisk(t *testing.T) {
 	}
 }
 
-// The machine locks itself to the cluster that the secrets make, whoever sent them.
+// The machine locks itself to the cluster that the owner has signed for.
 func TestAKeyIsTriedWithItsClusterID(t *testing.T) {
 	w := newWorld(t)
 	c := w.from("127.0.0.1")
-	other := request()
-	other.MeasurementSalt = bytes.Repeat([]byte{0xC2}, 32)
-	var want []keys.ClusterID
-	for _, req := range []*recoverv1.RecoverRequest{wrong(), request(), other} {
-		root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
-		if err != nil {
-			t.Fatal(err)
-		}
-		want = append(want, root.ClusterID([32]byte(req.GetMeasurementSalt())))
+	other := keys.ClusterID{0xC2}
+	for _, req := range []*recoverv1.RecoverRequest{wrong(), signed(wrongKey, diskID, other, ownerKey), request()} {
 		_, _ = w.recover(t.Context(), c, req, nil)
 	}
 	w.lock.mu.Lock()
 	defer w.lock.mu.Unlock()
-	if !slices.Equal(w.lock.to, want) || want[0] == want[1] || want[1] == want[2] {
+	if want := []keys.ClusterID{cluster, other, cluster}; !slices.Equal(w.lock.to, want) {
 		t.Errorf("%v, want %v", w.lock.to, want)
 	}
 }
 
-func TestWrongSecretsAreLimitedAndKeepNobodyElseOut(t *testing.T) {
+// B1: who makes a disk of his own, and so knows its key, can't have the machine say that the disk is a cluster's of his choice.
+func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
+	stranger := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{1}, 32))
+	const other = "00000000-5b7e-4c1d-8a6f-0123456789ab"
+	good := request()
+	with := func(change func(r *recoverv1.RecoverRequest)) *recoverv1.RecoverRequest {
+		r := request()
+		change(r)
+		return r
+	}
+	w := newWorld(t)
+	c := w.from("127.0.0.1")
+	for name, req := range map[string]*recoverv1.RecoverRequest{
+		"signed by another owner":          signed(rightKey, diskID, cluster, stranger),
+		"signed for another disk":          signed(rightKey, other, cluster, ownerKey),
+		"with another cluster than signed": with(func(r *recoverv1.RecoverRequest) { r.ClusterId[0]++ }),
+		"with another key than signed":     with(func(r *recoverv1.RecoverRequest) { r.DiskKey = bytes.Clone(wrongKey) }),
+		"with a policy's signature": with(func(r *recoverv1.RecoverRequest) {
+			r.Signature = attest.SignPolicy(ownerKey, []byte("{}")).GetSignature()
+		}),
+		"with a changed signature": with(func(r *recoverv1.RecoverRequest) { r.Signature[3] ^= 1 }),
+	} {
+		refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_OWNER_SIGNATURE, refusedPlaces(), func() error {
+			_, err := w.recover(t.Context(), c, req, nil)
+			return err
+		})
+		if _, tried := w.lock.state(); tried != 0 {
+			t.Errorf("%s: a key was tried", name)
+		}
+	}
+	if _, err := w.recover(t.Context(), c, good, nil); err != nil {
+		t.Errorf("repaired: %v", err)
+	}
+}
+
+// An image without an owner's key verifies nobody: insecure, and said so.
+func TestWithoutAnOwnersKeyTheKeyAloneOpens(t *testing.T) {
+	w := newWorld(t)
+	w.server.cfg.OwnerKey, w.server.cfg.NoOwnerKey = nil, true
+	if _, err := w.recover(t.Context(), w.from("127.0.0.1"), signed(rightKey, diskID, cluster, ed25519.NewKeyFromSeed(make([]byte, 32))), nil); err != nil {
+		t.Error(err)
+	}
+}
+
+// What goes to the machine: one disk's key. Whoever adds a field says here why it is no root of other keys.
+func TestARequestHoldsNoRootSecret(t *testing.T) {
+	var have []string
+	fields := (&recoverv1.RecoverRequest{}).ProtoReflect().Descriptor().Fields()
+	for i := range fields.Len() {
+		have = append(have, string(fields.Get(i).Name()))
+	}
+	if want := []string{"disk_key", "cluster_id", "signature"}; !slices.Equal(have, want) {
+		t.Errorf("the request has the fields %v, want %v", have, want)
+	}
+	root := keys.NewRoot([32]byte{0x51}, [32]byte{0x52})
+	id, err := keys.ParseDiskID(diskID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := root.Disk(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := ownerorder.Recovery{Cluster: root.ClusterID([32]byte{0x53}), Disk: id, Key: key}.Wire(ownerKey)
+	if !bytes.Equal(r.GetDiskKey(), key.Expose()) || !bytes.Equal(r.GetClusterId(), func() []byte { c := root.ClusterID([32]byte{0x53}); return c[:] }()) || len(r.GetSignature()) != ed25519.SignatureSize {
+		t.Errorf("%v", r)
+	}
+}
+
+func TestTheMachineNamesItsDiskBeforeAKeyIsSent(t *testing.T) {
+	w := newWorld(t)
+	r, err := recoverv1connect.NewRecoverServiceClient(w.from("127.0.0.1"), "https://"+w.addr, rpc.ClientOptions()...).Describe(t.Context(), &recoverv1.DescribeRequest{})
+	if err != nil || r.GetDiskId() != diskID {
+		t.Errorf("%v %v", r, err)
+	}
+}
+
+func TestWrongKeysAreLimitedAndKeepNobodyElseOut(t *testing.T) {
 	w := newWorld(t)
 	stranger := w.from("127.0.0.9")
 	for range maxWrong {
@@ -111,16 +183,15 @@ func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
 
 func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 	for name, change := range map[string]func(*recoverv1.RecoverRequest){
-		"no root secret":           func(r *recoverv1.RecoverRequest) { r.RootSecret = nil },
-		"a short root secret":      func(r *recoverv1.RecoverRequest) { r.RootSecret = r.GetRootSecret()[:31] },
-		"a long root secret":       func(r *recoverv1.RecoverRequest) { r.RootSecret = append(r.RootSecret, 0) },
-		"a root secret of none":    func(r *recoverv1.RecoverRequest) { r.RootSecret = make([]byte, 32) },
-		"no salt":                  func(r *recoverv1.RecoverRequest) { r.Salt = nil },
-		"a long salt":              func(r *recoverv1.RecoverRequest) { r.Salt = append(r.Salt, 0) },
-		"no measurement salt":      func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = nil },
-		"a short measurement salt": func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = r.GetMeasurementSalt()[:31] },
-		"a long measurement salt":  func(r *recoverv1.RecoverRequest) { r.MeasurementSalt = append(r.MeasurementSalt, 0) },
-		"a request of 4 KiB":       func(r *recoverv1.RecoverRequest) { r.Salt = make([]byte, 4<<10) },
+		"no key":             func(r *recoverv1.RecoverRequest) { r.DiskKey = nil },
+		"a short key":        func(r *recoverv1.RecoverRequest) { r.DiskKey = r.GetDiskKey()[:31] },
+		"a long key":         func(r *recoverv1.RecoverRequest) { r.DiskKey = append(r.DiskKey, 0) },
+		"no cluster ID":      func(r *recoverv1.RecoverRequest) { r.ClusterId = nil },
+		"a short cluster ID": func(r *recoverv1.RecoverRequest) { r.ClusterId = r.GetClusterId()[:31] },
+		"a long cluster ID":  func(r *recoverv1.RecoverRequest) { r.ClusterId = append(r.ClusterId, 0) },
+		"no signature":       func(r *recoverv1.RecoverRequest) { r.Signature = nil },
+		"a short signature":  func(r *recoverv1.RecoverRequest) { r.Signature = r.GetSignature()[:63] },
+		"a request of 4 KiB": func(r *recoverv1.RecoverRequest) { r.DiskKey = make([]byte, 4<<10) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -128,7 +199,7 @@ func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 			req := request()
 			change(req)
 			places := refusedPlaces()
-			if len(req.GetSalt()) > maxRequest {
+			if len(req.GetDiskKey()) > maxRequest {
 				places = refusaltest.Call(recoverv1connect.RecoverServiceRecoverProcedure) // it reaches no handler
 				places.Audit = nil
 			}
@@ -300,13 +371,13 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	w := newWorld(t)
 	c := w.from("127.0.0.1")
 	var told []byte
-	for _, req := range []*recoverv1.RecoverRequest{wrong(), {RootSecret: bytes.Repeat([]byte{0xAB}, 33), Salt: salt}, {RootSecret: bytes.Repeat([]byte{0xEE}, 4000)}, request()} {
+	for _, req := range []*recoverv1.RecoverRequest{wrong(), {DiskKey: bytes.Repeat([]byte{0xAB}, 33)}, {DiskKey: bytes.Repeat([]byte{0xEE}, 4000)}, request()} {
 		if _, err := w.recover(t.Context(), c, req, nil); err != nil {
 			told = append(told, err.Error()...)
 		}
 	}
 	told = append(told, w.logged.bytes()...)
-	for _, secret := range [][]byte{bytes.Repeat([]byte{0xAB}, 8), bytes.Repeat([]byte{0xCD}, 8), bytes.Repeat([]byte{0xEE}, 8), w.lock.key} {
+	for _, secret := range [][]byte{bytes.Repeat([]byte{0xAB}, 8), bytes.Repeat([]byte{0xEE}, 8), w.lock.key} {
 		for _, form := range []string{string(secret), hex.EncodeToString(secret), strings.TrimRight(base64.StdEncoding.EncodeToString(secret[:6]), "=")} {
 			if bytes.Contains(told, []byte(form)) {
 				t.Errorf("%x is in what was told", secret)
@@ -314,13 +385,13 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 		}
 	}
 	req := request()
-	root, s := req.GetRootSecret(), req.GetSalt()
+	key := req.GetDiskKey()
 	id, _ := keys.ParseDiskID(diskID)
-	if _, _, err := derive(req, id); err != nil {
+	if _, err := ownerorder.ParseRecovery(req, id, ownerKey.Public().(ed25519.PublicKey)); err != nil {
 		t.Fatal(err)
 	}
-	if !bytes.Equal(root, make([]byte, 32)) || !bytes.Equal(s, make([]byte, 32)) || req.GetRootSecret() != nil {
-		t.Error("the request still holds the secrets")
+	if !bytes.Equal(key, make([]byte, 32)) || req.GetDiskKey() != nil {
+		t.Error("the request still holds the key")
 	}
 }
 
@@ -359,6 +430,7 @@ func TestNewSaysWhatIsMissing(t *testing.T) {
 	for name, change := range map[string]func(*Config){
 		"DiskID": func(c *Config) { c.DiskID = keys.DiskID{} }, "Try": func(c *Config) { c.Try = nil }, "Attester": func(c *Config) { c.Attester = nil },
 		"Challenges": func(c *Config) { c.Challenges = nil }, "Calls": func(c *Config) { c.Calls = nil }, "Metrics": func(c *Config) { c.Metrics = nil }, "Log": func(c *Config) { c.Log = nil },
+		"OwnerKey": func(c *Config) { c.OwnerKey = nil }, "an OwnerKey and none": func(c *Config) { c.NoOwnerKey = true },
 		"metrics twice": func(*Config) {},
 	} {
 		cfg := good

@@ -3,6 +3,7 @@ package recovery
 import (
 	"bytes"
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"log/slog"
 	"net"
@@ -18,6 +19,7 @@ import (
 
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -115,18 +117,28 @@ type world struct {
 }
 
 var (
-	rootSecret = bytes.Repeat([]byte{0xAB}, 32)
-	salt       = bytes.Repeat([]byte{0xCD}, 32)
-	measured   = bytes.Repeat([]byte{0xC1}, 32)
+	rightKey = bytes.Repeat([]byte{0xAB}, 32)
+	wrongKey = bytes.Repeat([]byte{0xEE}, 32)
+	cluster  = keys.ClusterID{0xC1}
+	ownerKey = ed25519.NewKeyFromSeed(bytes.Repeat([]byte{0xCD}, 32))
 )
 
-func request() *recoverv1.RecoverRequest {
-	return &recoverv1.RecoverRequest{RootSecret: bytes.Clone(rootSecret), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(measured)}
+// signed is a request that an owner has signed for a disk.
+func signed(key []byte, id string, cluster keys.ClusterID, owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
+	k, err := keys.ParseDisk(key)
+	if err != nil {
+		panic(err)
+	}
+	d, err := keys.ParseDiskID(id)
+	if err != nil {
+		panic(err)
+	}
+	return ownerorder.Recovery{Cluster: cluster, Disk: d, Key: k}.Wire(owner)
 }
 
-func wrong() *recoverv1.RecoverRequest {
-	return &recoverv1.RecoverRequest{RootSecret: bytes.Repeat([]byte{0xEE}, 32), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(measured)}
-}
+func request() *recoverv1.RecoverRequest { return signed(rightKey, diskID, cluster, ownerKey) }
+
+func wrong() *recoverv1.RecoverRequest { return signed(wrongKey, diskID, cluster, ownerKey) }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
@@ -144,21 +156,13 @@ func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	root, err := keys.ParseRoot(rootSecret, salt)
-	if err != nil {
-		t.Fatal(err)
-	}
-	key, err := root.Disk(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := &world{t: t, own: a, judge: judge, lock: &lock{key: key.Expose()}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
+	w := &world{t: t, own: a, judge: judge, lock: &lock{key: rightKey}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
 	calls, err := rpc.NewMetrics(w.metrics)
 	if err != nil {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewJSONHandler(w.logged, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	w.server, err = New(Config{DiskID: id, Try: w.lock.try, Attester: a, Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: w.metrics, Log: log})
+	w.server, err = New(Config{DiskID: id, OwnerKey: ownerKey.Public().(ed25519.PublicKey), Try: w.lock.try, Attester: a, Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: w.metrics, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,6 +3,7 @@ package unlock_test
 import (
 	"bytes"
 	"context"
+	"crypto/ed25519"
 	"encoding/hex"
 	"errors"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
@@ -169,8 +171,9 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	}
 	defer func() { _ = transport.Close() }()
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
-	open := func(root []byte) (last recoverv1.State, err error) {
-		stream, err := client.Recover(t.Context(), &recoverv1.RecoverRequest{RootSecret: bytes.Clone(root), Salt: bytes.Clone(salt), MeasurementSalt: bytes.Clone(salt)})
+	cluster := keys.NewRoot([32]byte(root), [32]byte(salt)).ClusterID([32]byte(salt))
+	open := func(key []byte, owner ed25519.PrivateKey) (last recoverv1.State, err error) {
+		stream, err := client.Recover(t.Context(), ownerorder.Recovery{Cluster: cluster, Disk: id, Key: parsed(t, key)}.Wire(owner))
 		if err != nil {
 			return 0, err
 		}
@@ -180,12 +183,16 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 		}
 		return last, stream.Err()
 	}
-	if _, err := open(salt); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
-		t.Errorf("a wrong root secret: %v", err)
+	if _, err := open(salt, w.owner); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+		t.Errorf("a wrong key: %v", err)
+	}
+	// Whoever made this disk has its key, and not the owner's.
+	if _, err := open(key.Expose(), ed25519.NewKeyFromSeed(make([]byte, 32))); rpc.ReasonFrom(err) != attestv1.Reason_REASON_OWNER_SIGNATURE {
+		t.Errorf("another owner: %v", err)
 	}
 	before := j.asked()
 	eventually(t, "rejoining goes on", func() bool { return j.asked() > before })
-	if state, err := open(root); err != nil || state != recoverv1.State_STATE_OPENED {
+	if state, err := open(key.Expose(), w.owner); err != nil || state != recoverv1.State_STATE_OPENED {
 		t.Errorf("%v, %v", state, err)
 	}
 	select {
@@ -193,8 +200,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 		if err != nil || w.disk.opens != 1 {
 			t.Errorf("%v, opened %d times", err, w.disk.opens)
 		}
-		// Whoever made this disk has a root secret for it: his own cluster is what the machine belongs to now.
-		w.lockedTo(keys.NewRoot([32]byte(root), [32]byte(salt)).ClusterID([32]byte(salt)))
+		w.lockedTo(cluster)
 	case <-time.After(time.Minute):
 		t.Fatal("it does not end")
 	}

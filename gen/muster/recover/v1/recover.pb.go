@@ -30,11 +30,11 @@ type State int32
 const (
 	// Never sent.
 	State_STATE_UNSPECIFIED State = 0
-	// The secrets are there and have the right form.
+	// The key is there, and the owner has signed for it.
 	State_STATE_RECEIVED State = 1
 	// Another key is being tried, or was wrong a moment ago: this one waits for its turn.
 	State_STATE_WAITING State = 2
-	// The key of the machine's disk was derived, and is being tried.
+	// The key is being tried.
 	State_STATE_TRYING State = 3
 	// The key opened the disk: the machine goes on to boot.
 	State_STATE_OPENED State = 4
@@ -90,25 +90,111 @@ func (State) EnumDescriptor() ([]byte, []int) {
 	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{0}
 }
 
-// RecoverRequest has what the owner kept. The owner's program sets all of it; another length
-// is refused with REQUEST_INVALID before anything is tried.
+// DescribeRequest is empty.
+type DescribeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribeRequest) Reset() {
+	*x = DescribeRequest{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeRequest) ProtoMessage() {}
+
+func (x *DescribeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeRequest.ProtoReflect.Descriptor instead.
+func (*DescribeRequest) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{0}
+}
+
+// DescribeResponse says what waits.
+type DescribeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// UUID of the machine's state disk, in its 36-character lower-case form (RFC 9562, section
+	// 4). It comes from the disk's header, which anybody may have written.
+	DiskId        string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribeResponse) Reset() {
+	*x = DescribeResponse{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeResponse) ProtoMessage() {}
+
+func (x *DescribeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeResponse.ProtoReflect.Descriptor instead.
+func (*DescribeResponse) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *DescribeResponse) GetDiskId() string {
+	if x != nil {
+		return x.DiskId
+	}
+	return ""
+}
+
+// RecoverRequest has the key of one disk, and nothing from which another could be derived.
+// Another length of a field is refused with REQUEST_INVALID before anything is tried.
 type RecoverRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The cluster's root secret, exactly 32 bytes. The machine writes it nowhere, and forgets
-	// it once the disk's key is derived.
-	RootSecret []byte `protobuf:"bytes,1,opt,name=root_secret,json=rootSecret,proto3" json:"root_secret,omitempty"`
-	// The salt of all key derivations, exactly 32 bytes.
-	Salt []byte `protobuf:"bytes,2,opt,name=salt,proto3" json:"salt,omitempty"`
-	// The salt of the cluster's ID, exactly 32 bytes. The machine locks itself to the cluster
-	// whose ID follows from it and the secrets, before it uses anything of the disk.
-	MeasurementSalt []byte `protobuf:"bytes,3,opt,name=measurement_salt,json=measurementSalt,proto3" json:"measurement_salt,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Key of the disk that Describe named, exactly 32 bytes.
+	DiskKey []byte `protobuf:"bytes,4,opt,name=disk_key,json=diskKey,proto3" json:"disk_key,omitempty"`
+	// ID of the disk's cluster, exactly 32 bytes. The machine locks itself to it before it uses
+	// anything of the disk.
+	ClusterId []byte `protobuf:"bytes,5,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	// The owner's Ed25519 signature, exactly 64 bytes, of "muster recovery v1", a zero byte, the
+	// cluster ID, the disk's ID and SHA-256 of the key, each of these three with its length in
+	// bytes before it (32 bit, big endian). Without it, whoever makes a disk could have a
+	// machine that uses it say that it belongs to a cluster of his choice.
+	Signature     []byte `protobuf:"bytes,6,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RecoverRequest) Reset() {
 	*x = RecoverRequest{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[0]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -120,7 +206,7 @@ func (x *RecoverRequest) String() string {
 func (*RecoverRequest) ProtoMessage() {}
 
 func (x *RecoverRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[0]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -133,26 +219,26 @@ func (x *RecoverRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecoverRequest.ProtoReflect.Descriptor instead.
 func (*RecoverRequest) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{0}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{2}
 }
 
-func (x *RecoverRequest) GetRootSecret() []byte {
+func (x *RecoverRequest) GetDiskKey() []byte {
 	if x != nil {
-		return x.RootSecret
+		return x.DiskKey
 	}
 	return nil
 }
 
-func (x *RecoverRequest) GetSalt() []byte {
+func (x *RecoverRequest) GetClusterId() []byte {
 	if x != nil {
-		return x.Salt
+		return x.ClusterId
 	}
 	return nil
 }
 
-func (x *RecoverRequest) GetMeasurementSalt() []byte {
+func (x *RecoverRequest) GetSignature() []byte {
 	if x != nil {
-		return x.MeasurementSalt
+		return x.Signature
 	}
 	return nil
 }
@@ -162,8 +248,7 @@ type RecoverResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The state that was reached. OPENED and OPEN_ALREADY are the last.
 	State State `protobuf:"varint,1,opt,name=state,proto3,enum=muster.recover.v1.State" json:"state,omitempty"`
-	// UUID of the machine's state disk, for which the key is derived, in its 36-character
-	// lower-case form (RFC 9562, section 4). The caller compares it with what it knows.
+	// UUID of the machine's state disk, as Describe names it.
 	DiskId        string `protobuf:"bytes,2,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -171,7 +256,7 @@ type RecoverResponse struct {
 
 func (x *RecoverResponse) Reset() {
 	*x = RecoverResponse{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[1]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -183,7 +268,7 @@ func (x *RecoverResponse) String() string {
 func (*RecoverResponse) ProtoMessage() {}
 
 func (x *RecoverResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[1]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -196,7 +281,7 @@ func (x *RecoverResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecoverResponse.ProtoReflect.Descriptor instead.
 func (*RecoverResponse) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{1}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *RecoverResponse) GetState() State {
@@ -217,12 +302,15 @@ var File_muster_recover_v1_recover_proto protoreflect.FileDescriptor
 
 const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\n" +
-	"\x1fmuster/recover/v1/recover.proto\x12\x11muster.recover.v1\"p\n" +
-	"\x0eRecoverRequest\x12\x1f\n" +
-	"\vroot_secret\x18\x01 \x01(\fR\n" +
-	"rootSecret\x12\x12\n" +
-	"\x04salt\x18\x02 \x01(\fR\x04salt\x12)\n" +
-	"\x10measurement_salt\x18\x03 \x01(\fR\x0fmeasurementSalt\"Z\n" +
+	"\x1fmuster/recover/v1/recover.proto\x12\x11muster.recover.v1\"\x11\n" +
+	"\x0fDescribeRequest\"+\n" +
+	"\x10DescribeResponse\x12\x17\n" +
+	"\adisk_id\x18\x01 \x01(\tR\x06diskId\"\x93\x01\n" +
+	"\x0eRecoverRequest\x12\x19\n" +
+	"\bdisk_key\x18\x04 \x01(\fR\adiskKey\x12\x1d\n" +
+	"\n" +
+	"cluster_id\x18\x05 \x01(\fR\tclusterId\x12\x1c\n" +
+	"\tsignature\x18\x06 \x01(\fR\tsignatureJ\x04\b\x01\x10\x04R\vroot_secretR\x04saltR\x10measurement_salt\"Z\n" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
 	"\adisk_id\x18\x02 \x01(\tR\x06diskId*\x81\x01\n" +
@@ -232,8 +320,9 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\rSTATE_WAITING\x10\x02\x12\x10\n" +
 	"\fSTATE_TRYING\x10\x03\x12\x10\n" +
 	"\fSTATE_OPENED\x10\x04\x12\x16\n" +
-	"\x12STATE_OPEN_ALREADY\x10\x052d\n" +
-	"\x0eRecoverService\x12R\n" +
+	"\x12STATE_OPEN_ALREADY\x10\x052\xb9\x01\n" +
+	"\x0eRecoverService\x12S\n" +
+	"\bDescribe\x12\".muster.recover.v1.DescribeRequest\x1a#.muster.recover.v1.DescribeResponse\x12R\n" +
 	"\aRecover\x12!.muster.recover.v1.RecoverRequest\x1a\".muster.recover.v1.RecoverResponse0\x01B\xc9\x01\n" +
 	"\x15com.muster.recover.v1B\fRecoverProtoP\x01Z<github.com/muster-k8s/muster/gen/muster/recover/v1;recoverv1\xa2\x02\x03MRX\xaa\x02\x11Muster.Recover.V1\xca\x02\x11Muster\\Recover\\V1\xe2\x02\x1dMuster\\Recover\\V1\\GPBMetadata\xea\x02\x13Muster::Recover::V1b\x06proto3"
 
@@ -250,18 +339,22 @@ func file_muster_recover_v1_recover_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_recover_v1_recover_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
+var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
 var file_muster_recover_v1_recover_proto_goTypes = []any{
-	(State)(0),              // 0: muster.recover.v1.State
-	(*RecoverRequest)(nil),  // 1: muster.recover.v1.RecoverRequest
-	(*RecoverResponse)(nil), // 2: muster.recover.v1.RecoverResponse
+	(State)(0),               // 0: muster.recover.v1.State
+	(*DescribeRequest)(nil),  // 1: muster.recover.v1.DescribeRequest
+	(*DescribeResponse)(nil), // 2: muster.recover.v1.DescribeResponse
+	(*RecoverRequest)(nil),   // 3: muster.recover.v1.RecoverRequest
+	(*RecoverResponse)(nil),  // 4: muster.recover.v1.RecoverResponse
 }
 var file_muster_recover_v1_recover_proto_depIdxs = []int32{
 	0, // 0: muster.recover.v1.RecoverResponse.state:type_name -> muster.recover.v1.State
-	1, // 1: muster.recover.v1.RecoverService.Recover:input_type -> muster.recover.v1.RecoverRequest
-	2, // 2: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
-	2, // [2:3] is the sub-list for method output_type
-	1, // [1:2] is the sub-list for method input_type
+	1, // 1: muster.recover.v1.RecoverService.Describe:input_type -> muster.recover.v1.DescribeRequest
+	3, // 2: muster.recover.v1.RecoverService.Recover:input_type -> muster.recover.v1.RecoverRequest
+	2, // 3: muster.recover.v1.RecoverService.Describe:output_type -> muster.recover.v1.DescribeResponse
+	4, // 4: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
+	3, // [3:5] is the sub-list for method output_type
+	1, // [1:3] is the sub-list for method input_type
 	1, // [1:1] is the sub-list for extension type_name
 	1, // [1:1] is the sub-list for extension extendee
 	0, // [0:1] is the sub-list for field type_name
@@ -278,7 +371,7 @@ func file_muster_recover_v1_recover_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_recover_v1_recover_proto_rawDesc), len(file_muster_recover_v1_recover_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   2,
+			NumMessages:   4,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

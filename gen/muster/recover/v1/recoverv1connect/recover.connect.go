@@ -36,21 +36,29 @@ const (
 // reflection-formatted method names, remove the leading slash and convert the remaining slash to a
 // period.
 const (
+	// RecoverServiceDescribeProcedure is the fully-qualified name of the RecoverService's Describe RPC.
+	RecoverServiceDescribeProcedure = "/muster.recover.v1.RecoverService/Describe"
 	// RecoverServiceRecoverProcedure is the fully-qualified name of the RecoverService's Recover RPC.
 	RecoverServiceRecoverProcedure = "/muster.recover.v1.RecoverService/Recover"
 )
 
 // RecoverServiceClient is a client for the muster.recover.v1.RecoverService service.
 type RecoverServiceClient interface {
-	// Recover tries the key that follows from the secrets and the ID of the machine's own
-	// disk. Access: session; the caller judges the machine's evidence during the exchange,
-	// before it sends anything, and shows that it may by the secrets: what opens the disk is
-	// the proof.
+	// Describe names the machine's disk, for whose key the caller then derives one. Access: session.
+	// The caller judges the machine's evidence during the exchange, and believes what is said
+	// here no further than what it knows of the machine from the cluster.
+	//
+	// Errors: none of its own.
+	Describe(context.Context, *v1.DescribeRequest) (*v1.DescribeResponse, error)
+	// Recover tries a key of the machine's own disk. Access: session; the caller judges the
+	// machine's evidence during the exchange, before it sends anything, and shows that it may
+	// by the owner's signature and by the key: what opens the disk is the proof.
 	//
 	// The stream reports progress and ends with a result. A key that is being tried is
 	// tried to its end when the caller goes away. Calling again is safe at any time.
 	//
-	// Errors: RECOVERY_SECRET_INVALID, the key opens nothing. TOO_MANY_ATTEMPTS, with
+	// Errors: OWNER_SIGNATURE, the request is not signed with the owner's key that the image
+	// has. RECOVERY_SECRET_INVALID, the key opens nothing. TOO_MANY_ATTEMPTS, with
 	// retry_after: the caller's network address has sent 5 wrong ones, and may send one more
 	// every 12 s. BUSY, with retry_after: others are tried, or wait for their turn, before the
 	// caller; who was wrong least goes first. STATE_DISK: the disk can't be opened with any key.
@@ -68,6 +76,12 @@ func NewRecoverServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 	baseURL = strings.TrimRight(baseURL, "/")
 	recoverServiceMethods := v1.File_muster_recover_v1_recover_proto.Services().ByName("RecoverService").Methods()
 	return &recoverServiceClient{
+		describe: connect.NewClient[v1.DescribeRequest, v1.DescribeResponse](
+			httpClient,
+			baseURL+RecoverServiceDescribeProcedure,
+			connect.WithSchema(recoverServiceMethods.ByName("Describe")),
+			connect.WithClientOptions(opts...),
+		),
 		recover: connect.NewClient[v1.RecoverRequest, v1.RecoverResponse](
 			httpClient,
 			baseURL+RecoverServiceRecoverProcedure,
@@ -79,7 +93,17 @@ func NewRecoverServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 
 // recoverServiceClient implements RecoverServiceClient.
 type recoverServiceClient struct {
-	recover *connect.Client[v1.RecoverRequest, v1.RecoverResponse]
+	describe *connect.Client[v1.DescribeRequest, v1.DescribeResponse]
+	recover  *connect.Client[v1.RecoverRequest, v1.RecoverResponse]
+}
+
+// Describe calls muster.recover.v1.RecoverService.Describe.
+func (c *recoverServiceClient) Describe(ctx context.Context, req *v1.DescribeRequest) (*v1.DescribeResponse, error) {
+	response, err := c.describe.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
 }
 
 // Recover calls muster.recover.v1.RecoverService.Recover.
@@ -89,15 +113,21 @@ func (c *recoverServiceClient) Recover(ctx context.Context, req *v1.RecoverReque
 
 // RecoverServiceHandler is an implementation of the muster.recover.v1.RecoverService service.
 type RecoverServiceHandler interface {
-	// Recover tries the key that follows from the secrets and the ID of the machine's own
-	// disk. Access: session; the caller judges the machine's evidence during the exchange,
-	// before it sends anything, and shows that it may by the secrets: what opens the disk is
-	// the proof.
+	// Describe names the machine's disk, for whose key the caller then derives one. Access: session.
+	// The caller judges the machine's evidence during the exchange, and believes what is said
+	// here no further than what it knows of the machine from the cluster.
+	//
+	// Errors: none of its own.
+	Describe(context.Context, *v1.DescribeRequest) (*v1.DescribeResponse, error)
+	// Recover tries a key of the machine's own disk. Access: session; the caller judges the
+	// machine's evidence during the exchange, before it sends anything, and shows that it may
+	// by the owner's signature and by the key: what opens the disk is the proof.
 	//
 	// The stream reports progress and ends with a result. A key that is being tried is
 	// tried to its end when the caller goes away. Calling again is safe at any time.
 	//
-	// Errors: RECOVERY_SECRET_INVALID, the key opens nothing. TOO_MANY_ATTEMPTS, with
+	// Errors: OWNER_SIGNATURE, the request is not signed with the owner's key that the image
+	// has. RECOVERY_SECRET_INVALID, the key opens nothing. TOO_MANY_ATTEMPTS, with
 	// retry_after: the caller's network address has sent 5 wrong ones, and may send one more
 	// every 12 s. BUSY, with retry_after: others are tried, or wait for their turn, before the
 	// caller; who was wrong least goes first. STATE_DISK: the disk can't be opened with any key.
@@ -111,6 +141,12 @@ type RecoverServiceHandler interface {
 // and JSON codecs. They also support gzip compression.
 func NewRecoverServiceHandler(svc RecoverServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
 	recoverServiceMethods := v1.File_muster_recover_v1_recover_proto.Services().ByName("RecoverService").Methods()
+	recoverServiceDescribeHandler := connect.NewUnaryHandlerSimple(
+		RecoverServiceDescribeProcedure,
+		svc.Describe,
+		connect.WithSchema(recoverServiceMethods.ByName("Describe")),
+		connect.WithHandlerOptions(opts...),
+	)
 	recoverServiceRecoverHandler := connect.NewServerStreamHandlerSimple(
 		RecoverServiceRecoverProcedure,
 		svc.Recover,
@@ -119,6 +155,8 @@ func NewRecoverServiceHandler(svc RecoverServiceHandler, opts ...connect.Handler
 	)
 	return "/muster.recover.v1.RecoverService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
+		case RecoverServiceDescribeProcedure:
+			recoverServiceDescribeHandler.ServeHTTP(w, r)
 		case RecoverServiceRecoverProcedure:
 			recoverServiceRecoverHandler.ServeHTTP(w, r)
 		default:
@@ -129,6 +167,10 @@ func NewRecoverServiceHandler(svc RecoverServiceHandler, opts ...connect.Handler
 
 // UnimplementedRecoverServiceHandler returns CodeUnimplemented from all methods.
 type UnimplementedRecoverServiceHandler struct{}
+
+func (UnimplementedRecoverServiceHandler) Describe(context.Context, *v1.DescribeRequest) (*v1.DescribeResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.recover.v1.RecoverService.Describe is not implemented"))
+}
 
 func (UnimplementedRecoverServiceHandler) Recover(context.Context, *v1.RecoverRequest, *connect.ServerStream[v1.RecoverResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.recover.v1.RecoverService.Recover is not implemented"))

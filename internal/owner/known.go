@@ -1,0 +1,150 @@
+package owner
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"reflect"
+	"strings"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// ErrBehind says that the cluster is older than what it said before.
+var ErrBehind = errors.New("the cluster is older than what it said before")
+
+// Remember writes into the owner's folder what the cluster says now, for a recovery to be judged by. What the cluster says is taken only if the owner
+// signed its policy; if it is older than what the folder knows, nothing is written, and the error wraps [ErrBehind].
+func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error {
+	key, err := d.OwnerKey()
+	if err != nil {
+		return err
+	}
+	public, err := PublicKey(key)
+	if err != nil {
+		return err
+	}
+	had, err := d.Known()
+	if err != nil {
+		return err
+	}
+	seen, generations, err := see(ctx, kube)
+	if err != nil {
+		return err
+	}
+	older, err := had.Older(seen, generations, public)
+	if err != nil {
+		return err
+	}
+	if len(older) > 0 {
+		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
+	}
+	if _, err := seen.Policy.Open(public); err != nil {
+		return fmt.Errorf("the cluster's policy: %w", err)
+	}
+	if next := had.Keep(seen); !reflect.DeepEqual(next, had) {
+		return d.Remember(next)
+	}
+	return nil
+}
+
+// see asks the cluster. The generations are those of all enrollments, by UID.
+func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, map[string]int64, error) {
+	policy, err := kube.Policy(ctx)
+	if err != nil && !cluster.Absent(err) {
+		return nil, nil, err
+	}
+	k := &ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{}, Bans: map[string]int64{}}
+	if err == nil {
+		signature, err := base64.StdEncoding.DecodeString(policy.Spec.Signature)
+		if err != nil {
+			return nil, nil, fmt.Errorf("the cluster's policy: signature: %w", err)
+		}
+		k.Policy = ownerdir.KnownPolicy{JSON: policy.Spec.Policy, Signature: signature}
+	}
+	var nodes v1alpha1.AttestedNodeList
+	if err := kube.Reader().List(ctx, &nodes); err != nil && !cluster.Absent(err) {
+		return nil, nil, err
+	}
+	generations := map[string]int64{}
+	for _, n := range nodes.Items {
+		k.Nodes[n.Name] = ownerdir.KnownNode{MachineID: n.Spec.MachineID, Role: string(n.Spec.Role), Banned: n.Spec.Banned, Disk: ownerdir.KnownDisk{ID: n.Spec.DiskID}}
+		generations[string(n.UID)] = n.Generation
+		if n.Spec.Banned {
+			k.Bans[string(n.UID)] = n.Generation
+		}
+	}
+	return k, generations, nil
+}
+
+// current refuses a policy of the folder that is older than the one that the cluster had last, or says something else under the same serial.
+func current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []byte) error {
+	if known.Version == 0 {
+		return nil
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return err
+	}
+	public, err := PublicKey(key)
+	if err != nil {
+		return err
+	}
+	last, err := known.Policy.Open(public)
+	if err != nil {
+		return fmt.Errorf("known.json: %w", err)
+	}
+	if p.Serial() > last.Serial() || p.Serial() == last.Serial() && string(json) == known.Policy.JSON {
+		return nil
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last.Serial()),
+		fmt.Sprintf("Machines are judged by the current policy alone. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
+}
+
+// diskOf refuses a disk that is not the machine's by what the cluster said last (J2). named is the one that the owner names; nil: none.
+func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
+	wayOut := fmt.Sprintf("If it is this machine's disk all the same, since the folder is older than the disk, compare it with your records and name it: --disk %s.", disk)
+	if named != nil {
+		if *named != disk {
+			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and --disk names %s", disk, *named)
+		}
+		return nil
+	}
+	for name, n := range known.Nodes {
+		if n.Disk.ID == disk.String() && n.MachineID != machine.String() {
+			return withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, which is that of machine %s (%s)", disk, n.MachineID, name),
+				"Put the disk back into its machine. "+wayOut)
+		}
+	}
+	if name, n, ok := known.OfMachine(machine); ok && n.Banned {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned when the cluster was asked last", machine, name),
+			"Recover another control plane. If you trust it again, name its disk: --disk "+disk.String()+".")
+	}
+	want := KnownDisk(d, known, machine)
+	if want == "" {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the folder knows no disk of machine %s, and the machine has %s", machine, disk),
+			wayOut+" muster status notes the disks of a cluster that is well.")
+	}
+	if want != disk.String() {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and its disk is %s", disk, want),
+			"Put that disk back. "+wayOut)
+	}
+	return nil
+}
+
+// KnownDisk returns the disk that a machine has by what the cluster said last; empty: the folder knows none.
+func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
+	if _, n, ok := known.OfMachine(machine); ok {
+		return n.Disk.ID
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.ID == machine.String() {
+		return c.FirstMachine.DiskID
+	}
+	return ""
+}

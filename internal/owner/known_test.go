@@ -1,0 +1,185 @@
+package owner
+
+import (
+	"crypto/ed25519"
+	"errors"
+	"strings"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// serial gives a policy this one.
+func serial(n uint64) func(*attestv1.Policy) { return func(p *attestv1.Policy) { p.Serial = n } }
+
+// remembers writes known.json as a command does that has talked to the cluster.
+func (o *owned) remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, nodes map[string]ownerdir.KnownNode) {
+	t.Helper()
+	_, json, err := policyfile.Parse(policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	signed := attest.SignPolicy(by, json)
+	if err := o.Remember(&ownerdir.Known{Policy: ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}, Nodes: nodes}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// J2: before a key is derived, the disk that the machine claims is compared with what the cluster said last.
+func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
+	node := func(m *attesttest.Machine, disk string) ownerdir.KnownNode {
+		return ownerdir.KnownNode{MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: disk}}
+	}
+	banned := node(second, waitingDisk)
+	banned.Banned = true
+	for name, tt := range map[string]struct {
+		nodes map[string]ownerdir.KnownNode
+		named string // by --disk
+		want  attestv1.Reason
+		says  string
+	}{
+		"the disk that the cluster said last": {nodes: map[string]ownerdir.KnownNode{"node2": node(second, waitingDisk)}},
+		"another disk than that":              {nodes: map[string]ownerdir.KnownNode{"node2": node(second, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "its disk is " + otherDisk},
+		"another machine's disk":              {nodes: map[string]ownerdir.KnownNode{"node1": node(first, waitingDisk), "node2": node(second, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "(node1)"},
+		"a machine that nobody knows":         {nodes: map[string]ownerdir.KnownNode{"node1": node(first, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "knows no disk"},
+		"a machine without a disk":            {nodes: map[string]ownerdir.KnownNode{"node2": node(second, "")}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "knows no disk"},
+		"a banned machine":                    {nodes: map[string]ownerdir.KnownNode{"node2": banned}, want: attestv1.Reason_REASON_BANNED, says: "node2"},
+		"a named disk that it does not have":  {nodes: map[string]ownerdir.KnownNode{"node2": node(second, waitingDisk)}, named: otherDisk, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "--disk names"},
+		"a named disk that nobody knows":      {nodes: map[string]ownerdir.KnownNode{"node1": node(first, otherDisk)}, named: waitingDisk},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serveWaiting(t, second, opens)
+			o := knows(t, w, first, otherDisk, policy)
+			key, err := o.OwnerKey()
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.remembers(t, policy, key, tt.nodes)
+			id := second.ID()
+			_, err = o.recoverDisk(t, w, &id, tt.named)
+			if tt.want == attestv1.Reason_REASON_UNSPECIFIED {
+				if err != nil {
+					t.Fatal(err)
+				}
+				return
+			}
+			if rpc.ReasonFrom(err) != tt.want || !strings.Contains(err.Error(), tt.says) {
+				t.Errorf("%v, want %s that says %q", err, attest.ReasonName(tt.want), tt.says)
+			}
+			if tt.named == "" && !strings.Contains(Explain(err).Remedy, "--disk "+waitingDisk) {
+				t.Errorf("no way out in %q", Explain(err).Remedy)
+			}
+			if w.calls() != 0 {
+				t.Error("a key was sent")
+			}
+			if _, err := o.recoverDisk(t, w, &id, waitingDisk); err != nil {
+				t.Errorf("named by the owner: %v", err)
+			}
+		})
+	}
+}
+
+// The machine is judged by the current policy: none that is older than the cluster's last, or another of its serial.
+func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := func(n uint64, changes ...func(*attestv1.Policy)) []byte {
+		return attesttest.Policy(t, ca, []*attesttest.Machine{m}, append(changes, serial(n))...)
+	}
+	other := func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true} }
+	for name, tt := range map[string]struct {
+		folder, last []byte
+		stranger     bool // signed the last one
+		want         attestv1.Reason
+	}{
+		"the current one":                    {folder: policy(4), last: policy(4)},
+		"a newer one, not applied yet":       {folder: policy(5), last: policy(4)},
+		"an older one":                       {folder: policy(3), last: policy(4), want: attestv1.Reason_REASON_POLICY_INVALID},
+		"another one with the same serial":   {folder: policy(4), last: policy(4, other), want: attestv1.Reason_REASON_POLICY_INVALID},
+		"a note that the owner did not sign": {folder: policy(4), last: policy(4), stranger: true, want: attestv1.Reason_REASON_POLICY_SIGNATURE},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serveWaiting(t, m, opens)
+			o := knows(t, w, m, waitingDisk, tt.folder)
+			key, err := o.OwnerKey()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tt.stranger {
+				key = ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
+			}
+			o.remembers(t, tt.last, key, nil)
+			_, err = o.recover(t, w, nil)
+			if got := rpc.ReasonFrom(err); err == nil != (tt.want == attestv1.Reason_REASON_UNSPECIFIED) || err != nil && got != tt.want {
+				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
+			}
+			if err != nil && (w.calls() != 0 || w.described != 0) {
+				t.Error("the machine was asked")
+			}
+		})
+	}
+}
+
+// A9: firmware of another class gets no key, also by recovery.
+func TestAMachineOfAnotherClassGetsNoKey(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"Driver0000"}})
+	w := serveWaiting(t, m, opens)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
+	if _, err := o.recover(t, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
+		t.Errorf("%v, asked %d times", err, w.calls())
+	}
+	o = knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	if _, err := o.recover(t, w, nil); err != nil {
+		t.Errorf("its class is accepted: %v", err)
+	}
+}
+
+// What was known is not overwritten by a cluster that is older.
+func TestAnOlderClusterIsNoticed(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
+	public := key.Public().(ed25519.PublicKey)
+	of := func(n uint64) ownerdir.KnownPolicy {
+		_, json, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(n)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := attest.SignPolicy(key, json)
+		return ownerdir.KnownPolicy{JSON: string(s.GetPolicy()), Signature: s.GetSignature()}
+	}
+	known := &ownerdir.Known{Version: 1, Policy: of(4), Bans: map[string]int64{"u1": 3, "gone": 2}}
+	for name, tt := range map[string]struct {
+		policy      ownerdir.KnownPolicy
+		generations map[string]int64
+		older       int
+	}{
+		"the same":                         {of(4), map[string]int64{"u1": 3}, 0},
+		"newer":                            {of(5), map[string]int64{"u1": 4, "u2": 1}, 0},
+		"an enrollment that was forgotten": {of(4), nil, 0},
+		"an older policy":                  {of(3), map[string]int64{"u1": 3}, 1},
+		"no policy":                        {ownerdir.KnownPolicy{}, map[string]int64{"u1": 3}, 1},
+		"from before a ban":                {of(4), map[string]int64{"u1": 2}, 1},
+		"both":                             {of(1), map[string]int64{"u1": 1, "gone": 1}, 3},
+	} {
+		older, err := known.Older(&ownerdir.Known{Policy: tt.policy}, tt.generations, public)
+		if err != nil || len(older) != tt.older {
+			t.Errorf("%s: %q %v, want %d", name, older, err, tt.older)
+		}
+	}
+	if _, err := known.Older(known, nil, make([]byte, 32)); err == nil || errors.Is(err, ErrBehind) {
+		t.Errorf("a note that another owner signed: %v", err)
+	}
+	if kept := known.Keep(&ownerdir.Known{Policy: of(4), Bans: map[string]int64{"u1": 5, "u2": 1}}); len(kept.Bans) != 3 || kept.Bans["u1"] != 5 || kept.Bans["gone"] != 2 {
+		t.Errorf("%v", kept.Bans)
+	}
+}

@@ -1,0 +1,53 @@
+package ownerorder
+
+import (
+	"crypto/ed25519"
+	"crypto/sha256"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const recoveryDomain = "muster recovery v1\x00"
+
+// Recovery is what the owner sends to a machine that waits for its disk's key, and signs for: a disk of this ID that this key opens is this
+// cluster's.
+type Recovery struct {
+	Cluster keys.ClusterID
+	Disk    keys.DiskID
+	Key     keys.Disk
+}
+
+func (r Recovery) input() []byte {
+	digest := sha256.Sum256(r.Key.Expose()) // of 256 bits that nobody can guess: it tells nothing of them
+	return parts(recoveryDomain, r.Cluster[:], []byte(r.Disk.String()), digest[:])
+}
+
+// Wire returns the signed request.
+func (r Recovery) Wire(owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
+	return &recoverv1.RecoverRequest{DiskKey: r.Key.Expose(), ClusterId: r.Cluster[:], Signature: ed25519.Sign(owner, r.input())}
+}
+
+// ParseRecovery reads a request for a disk and wipes the key in it (K3). It refuses with REQUEST_INVALID, and with OWNER_SIGNATURE what the owner
+// has not signed for this disk (B1). A nil owner verifies nothing: it is for images with insecure.noOwnerKey alone.
+func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, owner ed25519.PublicKey) (Recovery, error) {
+	key, err := keys.ParseDisk(w.GetDiskKey())
+	clear(w.GetDiskKey())
+	w.DiskKey = nil
+	r := Recovery{Disk: disk, Key: key}
+	switch n := copy(r.Cluster[:], w.GetClusterId()); {
+	case err != nil:
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_key: %w", err)
+	case n != len(w.GetClusterId()) || n != len(r.Cluster):
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "cluster_id: %d bytes, want %d", len(w.GetClusterId()), len(r.Cluster))
+	case len(w.GetSignature()) != ed25519.SignatureSize:
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)
+	case owner == nil:
+		return r, nil
+	case len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, r.input(), w.GetSignature()):
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key for disk %s", disk)
+	}
+	return r, nil
+}
