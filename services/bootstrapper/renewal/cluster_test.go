@@ -22,7 +22,9 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -281,9 +283,17 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			_, r := request(t, &x509.CertificateRequest{Subject: pkix.Name{CommonName: "kubernetes-admin", Organization: []string{admins}}})
 			r.Name = map[string]string{admins: "of-an-administrator", "system:nodes": "of-a-node"}[group]
 			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these itself
-			if r, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{}); err != nil {
+			var made *certificatesv1.CertificateSigningRequest
+			if err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, time.Minute, true, func(ctx context.Context) (bool, error) {
+				made, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{})
+				if apierrors.IsForbidden(err) {
+					return false, nil // the API server's authorizer has not seen the binding yet
+				}
+				return err == nil, err
+			}); err != nil {
 				t.Fatal(err)
 			}
+			r = made
 			if user != "kubernetes-admin" { // an administrator who does not look has approved it
 				r.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{condition(certificatesv1.CertificateApproved, "ByHand", "")}
 				if err := api.Client.SubResource("approval").Update(ctx, r); err != nil {
