@@ -48,7 +48,7 @@ func vmStartCommand(open opener) *cobra.Command {
 			case !s.Machines[i].VM || s.Machines[i].Running:
 				return fmt.Errorf("machine %s runs already", v.Name)
 			default:
-				m, err = l.RebootVM(cmd.Context(), v.Name, v.Image)
+				m, err = l.RebootVM(cmd.Context(), v.Name, driver.Boot{Image: v.Image, Hardware: &v.Hardware})
 			}
 			if err != nil {
 				return err
@@ -65,6 +65,9 @@ func vmStartCommand(open opener) *cobra.Command {
 	f.StringVar(&v.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialised")
 	f.StringSliceVar(&v.JoinEndpoints, "join-endpoint", nil, "joinservice to ask, host:port")
 	f.BoolVar(&v.SecureBoot, "secure-boot", false, "give it firmware that starts what "+driver.SecureBootKey+" signed, and nothing else")
+	f.StringVar(&v.Hardware.Firmware, "firmware", "", "flash image of other firmware code, for this boot")
+	f.StringVar(&v.Hardware.OptionROM, "option-rom", "", "PCI expansion ROM of its random-number device, for this boot")
+	f.StringVar(&v.Hardware.Disk, "disk", "", "raw image of one more disk, read-only, for this boot")
 	f.DurationVar(&v.ClockOffset, "clock-offset", 0, "how far its firmware's clock is ahead of this host's, whenever it gets power")
 	f.StringSliceVar(&v.NTP, "ntp", nil, "address of a time server, for its config medium")
 	f.BoolVar(&v.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no root vouches for")

@@ -16,11 +16,7 @@ import (
 func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T) {
 	w := bringUp(t)
 	w.ShortenCertificates(t)
-	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
-		t.Fatal(err)
-	}
-	w.says(t, "node7", "this machine is a node", joinTime)
-	first := w.ready(t, "node7", "")
+	first := w.join(t, w.worker("node7"), node7)
 
 	if err := w.KillNode(t.Context(), "node1"); err != nil {
 		t.Fatal(err)

@@ -59,5 +59,6 @@ func TestAMachineWhoseClockIsHoursOffAsksTheSitesServerAndJoins(t *testing.T) {
 	case <-time.After(joinTime): // the disk is made before
 		t.Fatal("nobody has asked for the time")
 	}
+	w.acceptFirmware(t, node7)
 	w.ready(t, "node7", "")
 }

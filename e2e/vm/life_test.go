@@ -31,6 +31,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.measures(t, "node7")
+	w.acceptFirmware(t, node7)
 	first := w.ready(t, "node7", "")
 	marker := w.mark(t, "node7")
 	w.guarded(t, "node7")
@@ -50,7 +51,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 			}
 			return flip(disk, at+100) // in the root's first block: nothing can be read without it
 		})
-		if _, err := w.RebootVM(t.Context(), "node7", changed); err != nil {
+		if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: changed}); err != nil {
 			t.Fatal(err)
 		}
 		w.says(t, "node7", "dm-verity device corrupted", bootTime) // the kernel panics
@@ -58,7 +59,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 
 	t.Run("a changed command line, and the joinservice refuses", func(t *testing.T) {
 		changed := w.changed(t, func(disk *os.File) error { return replace(disk, "panic=30", "panic=31") })
-		if _, err := w.RebootVM(t.Context(), "node7", changed); err != nil {
+		if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: changed}); err != nil {
 			t.Fatal(err)
 		}
 		w.says(t, "node7", "POLICY_REFUSED", bootTime)
@@ -84,7 +85,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	})
 
 	// The power comes back, with the image as it was, and no person does anything.
-	if _, err := w.RebootVM(t.Context(), "node7", w.image); err != nil {
+	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: w.image}); err != nil {
 		t.Fatal(err)
 	}
 	w.measures(t, "node7")

@@ -34,6 +34,7 @@ func TestPowerCutsAtRandomMoments(t *testing.T) {
 	}
 	w.cut(t, "node7", "formatting the state disk", 60*time.Second)
 	w.boot(t, "node7", w.image)
+	w.acceptFirmware(t, node7)
 	w.cut(t, "node7", "fetching /usr/local/bin/", 45*time.Second)
 	w.boot(t, "node7", w.image)
 	w.cut(t, "node7", "this machine is a node", 0)
@@ -73,7 +74,7 @@ func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
 // boot gives a machine power, with an image.
 func (w *world) boot(t *testing.T, name, image string) {
 	t.Helper()
-	if _, err := w.RebootVM(t.Context(), name, image); err != nil {
+	if _, err := w.RebootVM(t.Context(), name, driver.Boot{Image: image}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -81,10 +82,7 @@ func (w *world) boot(t *testing.T, name, image string) {
 // A disk belongs to the machine that it was enrolled with (J2), and its header is read as an attacker's (B5).
 func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 	w := bringUp(t)
-	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
-		t.Fatal(err)
-	}
-	first := w.ready(t, "node7", "")
+	first := w.join(t, w.worker("node7"), node7)
 	w.reachable(t, "node7", node7, "worker")
 	if err := w.KillVM(t.Context(), "node7"); err != nil {
 		t.Fatal(err)
@@ -229,11 +227,8 @@ func TestAnotherAcceptedImageRejoins(t *testing.T) {
 			t.Fatalf("both images lead to the same PCR %s", pcr)
 		}
 	}
-	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
-		t.Fatal(err)
-	}
-	boot := w.ready(t, "node7", "")
-	w.policy(t, 2, "policy2.yaml", w.image, second)
+	boot := w.join(t, w.worker("node7"), node7)
+	w.policy(t, 9, "policy2.yaml", w.image, second)
 	w.Muster(t, "policy", "apply", "policy2.yaml")
 	for _, image := range []string{second, w.image} {
 		w.boot(t, "node7", image)
@@ -250,6 +245,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	}
 	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
 	w.reachable(t, "node5", node5, "waiting for init")
+	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
 	w.initialise(t, node5, "--timeout", "40m")
 	marker := w.mark(t, "node5")
 	if err := w.KillVM(t.Context(), "node5"); err != nil {

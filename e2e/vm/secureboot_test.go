@@ -4,7 +4,6 @@ package vm
 
 import (
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -18,10 +17,7 @@ import (
 func TestWithSecureBootTheSignedImageMeasuresWhatWasForetoldAndNoOtherStarts(t *testing.T) {
 	w := prepare(t)
 	key := filepath.Join(t.TempDir(), "db.key")
-	decrypt := exec.CommandContext(t.Context(), "openssl", "pkey", "-in", driver.SecureBootKey, "-passin", "pass:"+driver.SecureBootPassphrase, "-out", key)
-	if out, err := decrypt.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	decryptSecureBootKey(t, key)
 	signed, off, err := w.buildImage(t, "-secure-boot-key", key, "-secure-boot-cert", driver.SecureBootCertificate)
 	if err != nil {
 		t.Fatal(err)
@@ -48,7 +44,7 @@ func TestWithSecureBootTheSignedImageMeasuresWhatWasForetoldAndNoOtherStarts(t *
 	w.says(t, "node7", "the root is verified as it is read", bootTime)
 
 	// The same image without a signature does not even start.
-	if _, err := w.RebootVM(t.Context(), "node7", w.image); err == nil || !strings.Contains(err.Error(), "nothing that it may start") {
+	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: w.image}); err == nil || !strings.Contains(err.Error(), "nothing that it may start") {
 		t.Errorf("the image that nobody signed: %v", err)
 	}
 	path, err := w.Console("node7")

@@ -26,6 +26,9 @@ const (
 	SecureBootKey         = vm.SecureBootKey
 	SecureBootPassphrase  = vm.SecureBootPassphrase
 	SecureBootCertificate = vm.SecureBootCertificate
+	// The firmware of a VM with SecureBoot, and variables with which it has Secure Boot off.
+	SecureBootFirmware    = vm.SecureBootFirmware
+	NoSecureBootVariables = vm.NoSecureBootVariables
 )
 
 // VM says what virtual machine to add: real firmware that boots a disk image, on the same network, with a
@@ -47,6 +50,7 @@ type VM struct {
 	ForeignEK bool // its TPM is genuine, but comes from a CA that no policy of the lab names
 	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else.
 	SecureBoot bool
+	Hardware   Hardware
 	// ClockOffset is how far its firmware's clock is ahead of the host's, whenever it gets power.
 	ClockOffset time.Duration
 	NTP         []string // addresses of time servers, for its config medium
@@ -75,7 +79,7 @@ func (l *Lab) AddVM(ctx context.Context, v VM) (Machine, error) {
 	done := l.step("virtual machine " + v.Name)
 	m, err := l.client().AddVM(ctx, daemon.VMRequest{
 		Name: v.Name, Number: number, ControlPlane: role == "control-plane", Image: image, Medium: medium,
-		StateMiB: v.StateMiB, MemoryMiB: v.MemoryMiB, ForeignEK: v.ForeignEK, SecureBoot: v.SecureBoot, ClockOffset: v.ClockOffset,
+		StateMiB: v.StateMiB, MemoryMiB: v.MemoryMiB, ForeignEK: v.ForeignEK, SecureBoot: v.SecureBoot, Hardware: v.Hardware, ClockOffset: v.ClockOffset,
 	})
 	if err == nil {
 		done()
@@ -83,9 +87,19 @@ func (l *Lab) AddVM(ctx context.Context, v VM) (Machine, error) {
 	return m, err
 }
 
-// RebootVM cuts a virtual machine's power, if it has any, and gives it power again: with another image
-// from now on, if one is named. It returns as [Lab.AddVM] does.
-func (l *Lab) RebootVM(ctx context.Context, name, image string) (Machine, error) {
+// Hardware is what the provider of a virtual machine can put below its image.
+type Hardware = vm.Hardware
+
+// Boot changes what a virtual machine boots from now on. Empty fields leave it as it was.
+type Boot struct {
+	Image    string
+	Hardware *Hardware
+}
+
+// RebootVM cuts a virtual machine's power, if it has any, and gives it power again, with what b changes.
+// It returns as [Lab.AddVM] does.
+func (l *Lab) RebootVM(ctx context.Context, name string, b Boot) (Machine, error) {
+	image := b.Image
 	if image != "" {
 		var err error
 		if image, err = filepath.Abs(image); err != nil {
@@ -93,7 +107,7 @@ func (l *Lab) RebootVM(ctx context.Context, name, image string) (Machine, error)
 		}
 	}
 	done := l.step("virtual machine " + name + " again")
-	m, err := l.client().RebootVM(ctx, name, daemon.BootRequest{Image: image})
+	m, err := l.client().RebootVM(ctx, name, daemon.BootRequest{Image: image, Hardware: b.Hardware})
 	if err == nil {
 		done()
 	}
@@ -114,6 +128,11 @@ func (l *Lab) RemoveVM(ctx context.Context, name string) error {
 
 // StateDisk is the raw image of a virtual machine's state disk. It is the machine's while that has power.
 func (l *Lab) StateDisk(name string) string { return vm.StatePath(daemon.MachineDir(l.Dir, name)) }
+
+// FirmwareVariables is the flash image with a virtual machine's firmware variables. It is the machine's while that has power.
+func (l *Lab) FirmwareVariables(name string) string {
+	return vm.VariablesPath(daemon.MachineDir(l.Dir, name))
+}
 
 // Console is the file with what a virtual machine wrote to its serial port since it got power last.
 func (l *Lab) Console(name string) (string, error) { return vm.Console(daemon.MachineDir(l.Dir, name)) }

@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/lab/internal/host"
+	"github.com/muster-k8s/muster/lab/internal/vm"
 )
 
 // A Config is what the daemon starts from: lab.json in the lab's folder.
@@ -60,13 +61,15 @@ type VMRequest struct {
 	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
 	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
 	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts what vm.SecureBootKey signed, and nothing else
-	ClockOffset  time.Duration     `json:"clockOffset"`  // of its firmware's clock
+	Hardware     vm.Hardware       `json:"hardware"`
+	ClockOffset  time.Duration     `json:"clockOffset"` // of its firmware's clock
 }
 
 // A BootRequest changes what a virtual machine boots from now on. Empty fields leave it as it was.
 type BootRequest struct {
-	Image  string            `json:"image"`
-	Medium map[string][]byte `json:"medium"`
+	Image    string            `json:"image"`
+	Medium   map[string][]byte `json:"medium"`
+	Hardware *vm.Hardware      `json:"hardware"`
 }
 
 // A Machine is a machine that was started.

@@ -131,6 +131,9 @@ func (d *Daemon) rebootVM(ctx context.Context, name string, b BootRequest) (Mach
 	if b.Medium != nil {
 		m.virtual.request.Medium = b.Medium
 	}
+	if b.Hardware != nil {
+		m.virtual.request.Hardware = *b.Hardware
+	}
 	m.virtual.mu.Unlock()
 	return d.powerOn(ctx, m)
 }
@@ -195,7 +198,7 @@ func (d *Daemon) bootVM(ctx context.Context, v *virtual) (*vm.VM, error) {
 		ca = vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-foreign")}
 	}
 	return vm.Start(ctx, vm.Config{
-		Dir: v.dir, Image: r.Image, CA: ca, Medium: r.Medium, State: r.StateMiB, Memory: r.MemoryMiB, SecureBoot: r.SecureBoot, ClockOffset: r.ClockOffset,
+		Dir: v.dir, Image: r.Image, CA: ca, Medium: r.Medium, State: r.StateMiB, Memory: r.MemoryMiB, SecureBoot: r.SecureBoot, Hardware: r.Hardware, ClockOffset: r.ClockOffset,
 		MAC: lan.HardwareAddress(r.Name), Tap: tap, Spawn: d.spawn, Log: d.log,
 	})
 }

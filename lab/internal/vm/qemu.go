@@ -16,12 +16,16 @@ import (
 
 // Debian's OVMF: the 4 MiB build without System Management Mode, whose variables begin without Secure
 // Boot keys; and the one with it, which protects its variables, and begins with a key that everybody has, for tests
-// (ovmf's README.Debian). Which one it is, is in PCR 0 and 7; policies of the lab's images compare neither.
+// (ovmf's README.Debian). Which one it is, is in PCR 0 and 7, so each is a machine class of its own.
 const (
 	firmwareCode = "/usr/share/OVMF/OVMF_CODE_4M.fd"
-	firmwareVars = "/usr/share/OVMF/OVMF_VARS_4M.fd"
-	secureCode   = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"
 	secureVars   = "/usr/share/OVMF/OVMF_VARS_4M.snakeoil.fd"
+)
+
+// The firmware of a machine with [Config.SecureBoot], and variables without keys, with which it has Secure Boot off.
+const (
+	SecureBootFirmware    = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"
+	NoSecureBootVariables = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 )
 
 // Whose signature a machine with [Config.SecureBoot] accepts: an encrypted private key with its passphrase, and its
@@ -34,16 +38,21 @@ const (
 
 // firmware gives the machine's firmware, and the variables that it begins with.
 func firmware(c Config) (code, vars string) {
+	code, vars = firmwareCode, NoSecureBootVariables
 	if c.SecureBoot {
-		return secureCode, secureVars
+		code, vars = SecureBootFirmware, secureVars
 	}
-	return firmwareCode, firmwareVars
+	if c.Hardware.Firmware != "" {
+		code = c.Hardware.Firmware
+	}
+	return code, vars
 }
 
 // Files in a machine's folder.
 const (
-	qmpSocket  = "qmp.sock"
-	mediumFile = "medium.img"
+	qmpSocket     = "qmp.sock"
+	mediumFile    = "medium.img"
+	variablesFile = "vars.fd"
 )
 
 // processor has all that QEMU can translate but what it translates badly: Linux computes SHA-256 by the widest
@@ -54,8 +63,9 @@ const processor = "max,-avx,-avx2"
 // puts them into its boot options, and a TPM sees those (PCR 1).
 func arguments(c Config, console string) []string {
 	code, _ := firmware(c)
+	smm := code == SecureBootFirmware // only firmware in System Management Mode writes its variables (OVMF's README)
 	machine := "q35,smm=off"
-	if c.SecureBoot {
+	if smm {
 		machine = "q35,smm=on"
 	}
 	args := []string{
@@ -65,8 +75,8 @@ func arguments(c Config, console string) []string {
 		"-smp", strconv.Itoa(processors), "-m", strconv.Itoa(orDefault(c.Memory, DefaultMemory)),
 		"-chardev", "file,id=console,path=" + option(filepath.Base(console)), "-serial", "chardev:console",
 		"-qmp", "unix:" + qmpSocket + ",server=on,wait=off",
-		"-drive", "if=pflash,format=raw,readonly=on,file=" + code,
-		"-drive", "if=pflash,format=raw,file=vars.fd",
+		"-drive", "if=pflash,format=raw,readonly=on,file=" + option(code),
+		"-drive", "if=pflash,format=raw,file=" + variablesFile,
 		"-chardev", "socket,id=tpm,path=tpm/" + vtpm.ControlSocket, "-tpmdev", "emulator,id=tpm0,chardev=tpm", "-device", "tpm-crb,tpmdev=tpm0",
 		"-drive", "if=none,id=boot,format=raw,readonly=on,file=" + option(c.Image),
 		"-device", "virtio-blk-pci,drive=boot,serial=boot,bootindex=0",
@@ -78,7 +88,7 @@ func arguments(c Config, console string) []string {
 	if c.ClockOffset != 0 {
 		args = append(args, "-rtc", "base="+time.Now().UTC().Add(c.ClockOffset).Format("2006-01-02T15:04:05"))
 	}
-	if c.SecureBoot { // only firmware in System Management Mode writes its variables (OVMF's README)
+	if smm {
 		args = append(args, "-global", "driver=cfi.pflash01,property=secure,value=on", "-global", "ICH9-LPC.disable_s3=1")
 	}
 	if c.Medium != nil {
@@ -87,7 +97,15 @@ func arguments(c Config, console string) []string {
 	if c.Tap != "" {
 		args = append(args, "-netdev", "tap,id=lan,script=no,downscript=no,ifname="+option(c.Tap), "-device", "virtio-net-pci,netdev=lan,romfile=,mac="+c.MAC.String())
 	}
-	return append(args, "-device", "virtio-rng-pci")
+	random := "virtio-rng-pci"
+	if c.Hardware.OptionROM != "" {
+		random += ",romfile=" + option(c.Hardware.OptionROM)
+	}
+	args = append(args, "-device", random)
+	if c.Hardware.Disk != "" { // the last one, so that it moves no other to another place
+		args = append(args, "-drive", "if=none,id=more,format=raw,readonly=on,file="+option(c.Hardware.Disk), "-device", "virtio-blk-pci,drive=more,serial=more")
+	}
+	return args
 }
 
 // option escapes a value of a QEMU option list, where a comma is written twice.

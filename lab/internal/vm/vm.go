@@ -60,12 +60,20 @@ type Config struct {
 	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else. It is for the whole
 	// life of the machine: its variables hold the key.
 	SecureBoot bool
+	Hardware   Hardware
 	// ClockOffset is how far its real-time clock is ahead of the host's when it gets power.
 	ClockOffset time.Duration
 	// Spawn starts a process, on a thread that lives as long as the machine should: the kernel ends
 	// the process with the thread.
 	Spawn func(*exec.Cmd) error
 	Log   *slog.Logger
+}
+
+// Hardware is what the provider of a machine can put below its image, from one power on to the next. Empty fields add nothing.
+type Hardware struct {
+	Firmware  string `json:"firmware"`  // flash image of firmware code, in place of the one that SecureBoot chooses
+	OptionROM string `json:"optionROM"` // PCI expansion ROM of its random-number device
+	Disk      string `json:"disk"`      // raw image of one more disk, read-only
 }
 
 // A VM is a machine with power.
@@ -82,6 +90,9 @@ type VM struct {
 
 // StatePath is the state disk of the machine in dir: a raw image.
 func StatePath(dir string) string { return filepath.Join(dir, "state.raw") }
+
+// VariablesPath is the flash image with the firmware's variables of the machine in dir.
+func VariablesPath(dir string) string { return filepath.Join(dir, variablesFile) }
 
 // tpmOf is the TPM of the machine in dir.
 func tpmOf(dir string) vtpm.TPM { return vtpm.TPM{Dir: filepath.Join(dir, "tpm")} }
@@ -122,7 +133,7 @@ func provision(ctx context.Context, c Config) error {
 			return err
 		}
 	}
-	if err := once(filepath.Join(c.Dir, "vars.fd"), func(tmp string) error {
+	if err := once(VariablesPath(c.Dir), func(tmp string) error {
 		_, vars := firmware(c)
 		b, err := os.ReadFile(vars)
 		if err != nil {

@@ -54,14 +54,14 @@ func TestQEMUsCommandLineSaysWhatTheMachineIs(t *testing.T) {
 		"bare": {
 			c:    Config{Image: "/i.raw"},
 			want: []string{"-m 2048", "serial=muster-state", "file=/i.raw", "readonly=on,file=/i.raw", "tpm-crb,tpmdev=tpm0", "-no-reboot", "readonly=on,file=" + firmwareCode},
-			not:  []string{"muster-meta", "-netdev", "user", "smm=on", secureCode, "-rtc"},
+			not:  []string{"muster-meta", "-netdev", "user", "smm=on", SecureBootFirmware, "-rtc"},
 		},
 		"on a network": {
 			c:    Config{Image: "/i.raw", Tap: "vnode7", MAC: mac, Memory: 1024},
 			want: []string{"-m 1024", "ifname=vnode7", "mac=02:00:00:00:00:07", "script=no,downscript=no"},
 		},
 		"with a config medium":               {c: Config{Image: "/i.raw", Medium: map[string][]byte{}}, want: []string{"readonly=on,file=medium.img", "serial=muster-meta"}},
-		"with Secure Boot":                   {c: Config{Image: "/i.raw", SecureBoot: true}, want: []string{"q35,smm=on", "file=" + secureCode, "property=secure,value=on"}, not: []string{firmwareCode}},
+		"with Secure Boot":                   {c: Config{Image: "/i.raw", SecureBoot: true}, want: []string{"q35,smm=on", "file=" + SecureBootFirmware, "property=secure,value=on"}, not: []string{firmwareCode}},
 		"whose clock is a year behind":       {c: Config{Image: "/i.raw", ClockOffset: -365 * 24 * time.Hour}, want: []string{"-rtc base=" + time.Now().UTC().AddDate(0, 0, -365).Format("2006-01-02T")}},
 		"a comma in a name is not an option": {c: Config{Image: "/a,readonly=off"}, want: []string{"file=/a,,readonly=off"}},
 	} {

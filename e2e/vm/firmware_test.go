@@ -1,0 +1,162 @@
+//go:build vm
+
+package vm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/muster-k8s/muster/lab/driver"
+)
+
+// A provider puts something below an image that is not changed (A9): each time the joinservice refuses the machine with the register and
+// the event in its audit record, and the machine as it was comes back.
+func TestADriverOrOtherFirmwareBelowTheImageIsRefused(t *testing.T) {
+	w := bringUp(t)
+	boot := w.join(t, w.worker("node7"), node7)
+	dir, efi := t.TempDir(), efiDriver()
+	write := func(name string, b []byte) string {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	disk := fat(t, map[string]string{"driver.efi": write("driver.efi", efi)})
+
+	// refused boots the machine with other hardware and waits for the refusal's record.
+	refused := func(t *testing.T, hw driver.Hardware, console string, record ...string) {
+		t.Helper()
+		if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: w.image, Hardware: &hw}); err != nil {
+			t.Fatal(err)
+		}
+		if console != "" {
+			w.says(t, "node7", console, bootTime)
+		}
+		w.says(t, "node7", "POLICY_REFUSED", bootTime)
+		t.Logf("audit record: %s", w.refusal(t, "POLICY_REFUSED", record...))
+	}
+
+	t.Run("Driver0000 on another disk", func(t *testing.T) {
+		// The firmware's own shell starts this when the boot disk has no boot loader.
+		script := fat(t, map[string]string{"startup.nsh": write("startup.nsh", []byte(strings.ReplaceAll(`@echo -off
+echo booted
+connect -r
+map -r
+for %a run (0 9)
+  if exist fs%a:\driver.efi then
+    bcfg driver add 0 fs%a:\driver.efi "provider"
+  endif
+endfor
+echo done
+`, "\n", "\r\n")))})
+		if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: script, Hardware: &driver.Hardware{Disk: disk}}); err != nil {
+			t.Fatal(err)
+		}
+		w.says(t, "node7", "Add Driver0000", bootTime)
+		w.says(t, "node7", "done", bootTime)
+		refused(t, driver.Hardware{Disk: disk}, driverText, "PCR 2 is", "driver.efi")
+		if err := w.KillVM(t.Context(), "node7"); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Remove(w.FirmwareVariables("node7")); err != nil { // they are made anew
+			t.Fatal(err)
+		}
+	})
+	t.Run("a driver in an option ROM", func(t *testing.T) {
+		refused(t, driver.Hardware{OptionROM: write("option.rom", optionROM(efi))}, driverText, "PCR 2 is")
+	})
+	updated := driver.Hardware{Firmware: driver.SecureBootFirmware}
+	t.Run("other firmware", func(t *testing.T) {
+		refused(t, updated, "", "PCR 0 is")
+	})
+
+	// A firmware update: the machine that has the new firmware becomes the second class, and both are accepted.
+	w.addClass(t, "updated", node7)
+	w.Muster(t, "policy", "apply")
+	boot = w.ready(t, "node7", boot)
+	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: new(driver.Hardware)}); err != nil {
+		t.Fatal(err)
+	}
+	w.ready(t, "node7", boot)
+}
+
+// A policy demands Secure Boot with these keys (A9). With the same firmware, and Secure Boot off, the same machine is refused.
+func TestAMachineWithSecureBootOffIsRefusedWhereItIsRequired(t *testing.T) {
+	w := bringUp(t)
+	key := filepath.Join(t.TempDir(), "db.key")
+	decryptSecureBootKey(t, key)
+	image, _, err := w.buildImage(t, "-secure-boot-key", key, "-secure-boot-cert", driver.SecureBootCertificate)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// One image has two sets of values: with Secure Boot on and off.
+	w.Muster(t, "policy", "from-measurements", w.MeasurementsPath(), filepath.Join(filepath.Dir(image), measurementsFile), filepath.Join(filepath.Dir(image), "measurements-secureboot.json"),
+		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--allow-plain-state", "--serial", "9", "-o", "both.yaml")
+	w.Muster(t, "policy", "apply", "both.yaml")
+	v := w.worker("node7")
+	v.Image, v.SecureBoot = image, true
+	if _, err := w.AddVM(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	w.addClass(t, "secure", node7, "--event-log")
+	w.Muster(t, "policy", "apply")
+	boot := w.ready(t, "node7", "")
+
+	if err := w.KillVM(t.Context(), "node7"); err != nil {
+		t.Fatal(err)
+	}
+	on, err := os.ReadFile(w.FirmwareVariables("node7"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	off, err := os.ReadFile(driver.NoSecureBootVariables)
+	if err := errors.Join(err, os.WriteFile(w.FirmwareVariables("node7"), off, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	w.boot(t, "node7", image)
+	w.says(t, "node7", "POLICY_REFUSED", bootTime)
+	t.Logf("audit record: %s", w.refusal(t, "POLICY_REFUSED", "Secure Boot"))
+
+	if err := errors.Join(w.KillVM(t.Context(), "node7"), os.WriteFile(w.FirmwareVariables("node7"), on, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	w.boot(t, "node7", image)
+	w.ready(t, "node7", boot)
+}
+
+// decryptSecureBootKey writes the private key that the firmware of [driver.VM.SecureBoot] trusts.
+func decryptSecureBootKey(t *testing.T, to string) {
+	t.Helper()
+	decrypt := exec.CommandContext(t.Context(), "openssl", "pkey", "-in", driver.SecureBootKey, "-passin", "pass:"+driver.SecureBootPassphrase, "-out", to)
+	if out, err := decrypt.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+}
+
+// fat makes a raw image of a FAT file system without partitions that holds files.
+func fat(t *testing.T, files map[string]string) (image string) {
+	t.Helper()
+	image = filepath.Join(t.TempDir(), "fat.img")
+	run := func(ctx context.Context, name string, args ...string) error {
+		if out, err := exec.CommandContext(ctx, name, args...).CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w: %s", name, err, out)
+		}
+		return nil
+	}
+	err := run(t.Context(), "/usr/sbin/mkfs.vfat", "-C", image, "1024")
+	for name, path := range files {
+		err = errors.Join(err, run(t.Context(), "mcopy", "-i", image, path, "::"+name))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return image
+}
