@@ -280,11 +280,13 @@ type AttestedNodeList struct {
 // AttestedDisk says whose a state disk is: its name is the disk's UUID, in the 36-character lower-case form.
 // joinservice makes it before the disk's key leaves for the first time, and gives the key to no other machine
 // (J2). It outlives enrolments, and no service changes or deletes it. `muster replace --tpm` gives it to
-// another machine; deleting it frees the UUID, and whichever machine enrols that next gets the key.
+// another machine. `muster forget --erase` deletes its salt, without which the key can't be derived any more (K4); so does
+// deleting it, but then whichever machine enrols the UUID next has the disk, with another key.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`
+// +kubebuilder:printcolumn:name="Erased",type=boolean,JSONPath=`.spec.erased`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$')",message="the name is the disk's UUID in lower case"
 type AttestedDisk struct {
@@ -295,13 +297,32 @@ type AttestedDisk struct {
 	Spec AttestedDiskSpec `json:"spec"`
 }
 
-// AttestedDiskSpec names the one machine that the disk's key is given to.
+// AttestedDiskSpec names the one machine that the disk's key is given to, and what the key follows from beside the root secret.
+//
+// +kubebuilder:validation:XValidation:rule="has(self.salt) != (has(self.erased) && self.erased)",message="a disk has its salt, or is erased"
+// +kubebuilder:validation:XValidation:rule="!has(self.salt) || has(oldSelf.salt) && self.salt == oldSelf.salt",message="a disk's salt stays as it is; `muster forget --erase` deletes it for good"
+// +kubebuilder:validation:XValidation:rule="self.rootVersion == oldSelf.rootVersion",message="the version of the root secret is part of the disk's key, so it stays as it is"
 type AttestedDiskSpec struct {
 	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
 	// 64 lower-case hexadecimal digits.
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	MachineID string `json:"machineID"`
+	// Salt is what the disk's key depends on beside the root secret and the UUID: 32 random bytes in 64 lower-case hexadecimal
+	// digits. It is no secret. It is written once, and can be deleted, but not changed (K4).
+	//
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	Salt string `json:"salt,omitempty"`
+	// RootVersion is that of the root secret that the key follows from.
+	//
+	// +kubebuilder:validation:Minimum=1
+	RootVersion int32 `json:"rootVersion"`
+	// Erased says that the salt was deleted, so that the key can't be derived any more: nobody gets it, and nobody enrols the
+	// disk (K4). It can't be taken back.
+	//
+	// +optional
+	Erased bool `json:"erased,omitempty"`
 }
 
 // AttestedDiskList is a list of disks.

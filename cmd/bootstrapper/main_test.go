@@ -187,7 +187,7 @@ func TestRunServesInitProbesAndMetricsWithARealTPM(t *testing.T) {
 	client := initv1connect.NewInitServiceClient(rpc.HTTPClient(transport), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...)
 	b32 := bytes.Repeat([]byte{9}, 32)
 	stream, err := client.Init(t.Context(), &initv1.InitRequest{
-		IdempotencyKey: b32[:16], InitSecret: b32, RootSecret: b32, Salt: b32, MeasurementSalt: b32, ClusterName: "demo", KubernetesVersion: "1.36.1",
+		IdempotencyKey: b32[:16], InitSecret: b32, RootSecret: b32, Salt: b32, MeasurementSalt: b32, DiskSalt: b32, ClusterName: "demo", KubernetesVersion: "1.36.1",
 		ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
 	})
 	if err != nil {

@@ -72,7 +72,7 @@ func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
+	if !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
 		t.Errorf("ticket %v", resp)
 	}
 	if after := s.Node(t, "w1"); after.ResourceVersion != before.ResourceVersion {
@@ -103,10 +103,11 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
 	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
+	s.GiveDisk(t, disk3, m.ID())
 	resp, err := s.rejoin(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
 		r.NodeName, r.Role, r.DiskId = "first", joinv1.Role_ROLE_CONTROL_PLANE, disk3
 	}))
-	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk3)) {
+	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk3)) {
 		t.Errorf("%v, %v", resp, err)
 	}
 }
@@ -120,6 +121,8 @@ func TestRefusedRejoins(t *testing.T) {
 	s.ticketFor(t, plain, worker(t, named("w3", disk3, "192.168.77.21")))
 	fresh := s.machine(t)
 	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
+	unsalted := s.machine(t)
+	s.Enrol(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
 	m, stranger := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
@@ -139,6 +142,9 @@ func TestRefusedRejoins(t *testing.T) {
 		"a machine that has not joined yet": {fresh, func(r *joinv1.IssueRejoinTicketRequest) {
 			r.NodeName, r.Role = "cp2", joinv1.Role_ROLE_CONTROL_PLANE
 		}, attestv1.Reason_REASON_DISK_MISMATCH},
+		"a disk without a salt": {unsalted, func(r *joinv1.IssueRejoinTicketRequest) {
+			r.NodeName, r.DiskId = "w4", diskNumber(8)
+		}, attestv1.Reason_REASON_DISK_ERASED},
 		"no name":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a name with a path": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no role":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
@@ -245,6 +251,7 @@ func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
 	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	s.GiveDisk(t, disk1, m.ID())
 	membertest.Eventually(t, func() error {
 		_, err := s.rejoin(t, m, again())
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%v", err)

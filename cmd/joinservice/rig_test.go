@@ -43,7 +43,6 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const namespace = "muster-system"
@@ -356,19 +355,6 @@ func (s *stage) asNode(t *testing.T, w *wish, ticket *joinv1.IssueJoinTicketResp
 		t.Fatal(err)
 	}
 	return c
-}
-
-func (s *stage) diskKey(t *testing.T, disk string) []byte {
-	t.Helper()
-	id, err := keys.ParseDiskID(disk)
-	if err != nil {
-		t.Fatal(err)
-	}
-	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return key.Expose()
 }
 
 // witnesses are joinservice's own.

@@ -31,7 +31,7 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 	m, w := s.machine(t), worker(t)
 	ticket := s.ticketFor(t, m, w)
 
-	if !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
+	if !bytes.Equal(ticket.GetDiskKey(), s.DiskKey(t, disk1)) {
 		t.Error("the disk key is another than the root secret gives")
 	}
 	if !bytes.Equal(ticket.GetClusterId(), s.ID[:]) || len(ticket.GetTicketId()) != 16 || ticket.GetKubernetesVersion() != "1.36.1" || ticket.GetControlPlaneEndpoint() != "192.168.77.1:6443" {

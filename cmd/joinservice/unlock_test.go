@@ -80,7 +80,7 @@ type initramfs struct {
 // unlock boots a machine that knows its owner, with disk1.
 func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	t.Helper()
-	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.diskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
+	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.DiskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
 	if err := os.WriteFile(i.screen, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -196,7 +196,7 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
 	s.unlock(t, m).opens()
-	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
+	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.DiskKey(t, disk1)) {
 		t.Error("another key")
 	}
 }
@@ -205,7 +205,7 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
-	s.forget(t, "w1")
+	s.unenrol(t, "w1")
 	i := s.unlock(t, m)
 	i.refused(attestv1.Reason_REASON_NOT_ENROLLED)
 	text, err := os.ReadFile(i.screen)
@@ -214,7 +214,7 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	}
 	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
 	i.opens()
-	if owner := s.DiskOf(t, disk1); owner != m.ID().String() { // enrolled by hand, the disk is its machine's all the same
+	if owner := s.DiskOf(t, disk1); owner != m.ID().String() {
 		t.Errorf("the disk is %q's", owner)
 	}
 }

@@ -52,7 +52,7 @@ func (j *joinservice) keyOf(disk string) ([]byte, error) {
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_id: %w", err)
 	}
-	key, err := j.root.Disk(id)
+	key, err := j.root.Disk(id, keys.DiskSalt{3})
 	if err != nil {
 		return nil, err
 	}

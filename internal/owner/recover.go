@@ -200,7 +200,11 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
 		return nil, err
 	}
-	key, err := r.root.Disk(disk)
+	salt, err := KnownSalt(r.Dir, r.known, disk)
+	if err != nil {
+		return nil, err
+	}
+	key, err := r.root.Disk(disk, salt)
 	if err != nil {
 		return nil, err
 	}

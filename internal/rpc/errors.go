@@ -69,6 +69,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
+	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Nothing opens the disk any more. Erase its first MiB: the machine formats it, and has a new disk then. A machine that is enrolled: `muster replace NAME --disk UUID`."},
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with. If the disk was exchanged: `muster replace NAME --disk UUID`."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},

@@ -152,12 +152,15 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	if len(req.GetInitSecret()) != secretSize {
 		return nil, invalid("init_secret: want %d bytes, not %d", secretSize, len(req.GetInitSecret()))
 	}
-	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, req.GetRootSecret(), req.GetSalt())
 	if err != nil {
 		return nil, invalid("root_secret, salt: %w", err)
 	}
 	if len(req.GetMeasurementSalt()) != secretSize {
 		return nil, invalid("measurement_salt: want %d bytes, not %d", secretSize, len(req.GetMeasurementSalt()))
+	}
+	if len(req.GetDiskSalt()) != secretSize || keys.DiskSalt(req.GetDiskSalt()) == (keys.DiskSalt{}) {
+		return nil, invalid("disk_salt: want %d bytes that are not all zero, not %d", secretSize, len(req.GetDiskSalt()))
 	}
 	if !dnsLabel.MatchString(req.GetClusterName()) {
 		return nil, invalid("cluster_name: want a DNS label of at most 63 characters")

@@ -188,7 +188,7 @@ func (b *Bootstrapper) becomeFirst(ctx context.Context, r *initRun) (*initv1.Ini
 
 func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, salt [32]byte, changed bool) error {
 	o := r.order
-	key, err := o.root.Disk(b.diskID)
+	key, err := o.root.Disk(b.diskID, keys.DiskSalt(o.request.GetDiskSalt()))
 	if err != nil {
 		return err
 	}

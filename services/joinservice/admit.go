@@ -122,7 +122,11 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	disk, err := s.cfg.Keys.Disk(ctx, w.disk)
+	salt, err := s.cfg.Kube.SaltOf(ctx, claim)
+	if err != nil {
+		return nil, err
+	}
+	disk, err := s.cfg.Keys.Disk(ctx, w.disk, salt)
 	if err != nil {
 		return nil, err
 	}
@@ -132,7 +136,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.write(a, "ticket decided"); err != nil {
 		return nil, err
 	}
-	t := &ticket{id: a.id, disk: disk, info: info, ca: ca, files: files}
+	t := &ticket{id: a.id, disk: disk, salt: salt, info: info, ca: ca, files: files}
 	if turn != nil {
 		done = s.stage("lease")
 		if err := turn.Take(ctx); err != nil { // J8: before anything else is written
@@ -160,12 +164,16 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, cla
 	}
 	// The enrolment comes first: a machine has one at a time, so it can't collect disks. A claim outlives a ticket
 	// that fails after it.
-	if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2: before certificates are asked for, and long before the key leaves
+	if err := s.cfg.Kube.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are asked for, and long before the key leaves
 		enrolment.Undo(ctx)
 		return err
 	}
 	done()
-	if err := s.finish(ctx, a, t, w, enrolment); err != nil {
+	err = s.finish(ctx, a, t, w, enrolment)
+	if err == nil {
+		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all that takes time
+	}
+	if err != nil {
 		if t.token != nil {
 			s.cfg.Kube.DropToken(ctx, t.id)
 		}

@@ -13,8 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that the disk is its
-// machine's from now on, if that was not said yet.
+// IssueRejoinTicket implements the RPC. It has no side effects but its records.
 func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.rejoin(ctx, a, req)
@@ -78,7 +77,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	a.record.Disk = claim.Disk
 	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
 	claim.AK = hex.EncodeToString(peer.Claims().AKName())
-	held, err := s.mayRejoin(ctx, a, peer, claim)
+	salt, err := s.mayRejoin(ctx, a, peer, claim)
 	if err != nil {
 		s.undoVerdict(ctx, a, peer, err)
 		return nil, err
@@ -93,44 +92,38 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	if !held {
-		if err := s.write(a, "disk claim decided"); err != nil { // J3
-			return nil, err
-		}
-		if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2
-			return nil, err
-		}
-	}
-	key, err := s.cfg.Keys.Disk(ctx, disk)
+	key, err := s.cfg.Keys.Disk(ctx, disk, salt)
 	if err != nil {
 		return nil, err
 	}
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
+	if err := s.cfg.Kube.StillHas(ctx, claim, salt); err != nil { // K4: after all that takes time
+		return nil, err
+	}
 	s.cfg.Kube.Rejoined(peer.Machine())
 	return &rejoinTicket{id: a.id, disk: key, cluster: info.ClusterID}, nil
 }
 
-// mayRejoin compares the machine with the policy in force and with its enrolment, and says whether its disk is held
-// for it already.
-func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (held bool, err error) {
+// mayRejoin compares the machine with the policy in force and with its enrolment, and gives its disk's salt.
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (kube.Salt, error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
-		return false, err
+		return kube.Salt{}, err
 	}
 	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())
 	if err != nil {
-		return false, err
+		return kube.Salt{}, err
 	}
 	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	p, err := s.cfg.Policy.Current()
 	if err != nil {
-		return false, err
+		return kube.Salt{}, err
 	}
 	if !p.Policy.AllowsRole(string(claim.Role)) {
-		return false, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+		return kube.Salt{}, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
 	}
 	return s.cfg.Kube.Rejoin(ctx, claim)
 }

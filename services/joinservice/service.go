@@ -13,7 +13,8 @@
 //	J5  a ticket's credentials are useless without the machine's own keys;
 //	J6  CA keys go to enrolled control planes only;
 //	J7  a node's certificate is renewed on a recent verdict on its machine only;
-//	J8  one machine at a time becomes a control plane.
+//	J8  one machine at a time becomes a control plane;
+//	K4  no key leaves for a disk whose salt was deleted.
 //
 // Who did not attest gets one thing only, and by the owner's signature:
 //
@@ -242,6 +243,7 @@ func newTicketID() string {
 type ticket struct {
 	id              string
 	disk            keys.Disk
+	salt            kube.Salt
 	info            *clusterinfo.Info
 	ca              []byte
 	client, serving kube.Certificate

@@ -26,7 +26,10 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var vectors []struct{ Root, Salt, DiskID, DiskKey, EtcdEncryptionKey, MeasurementSalt, ClusterID string }
+	var vectors []struct {
+		Version                                                                              keys.Version
+		Root, Salt, DiskID, DiskSalt, DiskKey, EtcdEncryptionKey, MeasurementSalt, ClusterID string
+	}
 	if err := json.Unmarshal(raw, &vectors); err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +37,7 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 		t.Fatalf("%d vectors, want at least 3", len(vectors))
 	}
 	for _, v := range vectors {
-		root, err := keys.ParseRoot(unhex(t, v.Root), unhex(t, v.Salt))
+		root, err := keys.ParseRoot(v.Version, unhex(t, v.Root), unhex(t, v.Salt))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -42,7 +45,11 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		disk, err := root.Disk(id)
+		salt, err := keys.ParseDiskSalt(v.DiskSalt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk, err := root.Disk(id, salt)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -93,7 +100,7 @@ func TestEveryDiskHasItsOwnKey(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		disk, err := root.Disk(id)
+		disk, err := root.Disk(id, keys.DiskSalt{3})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -105,23 +112,71 @@ func TestEveryDiskHasItsOwnKey(t *testing.T) {
 	})
 }
 
+// K4: each part of what a disk's key follows from changes it, so without one of them there is no key.
+func TestEachPartOfADisksKeyCounts(t *testing.T) {
+	id, err := keys.ParseDiskID("5f0c95b6-2a3d-4c7e-9f10-0123456789ab")
+	if err != nil {
+		t.Fatal(err)
+	}
+	root := [32]byte{1}
+	keyOf := func(version keys.Version, salt keys.DiskSalt) (disk, etcd, cluster string) {
+		r, err := keys.ParseRoot(version, root[:], root[:])
+		if err != nil {
+			t.Fatal(err)
+		}
+		key, err := r.Disk(id, salt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(key.Expose()), string(r.EtcdEncryption().Expose()), r.ClusterID(root).String()
+	}
+	disk, etcd, cluster := keyOf(1, keys.DiskSalt{3})
+	if other, _, _ := keyOf(1, keys.DiskSalt{4}); other == disk {
+		t.Error("another salt gives the same key")
+	}
+	if d, e, c := keyOf(2, keys.DiskSalt{3}); d == disk || e == etcd || c == cluster {
+		t.Error("another version gives the same disk key, etcd's key or cluster ID")
+	}
+	if _, err := keys.NewRoot(root, root).Disk(id, keys.DiskSalt{}); !errors.Is(err, keys.ErrDiskSalt) {
+		t.Errorf("a key without a salt: %v", err)
+	}
+}
+
+func TestADisksSaltHasOneSpelling(t *testing.T) {
+	a, b := keys.NewDiskSalt(), keys.NewDiskSalt()
+	if a == b || a == (keys.DiskSalt{}) {
+		t.Fatalf("%s and %s", a, b)
+	}
+	if got, err := keys.ParseDiskSalt(a.String()); err != nil || got != a {
+		t.Fatalf("%s, %v", got, err)
+	}
+	for _, s := range []string{"", strings.Repeat("0", 64), strings.ToUpper(keys.DiskSalt{0xab}.String()), a.String() + "00", a.String()[:62], strings.Repeat("g", 64)} {
+		if got, err := keys.ParseDiskSalt(s); !errors.Is(err, keys.ErrDiskSalt) || got != (keys.DiskSalt{}) {
+			t.Errorf("%q gave %s, %v", s, got, err)
+		}
+	}
+}
+
 func TestWrongLengthsAreRefused(t *testing.T) {
 	full := bytes.Repeat([]byte{7}, 32)
 	for _, n := range []int{0, 1, 31, 33, 64} {
-		if _, err := keys.ParseRoot(bytes.Repeat([]byte{7}, n), full); !errors.Is(err, keys.ErrLength) {
+		if _, err := keys.ParseRoot(1, bytes.Repeat([]byte{7}, n), full); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("root of %d bytes: %v", n, err)
 		}
-		if _, err := keys.ParseRoot(full, bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
+		if _, err := keys.ParseRoot(1, full, bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("salt of %d bytes: %v", n, err)
 		}
 		if _, err := keys.ParseDisk(bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("disk key of %d bytes: %v", n, err)
 		}
 	}
-	if _, err := keys.ParseRoot(make([]byte, 32), full); err == nil {
+	if _, err := keys.ParseRoot(1, make([]byte, 32), full); err == nil {
 		t.Error("a root secret of zeroes was accepted")
 	}
-	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}); !errors.Is(err, keys.ErrDiskID) {
+	if _, err := keys.ParseRoot(0, full, full); err == nil {
+		t.Error("a root secret without a version was accepted")
+	}
+	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}, keys.DiskSalt{1}); !errors.Is(err, keys.ErrDiskID) {
 		t.Errorf("a key for no disk: %v", err)
 	}
 	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil {

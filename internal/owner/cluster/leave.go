@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Presence is what a cluster has of one node name, each part of which may be missing.
@@ -28,8 +29,6 @@ type Presence struct {
 	Name      string
 	Node      *corev1.Node
 	Enrolment *v1alpha1.AttestedNode
-	// DiskOf is the machine that the enrolment's disk belongs to; empty: none.
-	DiskOf string
 	// Listed is the machine that may write under the name; empty: none may.
 	Listed string
 	// Requests are certificate requests that were filed under the name.
@@ -91,15 +90,6 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 		p.Enrolment, p.ControlPlane = &own, own.Spec.Role == v1alpha1.RoleControlPlane
 	} else if !Absent(err) {
 		return nil, err
-	}
-	if p.Enrolment != nil && own.Spec.DiskID != "" {
-		d, err := c.diskOf(ctx, own.Spec.DiskID)
-		if err != nil {
-			return nil, err
-		}
-		if d != nil {
-			p.DiskOf = d.Spec.MachineID
-		}
 	}
 	list, err := c.enrolled(ctx)
 	if err != nil && !Absent(err) {
@@ -184,7 +174,7 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 //
 // The order makes every interruption safe, and calling it again finish the work: first the enrolment is
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
-// enrolment itself goes last. Its disk stays the machine's (J2), also if no service has said so yet.
+// enrolment itself goes last. Its disk stays the machine's (J2).
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
 		return retired, err
@@ -201,11 +191,6 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		return retired, err
 	}
 	if p.Enrolment != nil {
-		if p.DiskOf == "" {
-			if err := c.claimDisk(ctx, p.Enrolment.Spec.DiskID, p.Enrolment.Spec.MachineID); err != nil {
-				return retired, err
-			}
-		}
 		// Everything that the finalizer is for is done; perhaps no joinservice runs that would see that.
 		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Retires()
@@ -257,7 +242,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
 	}
 	disk, machine := to.of(p)
-	if err := c.claimDisk(ctx, disk, machine, p.Enrolment.Spec.MachineID); err != nil {
+	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrolment.Spec.MachineID); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {

@@ -70,6 +70,8 @@ type Machine struct {
 	NodeName  string   `json:"nodeName,omitempty"`
 	DiskID    string   `json:"diskID,omitempty"`
 	Addresses []string `json:"addresses,omitempty"`
+	// DiskSalt is that of the machine's disk, written before anything is sent; empty once the disk was erased (K4).
+	DiskSalt string `json:"diskSalt,omitempty"`
 	// Verdict is what the owner saw before sending anything.
 	Verdict Verdict `json:"verdict"`
 }

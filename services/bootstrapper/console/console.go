@@ -166,6 +166,7 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_TPM_KNOWN:           "this machine's TPM is enrolled already, as another machine",
 	attestv1.Reason_REASON_NODE_EXISTS:         "there is a node of that name that was not enrolled",
 	attestv1.Reason_REASON_ROLE_REFUSED:        "this machine may not have that role",
+	attestv1.Reason_REASON_DISK_ERASED:         "this state disk's key was erased, so nothing opens it any more",
 	attestv1.Reason_REASON_DISK_MISMATCH:       "this machine is enrolled with another state disk, or the disk to another machine",
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: "the owner's policy wants an encrypted state disk",
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     "this machine may not have one of its addresses",

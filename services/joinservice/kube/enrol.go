@@ -55,7 +55,7 @@ func (k *Kube) Check(ctx context.Context, c Claim) error {
 	if owner := k.disks.of(c.Disk); owner == "" || owner == c.Machine.String() {
 		return nil // ClaimDisk decides; this is for before anything is written
 	}
-	_, err := k.holdsDisk(ctx, c) // J2
+	_, _, err := k.holdsDisk(ctx, c) // J2
 	return err
 }
 

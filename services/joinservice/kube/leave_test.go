@@ -254,6 +254,7 @@ func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
 	enrol(t, a, claim(1), "a")
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	p, token := pod(t, "proxy", "w1")
 	before := time.Now()
 	remove(t, "w1")

@@ -161,7 +161,10 @@ type trial struct {
 
 // disk is what a service does between the two: the claim, or nothing of the ticket.
 func (r *trial) disk(ctx context.Context, e *Enrolment) error {
-	err := r.k.ClaimDisk(ctx, r.claim)
+	salt, err := r.k.SaltOf(ctx, r.claim)
+	if err == nil {
+		err = r.k.ClaimDisk(ctx, r.claim, salt)
+	}
 	if err != nil {
 		e.Undo(ctx)
 	}

@@ -59,7 +59,6 @@ type SweepConfig struct {
 //     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
 //   - so is one that was released, because its machine returned the ticket;
 //   - a retirement that has lapsed is taken away, since it keeps nobody out any more;
-//   - the disk of an enrolment that an earlier version made, which did not say whose a disk is, is made its machine's;
 //   - one whose ticket failed before it stood is deleted after 5 minutes;
 //   - an enrollment that the owner or an earlier version made gets the finalizer, so that its deletion retires its certificates;
 //   - a place in the list of who may write that no enrolment accounts for is taken away;
@@ -130,9 +129,9 @@ func (s *Sweeper) pass(ctx context.Context) {
 			continue // the Enforcer is at it
 		}
 		n = n.DeepCopy()
-		err := errors.Join(k.mark(ctx, n), s.claim(ctx, n))
+		err := k.mark(ctx, n)
 		how := ""
-		if err == nil { // an enrolment that ends leaves its disk to its machine
+		if err == nil {
 			how, err = s.look(ctx, n)
 		}
 		if how != "" {
@@ -178,25 +177,6 @@ func (s *Sweeper) lapse(ctx context.Context) {
 			k.log.ErrorContext(ctx, "a retirement that has lapsed could not be taken away; trying again", "key", key, "err", err)
 		}
 	}
-}
-
-// claim makes an enrolled disk its machine's for good, if that was not said yet (J2).
-func (s *Sweeper) claim(ctx context.Context, n *v1alpha1.AttestedNode) error {
-	k := s.kube
-	if n.Spec.DiskID == "" || k.begun(n) || k.disks.of(n.Spec.DiskID) != "" {
-		return nil
-	}
-	machine, err := attest.ParseMachineID(n.Spec.MachineID)
-	if err != nil {
-		return err
-	}
-	if err := s.record("disk claim decided", n, "the disk was enrolled and nobody's"); err != nil {
-		return err
-	}
-	if err := k.ClaimDisk(ctx, Claim{Machine: machine, Disk: n.Spec.DiskID}); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
-		return err
-	}
-	return nil // somebody was faster, and whoever asks for the key is told
 }
 
 // countRefused counts nodes that no longer fit. Whoever plays joinservice towards a node can have the node count refusals, but not this process.

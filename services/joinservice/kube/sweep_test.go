@@ -183,6 +183,7 @@ func (b *broom) object(t *testing.T, there bool) {
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b := newBroom(t)
 	enrol(t, b.Kube, claim(1), "a")
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
 	b.attests(t)
