@@ -51,6 +51,8 @@ type Info struct {
 	APIServerSANs []string
 	// Components are what a joining machine installs, in that order.
 	Components []versions.Component
+	// Images are Kubernetes' own, by digest; empty in a cluster of before they were listed, which admits no machine then.
+	Images []string
 }
 
 type document struct {
@@ -60,10 +62,11 @@ type document struct {
 	ControlPlaneEndpoint string               `json:"controlPlaneEndpoint"`
 	APIServerSANs        []string             `json:"apiServerSANs,omitempty"`
 	Components           []versions.Component `json:"components"`
+	Images               []string             `json:"images,omitempty"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
-// apiServerSANs and components.
+// apiServerSANs, components and images.
 func Parse(data []byte) (*Info, error) {
 	var d document
 	dec := json.NewDecoder(bytes.NewReader(data))
@@ -89,9 +92,14 @@ func Parse(data []byte) (*Info, error) {
 	if slices.Contains(d.APIServerSANs, "") {
 		return nil, fmt.Errorf("%s: apiServerSANs: one is empty", Key)
 	}
+	if len(d.Images) > 0 {
+		if _, err := versions.ParseImages(d.Images); err != nil {
+			return nil, fmt.Errorf("%s: %w", Key, err)
+		}
+	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
-		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components,
+		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images,
 	}, nil
 }
 
@@ -99,7 +107,7 @@ func Parse(data []byte) (*Info, error) {
 func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
-		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components,
+		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images,
 	})
 }
 

@@ -260,7 +260,7 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 		IdempotencyKey: i.secrets.IdempotencyKey[:], InitSecret: i.secrets.Init[:], RootSecret: i.secrets.Root[:], Salt: i.secrets.Salt[:],
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
-		Components: list.Wire(), DiskSalt: salt[:],
+		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
 	})
 	for event, err := range events {
 		if err != nil {

@@ -65,9 +65,11 @@ type List struct {
 	Kind string `json:"kind"`
 	// Components in the order in which they are installed.
 	Components []Component `json:"components"`
+	// Images are those that [ParseImages] reads.
+	Images []string `json:"images"`
 }
 
-// NewList gives a list that [Parse] reads.
+// NewList gives a list that [Parse] reads, once it has images.
 func NewList(components ...Component) List {
 	return List{APIVersion: "muster.dev/v1alpha1", Kind: "ComponentList", Components: components}
 }
@@ -75,6 +77,18 @@ func NewList(components ...Component) List {
 // Parse reads a list, YAML or JSON. A field that does not exist, or a component that the
 // bootstrapper would refuse by its form, is an error that names it.
 func Parse(data []byte) (List, error) {
+	l, err := ParseUnpinned(data)
+	if err != nil {
+		return List{}, err
+	}
+	if _, err := ParseImages(l.Images); err != nil {
+		return List{}, fmt.Errorf("component list: %w", err)
+	}
+	return l, nil
+}
+
+// ParseUnpinned is [Parse] for a list that has no digests of images yet. Nothing but who adds them may use it.
+func ParseUnpinned(data []byte) (List, error) {
 	var l List
 	asJSON, err := yaml.YAMLToJSONStrict(data)
 	if err != nil {

@@ -18,7 +18,6 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -134,7 +133,7 @@ type initOrder struct {
 	root              *keys.Root
 	rawRoot, rawSalt  []byte              // for the Secret that the key service reads
 	request           *initv1.InitRequest // without secrets
-	components        []component.Component
+	software          *software
 	meta              *metadata.Machine
 }
 
@@ -182,7 +181,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 			return nil, invalid("api_server_sans: %q is neither a name nor an address", s)
 		}
 	}
-	list, err := component.Parse(req.GetComponents())
+	list, err := parseSoftware(req.GetComponents(), req.GetImages())
 	if err != nil {
 		return nil, err
 	}
@@ -194,7 +193,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	}
 	return &initOrder{
 		kind: kind, keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
-		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, components: list,
+		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, software: list,
 	}, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -200,6 +201,12 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 			return err
 		}
 	}
+	var proxy []runtime.Object
+	if o.kind == journal.KindInit {
+		if proxy, err = b.proxy(ctx, o); err != nil {
+			return err
+		}
+	}
 	r.tell(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
 	kubeconfig, err := os.ReadFile(b.on(adminConf))
 	if err != nil {
@@ -212,8 +219,9 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		Info: clusterinfo.Info{
 			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
 			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), APIServerSANs: kubeadm.APIServerSANs(b.image, o.request.GetApiServerSans()),
-			Components: clusterComponents(o.request.GetComponents()),
+			Components: o.software.list.Components, Images: o.software.list.Images,
 		},
+		Proxy: proxy,
 	})
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's own objects: %w", err)
@@ -224,7 +232,7 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 
 // makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before.
 func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool) error {
-	if err := b.install(ctx, r.order.components, r.tell); err != nil {
+	if err := b.install(ctx, r.order.software, true, r.tell); err != nil {
 		return err
 	}
 	if b.lock.record().Step >= journal.StepKubeadmRan && !changed {
@@ -236,12 +244,16 @@ func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool
 	return b.kubeadmInit(ctx, r.order, r.tell)
 }
 
-func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
-	config, err := kubeadm.Init(b.image, kubeadm.Cluster{
+func (b *Bootstrapper) initConfig(o *initOrder) ([]byte, error) {
+	return kubeadm.Init(b.image, kubeadm.Cluster{
 		Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
 		PodCIDRs: o.request.GetPodCidrs(), ServiceCIDRs: o.request.GetServiceCidrs(), APIServerSANs: o.request.GetApiServerSans(),
-		ControlPlaneNode: kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses},
+		ControlPlaneNode: nodeOf(o.meta), Images: o.software.images,
 	})
+}
+
+func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
+	config, err := b.initConfig(o)
 	if err != nil {
 		return err
 	}
@@ -262,7 +274,7 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 	if err := b.firstKubelet(ctx, o, config); err != nil {
 		return err
 	}
-	return b.runKubeadm(ctx, "init", config, tell, stayOut)
+	return b.runKubeadm(ctx, "init", config, o.software.images, tell, stayOut)
 }
 
 // clusterComponents is how joining machines will be told what to install.

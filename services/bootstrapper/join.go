@@ -193,7 +193,7 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	if err := b.openDisk(ctx, t.diskKey, tell); err != nil {
 		return err
 	}
-	if err := b.install(ctx, t.components, tell); err != nil {
+	if err := b.install(ctx, t.software, t.controlPlane, tell); err != nil {
 		return err
 	}
 	before, after := stayOut, stayOut
@@ -216,7 +216,7 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 		return err
 	}
 	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
-	if err := b.runKubeadm(ctx, "join", config, tell, after); err != nil {
+	if err := b.runKubeadm(ctx, "join", config, t.software.images, tell, after); err != nil {
 		return err
 	}
 	if err := b.finish(ctx); err != nil {

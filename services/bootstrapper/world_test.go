@@ -371,7 +371,7 @@ func (w *world) request() *initv1.InitRequest {
 	return &initv1.InitRequest{
 		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32), DiskSalt: bytes.Repeat([]byte{0xDF}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
-		ApiServerSans: []string{"api.example.com"}, Components: w.components(),
+		ApiServerSans: []string{"api.example.com"}, Components: w.components(), Images: machinetest.Images().References(),
 	}
 }
 

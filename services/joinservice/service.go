@@ -264,7 +264,7 @@ func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
 		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
 		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
 		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
-		ControlPlaneAddresses: t.controlPlanes,
+		ControlPlaneAddresses: t.controlPlanes, Images: t.info.Images,
 	}
 	if t.token != nil {
 		out.BootstrapToken = t.token.Expose()

@@ -276,8 +276,10 @@ type IssueJoinTicketResponse struct {
 	// them; 1 to 64. The joiner asks etcd there for members that an unfinished join has
 	// left. Empty for a worker.
 	ControlPlaneAddresses []string `protobuf:"bytes,14,rep,name=control_plane_addresses,json=controlPlaneAddresses,proto3" json:"control_plane_addresses,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Kubernetes' own images by digest, as in InitRequest (B9).
+	Images        []string `protobuf:"bytes,15,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketResponse) Reset() {
@@ -404,6 +406,13 @@ func (x *IssueJoinTicketResponse) GetLeaseLifetime() *durationpb.Duration {
 func (x *IssueJoinTicketResponse) GetControlPlaneAddresses() []string {
 	if x != nil {
 		return x.ControlPlaneAddresses
+	}
+	return nil
+}
+
+func (x *IssueJoinTicketResponse) GetImages() []string {
+	if x != nil {
+		return x.Images
 	}
 	return nil
 }
@@ -1224,7 +1233,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x125\n" +
 	"\tdisk_mode\x18\x04 \x01(\x0e2\x18.muster.join.v1.DiskModeR\bdiskMode\x12,\n" +
 	"\x12kubelet_client_csr\x18\x05 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\xea\x05\n" +
+	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\x82\x06\n" +
 	"\x17IssueJoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x19\n" +
 	"\bdisk_key\x18\x02 \x01(\fR\adiskKey\x12\x1d\n" +
@@ -1244,7 +1253,8 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"expires_at\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12,\n" +
 	"\x0fbootstrap_token\x18\f \x01(\tB\x03\x80\x01\x01R\x0ebootstrapToken\x12@\n" +
 	"\x0elease_lifetime\x18\r \x01(\v2\x19.google.protobuf.DurationR\rleaseLifetime\x126\n" +
-	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\"@\n" +
+	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\x12\x16\n" +
+	"\x06images\x18\x0f \x03(\tR\x06images\"@\n" +
 	"\x10ControlPlaneFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
