@@ -53,6 +53,8 @@ type Info struct {
 	Components []versions.Component
 	// Images are Kubernetes' own, by digest; empty in a cluster of before they were listed, which admits no machine then.
 	Images []string
+	// Adopted says that the cluster was there before Muster.
+	Adopted bool
 }
 
 type document struct {
@@ -63,6 +65,7 @@ type document struct {
 	APIServerSANs        []string             `json:"apiServerSANs,omitempty"`
 	Components           []versions.Component `json:"components"`
 	Images               []string             `json:"images,omitempty"`
+	Adopted              bool                 `json:"adopted,omitempty"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
@@ -99,7 +102,7 @@ func Parse(data []byte) (*Info, error) {
 	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
-		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images,
+		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images, Adopted: d.Adopted,
 	}, nil
 }
 
@@ -107,7 +110,7 @@ func Parse(data []byte) (*Info, error) {
 func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
-		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images,
+		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images, Adopted: i.Adopted,
 	})
 }
 

@@ -67,6 +67,8 @@ type List struct {
 	Components []Component `json:"components"`
 	// Images are those that [ParseImages] reads.
 	Images []string `json:"images"`
+	// Adopted is set by machines alone: the cluster was there before Muster.
+	Adopted bool `json:"adopted,omitempty"`
 }
 
 // NewList gives a list that [Parse] reads, once it has images.
@@ -131,6 +133,16 @@ func (c Component) check() error {
 		return fmt.Errorf("%s: mode: a file needs one, an archive has none", c.URL)
 	}
 	return nil
+}
+
+// FromWire gives a list of what requests carry. It is what [Parse] reads only if both are well formed.
+func FromWire(components []*initv1.Component, images []string) List {
+	l := NewList()
+	for _, c := range components {
+		l.Components = append(l.Components, Component{URL: c.GetUrl(), SHA256: hex.EncodeToString(c.GetSha256()), Path: c.GetPath(), Mode: Mode(c.GetMode()), Extract: c.GetExtract()})
+	}
+	l.Images = images
+	return l
 }
 
 // Wire gives the components as requests carry them.

@@ -3,10 +3,7 @@ package bootstrapper
 import (
 	"bytes"
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path"
 	"time"
@@ -26,8 +23,6 @@ import (
 const (
 	// sandboxFile is what containerd's configuration imports. It is in memory, so each boot writes it anew, before a pod starts.
 	sandboxFile = "/run/muster/containerd/sandbox.toml"
-	// listFile has the cluster's list as the machine last installed it.
-	listFile = "/var/lib/muster/components.json"
 	// pullTries is how often an image is asked for.
 	pullTries = 6
 )
@@ -41,8 +36,7 @@ type software struct {
 
 // parseSoftware checks what an owner or a joinservice lists.
 func parseSoftware(components []*initv1.Component, images []string) (*software, error) {
-	out := &software{list: versions.NewList(clusterComponents(components)...)}
-	out.list.Images = images
+	out := &software{list: versions.FromWire(components, images)}
 	var err error
 	if out.components, err = component.Parse(components); err != nil {
 		return nil, err
@@ -136,33 +130,4 @@ func (b *Bootstrapper) proxy(ctx context.Context, o *initOrder) ([]runtime.Objec
 		return nil, attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm's manifest of kube-proxy: %w", err)
 	}
 	return kubeadm.Proxy(lines, o.software.images[versions.Proxy])
-}
-
-// keepList notes what the cluster lists, for the next boot.
-func (b *Bootstrapper) keepList(list versions.List) error {
-	text, err := json.Marshal(list)
-	if err != nil {
-		return err
-	}
-	return machine.WriteFile(b.on(listFile), text, 0o600, 0o700)
-}
-
-// recallSandbox tells containerd of the sandbox's image after a reboot. A machine that was adopted has installed nothing, and keeps its own.
-func (b *Bootstrapper) recallSandbox(ctx context.Context) error {
-	text, err := os.ReadFile(b.on(listFile))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	list, err := versions.Parse(text)
-	if err != nil {
-		return fmt.Errorf("%s: %w", listFile, err)
-	}
-	images, err := versions.ParseImages(list.Images)
-	if err != nil {
-		return fmt.Errorf("%s: %w", listFile, err)
-	}
-	return b.pinSandbox(ctx, images[versions.Pause])
 }

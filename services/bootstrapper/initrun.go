@@ -2,7 +2,6 @@ package bootstrapper
 
 import (
 	"context"
-	"encoding/hex"
 	"fmt"
 	"log/slog"
 	"os"
@@ -17,7 +16,6 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -219,7 +217,7 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		Info: clusterinfo.Info{
 			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
 			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), APIServerSANs: kubeadm.APIServerSANs(b.image, o.request.GetApiServerSans()),
-			Components: o.software.list.Components, Images: o.software.list.Images,
+			Components: o.software.list.Components, Images: o.software.list.Images, Adopted: o.kind == journal.KindAdopt,
 		},
 		Proxy: proxy,
 	})
@@ -275,15 +273,4 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 		return err
 	}
 	return b.runKubeadm(ctx, "init", config, o.software.images, tell, stayOut)
-}
-
-// clusterComponents is how joining machines will be told what to install.
-func clusterComponents(list []*initv1.Component) []versions.Component {
-	out := make([]versions.Component, 0, len(list))
-	for _, c := range list {
-		out = append(out, versions.Component{
-			URL: c.GetUrl(), SHA256: hex.EncodeToString(c.GetSha256()), Path: c.GetPath(), Mode: versions.Mode(c.GetMode()), Extract: c.GetExtract(),
-		})
-	}
-	return out
 }

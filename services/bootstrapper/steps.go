@@ -58,7 +58,7 @@ func (b *Bootstrapper) install(ctx context.Context, s *software, controlPlane bo
 	if err := b.prepareImages(ctx, s.images, controlPlane, tell); err != nil {
 		return err
 	}
-	if err := b.keepList(s.list); err != nil {
+	if err := component.ListFile(b.on(component.KeptList)).Save(s.list); err != nil {
 		return err
 	}
 	if err := b.lock.advance(journal.StepComponents); err != nil {

@@ -7,6 +7,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -30,14 +32,17 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 
 // rejoinTicket is what a machine gets that has rebooted.
 type rejoinTicket struct {
-	id      string
-	disk    keys.Disk
-	cluster keys.ClusterID
+	id   string
+	disk keys.Disk
+	info *clusterinfo.Info
 }
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	id, _ := hex.DecodeString(t.id) // our own digits
-	return &joinv1.IssueRejoinTicketResponse{TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.cluster[:]}
+	return &joinv1.IssueRejoinTicketResponse{
+		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
+		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Adopted: t.info.Adopted, // B8
+	}
 }
 
 // parseRejoin says what is wrong with the form of a request: REQUEST_INVALID.
@@ -103,7 +108,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	s.cfg.Kube.Rejoined(peer.Machine())
-	return &rejoinTicket{id: a.id, disk: key, cluster: info.ClusterID}, nil
+	return &rejoinTicket{id: a.id, disk: key, info: info}, nil
 }
 
 // mayRejoin compares the machine with the policy in force and with its enrolment, and gives its disk's salt.

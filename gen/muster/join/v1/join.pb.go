@@ -753,7 +753,15 @@ type IssueRejoinTicketResponse struct {
 	DiskKey []byte `protobuf:"bytes,2,opt,name=disk_key,json=diskKey,proto3" json:"disk_key,omitempty"`
 	// Cluster ID, exactly 32 bytes. It is for logs: what the machine is locked to after the
 	// reboot stands in the journal on its disk.
-	ClusterId     []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	ClusterId []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	// What the machine is to run, as in a join ticket: its disk is compared with it before the
+	// kubelet starts (B8).
+	Components []*v1.Component `protobuf:"bytes,8,rep,name=components,proto3" json:"components,omitempty"`
+	// Kubernetes' own images by digest, as in a join ticket.
+	Images []string `protobuf:"bytes,9,rep,name=images,proto3" json:"images,omitempty"`
+	// The cluster was there before Muster, so a control plane's static pods need not be those
+	// that Muster makes.
+	Adopted       bool `protobuf:"varint,10,opt,name=adopted,proto3" json:"adopted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -807,6 +815,27 @@ func (x *IssueRejoinTicketResponse) GetClusterId() []byte {
 		return x.ClusterId
 	}
 	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetComponents() []*v1.Component {
+	if x != nil {
+		return x.Components
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetImages() []string {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetAdopted() bool {
+	if x != nil {
+		return x.Adopted
+	}
+	return false
 }
 
 // RenewNodeCertificatesRequest is what the machine's bootstrapper asks for. Nothing in it says who
@@ -1270,12 +1299,18 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
-	"\adisk_id\x18\x03 \x01(\tR\x06diskId\"w\n" +
+	"\adisk_id\x18\x03 \x01(\tR\x06diskId\"\xe4\x01\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
 	"\n" +
-	"cluster_id\x18\x03 \x01(\fR\tclusterId\"|\n" +
+	"cluster_id\x18\x03 \x01(\fR\tclusterId\x129\n" +
+	"\n" +
+	"components\x18\b \x03(\v2\x19.muster.init.v1.ComponentR\n" +
+	"components\x12\x16\n" +
+	"\x06images\x18\t \x03(\tR\x06images\x12\x18\n" +
+	"\aadopted\x18\n" +
+	" \x01(\bR\aadopted\"|\n" +
 	"\x1cRenewNodeCertificatesRequest\x12,\n" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
 	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\"\xbc\x01\n" +
@@ -1367,29 +1402,30 @@ var file_muster_join_v1_join_proto_depIdxs = []int32{
 	19, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
 	20, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	20, // 10: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	19, // 11: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	15, // 12: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	20, // 13: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	2,  // 14: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 15: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 16: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 17: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 18: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	13, // 19: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	16, // 20: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	3,  // 21: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 22: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 23: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 24: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 25: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	14, // 26: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	17, // 27: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	21, // [21:28] is the sub-list for method output_type
-	14, // [14:21] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	18, // 10: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	20, // 11: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	19, // 12: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	15, // 13: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	20, // 14: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	2,  // 15: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 16: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 17: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 18: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 19: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	13, // 20: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	16, // 21: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	3,  // 22: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 23: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 24: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 25: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 26: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	14, // 27: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	17, // 28: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	22, // [22:29] is the sub-list for method output_type
+	15, // [15:22] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
