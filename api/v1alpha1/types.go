@@ -194,6 +194,11 @@ type AttestedNodeStatus struct {
 	//
 	// +kubebuilder:validation:Minimum=0
 	ResetCount *int64 `json:"resetCount,omitempty"`
+	// Boot is the machine's latest boot of which evidence was accepted (J11). Without it, the machine's
+	// next boot is believed.
+	//
+	// +optional
+	Boot *Boot `json:"boot,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
 	// ReleasedAt is when the machine returned the ticket that had enrolled it, or its last ticket
@@ -207,11 +212,36 @@ type AttestedNodeStatus struct {
 	// the first report those that were made for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API. Vanished is True while the node shows no
-	// sign of life.
+	// sign of life, Cloned once a second machine has shown the TPM of this one.
 	//
 	// +listType=map
 	// +listMapKey=type
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// Boot is one boot of a machine, as a quote of its TPM and the machine itself say it.
+type Boot struct {
+	// ResetCount and RestartCount are the TPM's counters (TPM 2.0 Library, Part 2, TPMS_CLOCK_INFO). Together, in this
+	// order, they are higher in each later boot.
+	//
+	// +kubebuilder:validation:Minimum=0
+	ResetCount int64 `json:"resetCount"`
+	// +kubebuilder:validation:Minimum=0
+	RestartCount int64 `json:"restartCount"`
+	// Clock is the TPM's clock in milliseconds. It does not go back within a boot.
+	//
+	// +kubebuilder:validation:Minimum=0
+	Clock int64 `json:"clock"`
+	// SecretHash is the SHA-256 of the secret that the machine has made for this boot, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxLength=64
+	SecretHash string `json:"secretHash"`
+	// Address is where the machine was when it last attested.
+	//
+	// +kubebuilder:validation:MaxLength=45
+	Address string `json:"address,omitempty"`
+	// Since is when the first evidence of this boot was verified.
+	Since metav1.MicroTime `json:"since"`
 }
 
 // NodeCertificates are the kubelet's. Nothing is decided on them.
@@ -267,6 +297,10 @@ const FormerAddresses = "muster.dev/former-addresses"
 
 // ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
 const ConditionVanished = "Vanished"
+
+// ConditionCloned is True on an AttestedNode once a second machine has shown the TPM of its machine, until the owner has
+// decided which one is genuine (J11). The message names both addresses.
+const ConditionCloned = "Cloned"
 
 // AttestedNodeList is a list of enrolments.
 //

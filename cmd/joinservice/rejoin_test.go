@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -35,7 +37,7 @@ func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
 
 // again is what w1 asks for after a reboot.
 func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoinTicketRequest {
-	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1}
+	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: oneSecret}
 	for _, c := range changes {
 		c(r)
 	}
@@ -64,7 +66,7 @@ func (s *stage) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRej
 	})
 }
 
-func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
+func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
 	before := s.Node(t, "w1")
@@ -75,7 +77,12 @@ func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
 	if !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
 		t.Errorf("ticket %v", resp)
 	}
-	if after := s.Node(t, "w1"); after.ResourceVersion != before.ResourceVersion {
+	after := s.Node(t, "w1")
+	if b := after.Status.Boot; b == nil || b.ResetCount != before.Status.Boot.ResetCount+1 || b.Address != "127.0.0.1" { // J11
+		t.Errorf("recorded: %+v, before: %+v", b, before.Status.Boot)
+	}
+	after.Status.Boot, after.Status.ResetCount = before.Status.Boot, before.Status.ResetCount
+	if !reflect.DeepEqual(after.Spec, before.Spec) || !reflect.DeepEqual(after.Status, before.Status) {
 		t.Errorf("its enrolment changed: %+v", after)
 	}
 	s.noRequests(t)
@@ -151,6 +158,8 @@ func TestRefusedRejoins(t *testing.T) {
 		"an unknown role":    {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no disk":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a disk in braces":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no boot secret":       {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an empty boot secret": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 	} {
 		t.Run(name, func(t *testing.T) {
 			asks := tt.machine
@@ -187,8 +196,17 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
 		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
 		"one that runs already":         {func(_ *testing.T, s *stage, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
 		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
-			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
+		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
+		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) {
+				n := *st.ResetCount + 1000
+				st.ResetCount, st.Boot = &n, nil
+			})
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
 		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")

@@ -42,6 +42,7 @@ import (
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -271,6 +272,9 @@ type wish struct {
 	client, serving *ecdsa.PrivateKey
 }
 
+// oneSecret is the boot secret of all machines that are not copies: their TPMs tell their boots apart.
+var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
+
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
 // worker is what a good worker w1 asks for; each change is made before its requests are signed.
@@ -314,7 +318,7 @@ func (w *wishes) sign(t *testing.T) *wish {
 	}
 	out.IssueJoinTicketRequest = &joinv1.IssueJoinTicketRequest{
 		NodeName: w.name, Role: w.role, DiskId: w.disk, DiskMode: w.mode,
-		KubeletClientCsr: csr(t, client, out.client), KubeletServingCsr: csr(t, serving, out.serving),
+		KubeletClientCsr: csr(t, client, out.client), KubeletServingCsr: csr(t, serving, out.serving), BootSecret: oneSecret,
 	}
 	if w.request != nil {
 		w.request(out.IssueJoinTicketRequest)

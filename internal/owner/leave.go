@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
@@ -147,8 +149,11 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
 	if sameMachine && sameDisk && !have.Banned {
-		if out.resets = to.MachineID != "" && p.Enrolment.Status.ResetCount != nil; out.resets {
+		if out.resets = to.MachineID != "" && cluster.HasBoots(&p.Enrolment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
+			if c := meta.FindStatusCondition(p.Enrolment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
+				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+c.Message)
+			}
 		}
 		out.Nothing = !out.resets
 		return out, nil

@@ -84,6 +84,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder of this cluster: its owner.key signs the order."},
+	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have the same TPM state, or an older state was put back: `muster status` shows both addresses. Switch off the one that is a copy; then `muster replace NAME --tpm MACHINE-ID`, with the ID that is enrolled, lets the other one go on."},
 	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "Let the machine attest with the endorsement key that it is enrolled with, or let that node be forgotten with `muster forget NAME`."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},

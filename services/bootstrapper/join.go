@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -141,6 +142,11 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
+	secret, err := bootsecret.Load(b.cfg.Root)
+	if err != nil {
+		return err
+	}
+	req.BootSecret = secret.Expose() // J11
 	ask, cancel := context.WithTimeout(ctx, b.cfg.Timing.Ticket)
 	defer cancel()
 	tell(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")

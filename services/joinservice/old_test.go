@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"log/slog"
@@ -110,7 +111,7 @@ func (l *lone) places(event, metric string) refusaltest.Places {
 }
 
 func (l *lone) rejoin(t *testing.T) error {
-	_, err := l.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+	_, err := l.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: bytes.Repeat([]byte{1}, 32)})
 	return err
 }
 

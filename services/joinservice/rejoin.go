@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// IssueRejoinTicket implements the RPC. It has no side effects but its records.
+// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that of the machine's boot.
 func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.rejoin(ctx, a, req)
@@ -80,9 +80,12 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	a.record.Disk = claim.Disk
-	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
+	claim.Machine = peer.Machine() // J1: the peer's
+	if claim.Boot, err = bootOf(ctx, peer, req.GetBootSecret()); err != nil {
+		return nil, err
+	}
 	claim.AK = hex.EncodeToString(peer.Claims().AKName())
-	salt, err := s.mayRejoin(ctx, a, peer, claim)
+	rejoining, err := s.mayRejoin(ctx, a, peer, claim)
 	if err != nil {
 		s.undoVerdict(ctx, a, peer, err)
 		return nil, err
@@ -97,38 +100,47 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	key, err := s.cfg.Keys.Disk(ctx, disk, salt)
+	if err := rejoining.AwaitEarlier(ctx); err != nil { // J11
+		return nil, err
+	}
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
+		return nil, err
+	}
+	if err := rejoining.Record(ctx); err != nil { // J11: before the key leaves
+		return nil, err
+	}
+	key, err := s.cfg.Keys.Disk(ctx, disk, rejoining.Salt)
 	if err != nil {
 		return nil, err
 	}
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
-	if err := s.cfg.Kube.StillHas(ctx, claim, salt); err != nil { // K4: after all that takes time
+	if err := s.cfg.Kube.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all that takes time
 		return nil, err
 	}
 	s.cfg.Kube.Rejoined(peer.Machine())
 	return &rejoinTicket{id: a.id, disk: key, info: info}, nil
 }
 
-// mayRejoin compares the machine with the policy in force and with its enrolment, and gives its disk's salt.
-func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (kube.Salt, error) {
+// mayRejoin compares the machine with the policy in force and with its enrolment.
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (*kube.Rejoining, error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
-		return kube.Salt{}, err
+		return nil, err
 	}
 	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())
 	if err != nil {
-		return kube.Salt{}, err
+		return nil, err
 	}
 	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	p, err := s.cfg.Policy.Current()
 	if err != nil {
-		return kube.Salt{}, err
+		return nil, err
 	}
 	if !p.Policy.AllowsRole(string(claim.Role)) {
-		return kube.Salt{}, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+		return nil, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
 	}
 	return s.cfg.Kube.Rejoin(ctx, claim)
 }

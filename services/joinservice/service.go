@@ -14,6 +14,7 @@
 //	J6  CA keys go to enrolled control planes only;
 //	J7  a node's certificate is renewed on a recent verdict on its machine only;
 //	J8  one machine at a time becomes a control plane;
+//	J11 of a machine and its copies, one gets the key: that of the latest boot;
 //	K4  no key leaves for a disk whose salt was deleted.
 //
 // Who did not attest gets one thing only, and by the owner's signature:
@@ -224,6 +225,9 @@ func (s *Service) write(a *attempt, event string) error {
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
+	if c, ok := errors.AsType[*kube.Clone](err); ok { // J11
+		s.cfg.Kube.ReportClone(ctx, c)
+	}
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
 	if werr := s.cfg.Rations.Write(r.Machine, r); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)

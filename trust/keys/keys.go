@@ -190,6 +190,35 @@ type EtcdEncryption struct {
 // EtcdEncryption.
 func (e EtcdEncryption) Expose() []byte { return e.key.reveal() }
 
+// BootSecret tells one boot of a machine from that of a copy: 32 random bytes that the machine makes once in each boot, and
+// that no key follows from.
+type BootSecret struct {
+	_     [0]func() // not comparable: == is not constant time
+	bytes secret
+}
+
+// NewBootSecret makes one.
+func NewBootSecret() BootSecret {
+	b := make([]byte, Size)
+	_, _ = rand.Read(b) // never fails
+	return BootSecret{bytes: hide(b)}
+}
+
+// ParseBootSecret takes one as it came over the wire or out of a file: exactly [Size] bytes that are not all zeroes. The
+// slice is copied.
+func ParseBootSecret(b []byte) (BootSecret, error) {
+	if len(b) != Size || [Size]byte(b) == [Size]byte{} {
+		return BootSecret{}, fmt.Errorf("a boot secret has %d bytes, not all of them zero; this one has %d", Size, len(b))
+	}
+	return BootSecret{bytes: hide(b)}, nil
+}
+
+// Expose gives a copy of the secret, for the places that send it and keep it. It is nil for the zero BootSecret.
+func (b BootSecret) Expose() []byte { return b.bytes.reveal() }
+
+// Hash returns the SHA-256 of the secret, which is no secret.
+func (b BootSecret) Hash() [sha256.Size]byte { return sha256.Sum256(b.bytes.reveal()) }
+
 // derive cannot fail: RFC 5869 limits the length to 255 hashes, and the key is 32 bytes long.
 func derive(key secret, salt []byte, info string) secret {
 	out, err := hkdf.Key(sha256.New, key.reveal(), salt, info, Size)

@@ -2,6 +2,7 @@ package keys_test
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/gob"
 	"encoding/hex"
 	"encoding/json"
@@ -179,7 +180,7 @@ func TestWrongLengthsAreRefused(t *testing.T) {
 	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}, keys.DiskSalt{1}); !errors.Is(err, keys.ErrDiskID) {
 		t.Errorf("a key for no disk: %v", err)
 	}
-	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil {
+	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil || (keys.BootSecret{}).Expose() != nil {
 		t.Error("a zero value has a key")
 	}
 }
@@ -207,6 +208,10 @@ func TestSecretsNeverPrint(t *testing.T) {
 	// No method makes one of chosen bytes: what is derived is looked for below.
 	etcd := root.EtcdEncryption()
 	derived := etcd.Expose()
+	boot, err := keys.ParseBootSecret(raw[:])
+	if err != nil {
+		t.Fatal(err)
+	}
 	type exported struct {
 		Root *keys.Root
 		Disk keys.Disk
@@ -218,7 +223,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 	}
 	values := map[string]any{
 		"root": root, "root value": reflect.ValueOf(root).Elem().Interface(), "disk": disk, "pointer to a disk": &disk,
-		"etcd key": etcd, "etcd key inside": struct{ key keys.EtcdEncryption }{etcd},
+		"boot secret": boot, "boot secret inside": struct{ secret keys.BootSecret }{boot}, "etcd key": etcd, "etcd key inside": struct{ key keys.EtcdEncryption }{etcd},
 		"struct": exported{root, disk}, "pointer to a struct": &exported{root, disk},
 		"unexported fields": unexported{root, disk, map[string][]any{"x": {disk, root}}},
 		"slice":             []keys.Disk{disk}, "error": fmt.Errorf("wrapped: %v", disk),
@@ -261,7 +266,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 }
 
 func TestSecretsAreNotComparable(t *testing.T) {
-	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk](), reflect.TypeFor[keys.EtcdEncryption]()} {
+	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk](), reflect.TypeFor[keys.EtcdEncryption](), reflect.TypeFor[keys.BootSecret]()} {
 		if typ.Comparable() {
 			t.Errorf("%s is comparable with ==", typ)
 		}
@@ -285,4 +290,19 @@ func FuzzParseDiskID(f *testing.F) {
 			t.Errorf("%q was read as %q", s, id)
 		}
 	})
+}
+
+func TestABootSecretHasOneForm(t *testing.T) {
+	for name, b := range map[string][]byte{"none": nil, "a short one": make([]byte, 31), "a long one": bytes.Repeat([]byte{1}, 33), "one that nobody filled in": make([]byte, 32)} {
+		if _, err := keys.ParseBootSecret(b); err == nil {
+			t.Errorf("%s is accepted", name)
+		}
+	}
+	one, two := keys.NewBootSecret(), keys.NewBootSecret()
+	if one.Hash() == two.Hash() || one.Hash() != sha256.Sum256(one.Expose()) {
+		t.Error("two are the same, or the hash is another one")
+	}
+	if again, err := keys.ParseBootSecret(one.Expose()); err != nil || again.Hash() != one.Hash() {
+		t.Errorf("it does not come back: %v", err)
+	}
 }

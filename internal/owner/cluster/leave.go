@@ -12,6 +12,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -264,11 +265,18 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	return retired, nil
 }
 
-// ForgetResets lets the name's machine begin to count its TPM's resets anew. Nothing else changes: it is the same machine.
+// HasBoots says whether anything is known of the boots of the enrollment's machine, or of a copy of it.
+func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
+	return s.ResetCount != nil || s.Boot != nil || meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionCloned) != nil
+}
+
+// ForgetResets lets the name's machine begin to count its TPM's resets anew: whichever boot attests next is believed (J11).
+// Nothing else changes: it is the same machine.
 func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
 	if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		was := n.Status.ResetCount != nil
-		n.Status.ResetCount = nil
+		was := HasBoots(&n.Status)
+		n.Status.ResetCount, n.Status.Boot = nil, nil
+		meta.RemoveStatusCondition(&n.Status.Conditions, v1alpha1.ConditionCloned)
 		return was
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)

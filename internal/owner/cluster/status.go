@@ -10,6 +10,8 @@ import (
 	"unicode"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -84,18 +86,20 @@ type NodeStatus struct {
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
 	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
-	Enrolled   bool       `json:"enrolled"`
-	Role       string     `json:"role,omitempty"`
-	MachineID  string     `json:"machineID,omitempty"`
-	DiskMode   string     `json:"diskMode,omitempty"`
-	Banned     bool       `json:"banned,omitempty"`
-	Deleting   bool       `json:"deleting,omitempty"`
-	Accepted   *bool      `json:"accepted,omitempty"`
-	Reason     string     `json:"reason,omitempty"`
-	JudgedAt   *time.Time `json:"judgedAt,omitempty"`
-	Serial     int64      `json:"policySerial,omitempty"`
-	Generation int64      `json:"policyGeneration,omitempty"`
-	Kubelet    string     `json:"kubelet,omitempty"`
+	Enrolled  bool       `json:"enrolled"`
+	Role      string     `json:"role,omitempty"`
+	MachineID string     `json:"machineID,omitempty"`
+	DiskMode  string     `json:"diskMode,omitempty"`
+	Banned    bool       `json:"banned,omitempty"`
+	Deleting  bool       `json:"deleting,omitempty"`
+	Accepted  *bool      `json:"accepted,omitempty"`
+	Reason    string     `json:"reason,omitempty"`
+	JudgedAt  *time.Time `json:"judgedAt,omitempty"`
+	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
+	Cloned     string `json:"cloned,omitempty"`
+	Serial     int64  `json:"policySerial,omitempty"`
+	Generation int64  `json:"policyGeneration,omitempty"`
+	Kubelet    string `json:"kubelet,omitempty"`
 	// ClientExpires and ServingExpires are when the kubelet's certificates end, as its
 	// machine reports them.
 	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
@@ -209,6 +213,9 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
 		if c := n.Status.Certificates; c != nil {
 			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)
+		}
+		if c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionCloned); c != nil && c.Status == metav1.ConditionTrue {
+			s.Cloned = c.Message
 		}
 		if v := n.Status.LastVerdict; v != nil {
 			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time

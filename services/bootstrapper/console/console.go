@@ -163,6 +163,7 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_NOT_ENROLLED:        "this machine is not enrolled, or no longer: the owner must enrol it; one that was forgotten starts over with an empty state disk",
 	attestv1.Reason_REASON_NAME_TAKEN:          "the name of this machine belongs to another one",
 	attestv1.Reason_REASON_NAME_MISMATCH:       "this machine is enrolled under another name",
+	attestv1.Reason_REASON_MACHINE_CLONED:      "this machine, or a copy of it, has booted since with the same TPM",
 	attestv1.Reason_REASON_TPM_KNOWN:           "this machine's TPM is enrolled already, as another machine",
 	attestv1.Reason_REASON_NODE_EXISTS:         "there is a node of that name that was not enrolled",
 	attestv1.Reason_REASON_ROLE_REFUSED:        "this machine may not have that role",

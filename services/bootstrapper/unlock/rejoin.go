@@ -10,6 +10,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
@@ -141,7 +142,11 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	if meta.Role == metadata.RoleControlPlane {
 		role = joinv1.Role_ROLE_CONTROL_PLANE
 	}
-	resp, err := client.IssueRejoinTicket(asking, &joinv1.IssueRejoinTicketRequest{NodeName: meta.Name, Role: role, DiskId: s.id.String()})
+	secret, err := bootsecret.Load(s.cfg.Root)
+	if err != nil {
+		return err
+	}
+	resp, err := client.IssueRejoinTicket(asking, &joinv1.IssueRejoinTicketRequest{NodeName: meta.Name, Role: role, DiskId: s.id.String(), BootSecret: secret.Expose() /* J11 */})
 	if err != nil {
 		return err
 	}

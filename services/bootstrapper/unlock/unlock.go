@@ -96,6 +96,8 @@ type Config struct {
 	Image *metadata.Image
 	// Metadata reads the machine's metadata; it is called for each try.
 	Metadata func() (*metadata.Machine, error)
+	// Root stands for the root of the file system: "/" on a machine. The secret of this boot is below it.
+	Root string
 	// Disk is the state disk.
 	Disk Disk
 	// TPM is the machine's.
@@ -142,7 +144,7 @@ type Unlocker struct {
 
 // New returns an Unlocker, or says which part of cfg is missing or wrong.
 func New(cfg Config) (*Unlocker, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Disk == nil || cfg.Policy == nil || cfg.List == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Root == "" || cfg.Disk == nil || cfg.Policy == nil || cfg.List == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("unlock: New: every field of Config but Recovery and Console is required")
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)

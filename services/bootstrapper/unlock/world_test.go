@@ -150,6 +150,7 @@ type world struct {
 	timing   unlock.Timing
 	judged   *journal.File // the policy that the key came under
 	list     component.ListFile
+	root     string
 
 	planes []*attesttest.Machine // that the cluster's policy lists as control planes
 	next   int                   // which of them like gives next
@@ -170,7 +171,7 @@ func newWorld(t testing.TB) *world {
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
-		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), list: component.ListFile(filepath.Join(t.TempDir(), "list")),
+		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), list: component.ListFile(filepath.Join(t.TempDir(), "list")),
 		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
@@ -206,7 +207,7 @@ func (w *world) config() unlock.Config {
 	}
 	w.t.Cleanup(func() { _ = c.Close() })
 	return unlock.Config{
-		Image: w.image, Metadata: w.metadata, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
+		Image: w.image, Metadata: w.metadata, Root: w.root, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
 		Policy: w.judged, List: w.list, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
 	}
 }

@@ -49,7 +49,7 @@ type SweepConfig struct {
 	VerdictMaxAge time.Duration
 	// Audit keeps the records of releases.
 	Audit *audit.Log
-	// Metrics takes muster_nodes_vanished and muster_nodes_refused.
+	// Metrics takes muster_nodes_vanished, muster_nodes_refused and muster_nodes_cloned.
 	Metrics prometheus.Registerer
 }
 
@@ -70,6 +70,7 @@ type Sweeper struct {
 	cfg      SweepConfig
 	vanished *prometheus.GaugeVec
 	refused  *prometheus.GaugeVec
+	cloned   prometheus.Gauge
 	// missing is since when a node has no Node, as far as we have looked; stray is what stood in the list
 	// without an enrolment the last time.
 	missing map[string]time.Time
@@ -92,8 +93,9 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 		kube: k, cfg: cfg, missing: map[string]time.Time{}, stray: map[string]string{},
 		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
 		refused:  prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_refused", Help: "Enrolled nodes, not banned, whose machine's last genuine evidence was refused, by reason."}, []string{"reason"}),
+		cloned:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_nodes_cloned", Help: "Enrolled nodes whose TPM a second machine has shown, until the owner has decided which is genuine."}),
 	}
-	if err := errors.Join(cfg.Metrics.Register(s.vanished), cfg.Metrics.Register(s.refused)); err != nil {
+	if err := errors.Join(cfg.Metrics.Register(s.vanished), cfg.Metrics.Register(s.refused), cfg.Metrics.Register(s.cloned)); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
 	return s, nil
@@ -179,17 +181,22 @@ func (s *Sweeper) lapse(ctx context.Context) {
 	}
 }
 
-// countRefused counts nodes that no longer fit. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
+// countRefused counts nodes that no longer fit, and those that were cloned. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
 	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
 		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // none is a value too: without it nobody can tell that from a joinservice that does not count
 	}
+	cloned := 0.0
 	for _, n := range nodes {
+		if meta.IsStatusConditionTrue(n.Status.Conditions, v1alpha1.ConditionCloned) {
+			cloned++
+		}
 		if v := n.Status.LastVerdict; v != nil && !v.Accepted && !n.ShutOut() {
 			s.refused.WithLabelValues(v.Reason).Inc()
 		}
 	}
+	s.cloned.Set(cloned)
 }
 
 // look deals with one enrolment, and says how its node vanished; empty: it has not.

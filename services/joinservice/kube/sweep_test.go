@@ -335,7 +335,7 @@ func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
 	if shared.Node(t, "w1") == nil || shared.Listed(t)["w1"] == "" {
 		t.Error("it is gone")
 	}
-	if _, err := b.Reattest(t.Context(), claim(1).Machine, ticket("")); err != nil {
+	if _, err := b.Reattest(t.Context(), claim(1).Machine, claim(1).Boot, ticket("")); err != nil {
 		t.Errorf("its machine cannot attest: %v", err)
 	}
 }

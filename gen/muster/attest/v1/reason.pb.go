@@ -147,6 +147,9 @@ const (
 	// The disk's salt was deleted, so its key can't be derived any more. A disk that is
 	// formatted again has another UUID, and another key.
 	Reason_REASON_DISK_ERASED Reason = 103
+	// A later boot of the machine is known, or this one with another secret: two machines have
+	// the same TPM state, or an older state was put back.
+	Reason_REASON_MACHINE_CLONED Reason = 101
 	// The caller's service-account token is missing, expired or of somebody else.
 	Reason_REASON_WORKLOAD_IDENTITY Reason = 110
 	// The caller's token belongs to a pod on another machine than the attested one.
@@ -220,6 +223,7 @@ var (
 		99:  "REASON_TPM_KNOWN",
 		100: "REASON_OWNER_SIGNATURE",
 		103: "REASON_DISK_ERASED",
+		101: "REASON_MACHINE_CLONED",
 		110: "REASON_WORKLOAD_IDENTITY",
 		111: "REASON_WORKLOAD_NODE",
 		112: "REASON_ROOT_SEALED",
@@ -284,6 +288,7 @@ var (
 		"REASON_TPM_KNOWN":               99,
 		"REASON_OWNER_SIGNATURE":         100,
 		"REASON_DISK_ERASED":             103,
+		"REASON_MACHINE_CLONED":          101,
 		"REASON_WORKLOAD_IDENTITY":       110,
 		"REASON_WORKLOAD_NODE":           111,
 		"REASON_ROOT_SEALED":             112,
@@ -323,7 +328,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\x85\r\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xa0\r\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -382,7 +387,8 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x1aREASON_CERTIFICATE_RETIRED\x10b\x12\x14\n" +
 	"\x10REASON_TPM_KNOWN\x10c\x12\x1a\n" +
 	"\x16REASON_OWNER_SIGNATURE\x10d\x12\x16\n" +
-	"\x12REASON_DISK_ERASED\x10g\x12\x1c\n" +
+	"\x12REASON_DISK_ERASED\x10g\x12\x19\n" +
+	"\x15REASON_MACHINE_CLONED\x10e\x12\x1c\n" +
 	"\x18REASON_WORKLOAD_IDENTITY\x10n\x12\x18\n" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
 	"\x12REASON_ROOT_SEALED\x10p\x12\x15\n" +

@@ -158,8 +158,13 @@ type IssueJoinTicketRequest struct {
 	// the same subject, DNS SAN exactly NAME, IP SANs the node's addresses. Otherwise
 	// CSR_INVALID; ADDRESS_REFUSED for an address that is not the node's to have.
 	KubeletServingCsr []byte `protobuf:"bytes,6,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The secret of this boot: 32 random bytes that the machine makes once in each boot and
+	// keeps in memory. It tells the machine from a copy of it whose TPM counts the same boot;
+	// joinservice keeps its SHA-256 alone. Refused with MACHINE_CLONED if another secret, or a
+	// later boot, is known of the machine (J11). A secret: never logged (K3).
+	BootSecret    []byte `protobuf:"bytes,7,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketRequest) Reset() {
@@ -230,6 +235,13 @@ func (x *IssueJoinTicketRequest) GetKubeletClientCsr() []byte {
 func (x *IssueJoinTicketRequest) GetKubeletServingCsr() []byte {
 	if x != nil {
 		return x.KubeletServingCsr
+	}
+	return nil
+}
+
+func (x *IssueJoinTicketRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
 	}
 	return nil
 }
@@ -558,7 +570,7 @@ func (*ReturnJoinTicketResponse) Descriptor() ([]byte, []int) {
 }
 
 // ReattestRequest says what the evidence can't. Who is meant, and what of it is judged, is the
-// evidence of the connection; nothing is decided on what stands here.
+// evidence of the connection; of what stands here, boot_secret alone decides anything.
 type ReattestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// When the client certificate ends that the kubelet has on its disk; set by the machine. Unset if
@@ -566,8 +578,11 @@ type ReattestRequest struct {
 	KubeletClientExpiresAt *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=kubelet_client_expires_at,json=kubeletClientExpiresAt,proto3" json:"kubelet_client_expires_at,omitempty"`
 	// The same of the kubelet's serving certificate.
 	KubeletServingExpiresAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=kubelet_serving_expires_at,json=kubeletServingExpiresAt,proto3" json:"kubelet_serving_expires_at,omitempty"`
-	unknownFields           protoimpl.UnknownFields
-	sizeCache               protoimpl.SizeCache
+	// The secret of this boot, as in IssueJoinTicketRequest: another form is refused with
+	// REQUEST_INVALID, that of a copy with MACHINE_CLONED (J11).
+	BootSecret    []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReattestRequest) Reset() {
@@ -610,6 +625,13 @@ func (x *ReattestRequest) GetKubeletClientExpiresAt() *timestamppb.Timestamp {
 func (x *ReattestRequest) GetKubeletServingExpiresAt() *timestamppb.Timestamp {
 	if x != nil {
 		return x.KubeletServingExpiresAt
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
 	}
 	return nil
 }
@@ -685,7 +707,11 @@ type IssueRejoinTicketRequest struct {
 	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4): that
 	// of the LUKS2 header. Refused with DISK_MISMATCH if it is not the enrolled one, or if the
 	// machine is enrolled with a plain disk, which has no key.
-	DiskId        string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	DiskId string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	// The secret of this boot, as in IssueJoinTicketRequest. Refused with MACHINE_CLONED if a
+	// later boot, or another secret of this one, is known of the machine, and if this is a later
+	// boot while the kubelet of the one before still renews its Lease (J11).
+	BootSecret    []byte `protobuf:"bytes,4,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -739,6 +765,13 @@ func (x *IssueRejoinTicketRequest) GetDiskId() string {
 		return x.DiskId
 	}
 	return ""
+}
+
+func (x *IssueRejoinTicketRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
+	}
+	return nil
 }
 
 // IssueRejoinTicketResponse is what a machine needs to go on where it was; the joinservice
@@ -851,8 +884,10 @@ type RenewNodeCertificatesRequest struct {
 	// IssueJoinTicketRequest has. Otherwise CSR_INVALID; ADDRESS_REFUSED for an address that is not in
 	// the node's enrollment.
 	KubeletServingCsr []byte `protobuf:"bytes,2,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The secret of this boot, as in ReattestRequest.
+	BootSecret    []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RenewNodeCertificatesRequest) Reset() {
@@ -895,6 +930,13 @@ func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
 func (x *RenewNodeCertificatesRequest) GetKubeletServingCsr() []byte {
 	if x != nil {
 		return x.KubeletServingCsr
+	}
+	return nil
+}
+
+func (x *RenewNodeCertificatesRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
 	}
 	return nil
 }
@@ -1255,14 +1297,16 @@ var File_muster_join_v1_join_proto protoreflect.FileDescriptor
 
 const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\n" +
-	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\x8d\x02\n" +
+	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\xb3\x02\n" +
 	"\x16IssueJoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x125\n" +
 	"\tdisk_mode\x18\x04 \x01(\x0e2\x18.muster.join.v1.DiskModeR\bdiskMode\x12,\n" +
 	"\x12kubelet_client_csr\x18\x05 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\x82\x06\n" +
+	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\x12$\n" +
+	"\vboot_secret\x18\a \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\x82\x06\n" +
 	"\x17IssueJoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x19\n" +
 	"\bdisk_key\x18\x02 \x01(\fR\adiskKey\x12\x1d\n" +
@@ -1289,17 +1333,21 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\xc1\x01\n" +
+	"\x18ReturnJoinTicketResponse\"\xe7\x01\n" +
 	"\x0fReattestRequest\x12U\n" +
 	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
-	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\"n\n" +
+	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\x12$\n" +
+	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"n\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
-	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"z\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xa0\x01\n" +
 	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
-	"\adisk_id\x18\x03 \x01(\tR\x06diskId\"\xe4\x01\n" +
+	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x12$\n" +
+	"\vboot_secret\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\xe4\x01\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
@@ -1310,10 +1358,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"components\x12\x16\n" +
 	"\x06images\x18\t \x03(\tR\x06images\x12\x18\n" +
 	"\aadopted\x18\n" +
-	" \x01(\bR\aadopted\"|\n" +
+	" \x01(\bR\aadopted\"\xa2\x01\n" +
 	"\x1cRenewNodeCertificatesRequest\x12,\n" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\"\xbc\x01\n" +
+	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\x12$\n" +
+	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\xbc\x01\n" +
 	"\x1dRenewNodeCertificatesResponse\x12\x1d\n" +
 	"\n" +
 	"renewal_id\x18\x01 \x01(\fR\trenewalId\x12<\n" +
