@@ -152,12 +152,12 @@ func TestRefusedRejoins(t *testing.T) {
 		"a disk without a salt": {unsalted, func(r *joinv1.IssueRejoinTicketRequest) {
 			r.NodeName, r.DiskId = "w4", diskNumber(8)
 		}, attestv1.Reason_REASON_DISK_ERASED},
-		"no name":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"a name with a path": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"no role":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"an unknown role":    {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"no disk":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"a disk in braces":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no name":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a name with a path":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no role":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an unknown role":      {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in braces":     {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no boot secret":       {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"an empty boot secret": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 	} {

@@ -42,8 +42,8 @@ import (
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const namespace = "muster-system"
@@ -225,7 +225,7 @@ func (s *stage) serveJoin(t *testing.T) {
 		}
 		return run(ctx, append([]string{
 			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
-			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public),
+			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
 			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
 		}, s.flags...), stderr)
 	})

@@ -113,7 +113,7 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 	if err != nil {
 		return err
 	}
-	a.remember(ctx, dir)
+	_ = a.remember(ctx, dir) // it is told
 	return a.initDone(dir)
 }
 

@@ -145,7 +145,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if err != nil {
 		return err
 	}
-	a.remember(ctx, dir)
+	_ = a.remember(ctx, dir) // it is told
 	if a.output == outputJSON {
 		return a.json(done)
 	}

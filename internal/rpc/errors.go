@@ -91,6 +91,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root."},
 
+	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Somebody put this control plane's disk back to an earlier copy, or cleared its TPM. Restore the newest disk, or look with `muster recover ADDRESS --machine-id ID` at what would be revived, and accept it."},
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 

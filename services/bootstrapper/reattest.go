@@ -262,7 +262,7 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
 		Judges: seek.Judges{
-			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
+			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: seek.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)

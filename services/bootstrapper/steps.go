@@ -200,6 +200,9 @@ func namedDisk(err error) error {
 
 // finish starts what a node needs and notes that all is done.
 func (b *Bootstrapper) finish(ctx context.Context) error {
+	if err := b.beginEpoch(ctx); err != nil {
+		return err
+	}
 	if err := b.startNode(ctx); err != nil {
 		return err
 	}

@@ -49,6 +49,9 @@ func (s *Status) attention(now time.Time) []Attention {
 	case !p.Accepted:
 		add("policy", "Look at the pods of muster-joinservice: they judge it within seconds.", "generation %d is not yet judged by the services", p.Newest)
 	}
+	if behind := s.Behind(); behind != "" {
+		add("cluster", BehindRemedy, "%s", behind)
+	}
 	for _, n := range s.Nodes {
 		s.nodeAttention(n, now, add)
 	}

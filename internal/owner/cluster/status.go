@@ -25,6 +25,8 @@ type Status struct {
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
+	// Epoch is the cluster's, which goes up with each change of the policy, of enrollments, bans and disks; 0: nobody has counted yet.
+	Epoch uint64 `json:"epoch,omitempty"`
 	// Services by name: empty if ready, else what they wait for.
 	Services map[string]string `json:"services"`
 	// Chart is the installed release; nil if there is none.
@@ -106,6 +108,8 @@ type NodeStatus struct {
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
 	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
 	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
+	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it.
+	Epoch uint64 `json:"epoch,omitempty"`
 }
 
 // PolicyStatus is the policy as the services see it.
@@ -159,7 +163,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates, c.epoch} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}
@@ -200,7 +204,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range nodes.Items {
 		s := at(n.Name)
 		s.see(&n)
-		s.ControlPlane = certificatesOf(&n)
+		s.ControlPlane, s.Epoch = certificatesOf(&n), epochOf(&n)
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {

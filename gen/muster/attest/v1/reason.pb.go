@@ -161,6 +161,10 @@ const (
 	Reason_REASON_CLOCK_SKEW Reason = 120
 	// The key that follows from the root secret and the salt does not open the state disk.
 	Reason_REASON_RECOVERY_SECRET_INVALID Reason = 130
+	// The state disk of a control plane is an older copy than its TPM's counter says, or its
+	// TPM has lost the counter: what the owner has decided since would be undone. Its owner
+	// accepts it, or restores the newest disk.
+	Reason_REASON_CLUSTER_ROLLED_BACK Reason = 131
 )
 
 // Enum value maps for Reason.
@@ -229,6 +233,7 @@ var (
 		112: "REASON_ROOT_SEALED",
 		120: "REASON_CLOCK_SKEW",
 		130: "REASON_RECOVERY_SECRET_INVALID",
+		131: "REASON_CLUSTER_ROLLED_BACK",
 	}
 	Reason_value = map[string]int32{
 		"REASON_UNSPECIFIED":             0,
@@ -294,6 +299,7 @@ var (
 		"REASON_ROOT_SEALED":             112,
 		"REASON_CLOCK_SKEW":              120,
 		"REASON_RECOVERY_SECRET_INVALID": 130,
+		"REASON_CLUSTER_ROLLED_BACK":     131,
 	}
 )
 
@@ -328,7 +334,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xa0\r\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xc1\r\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -393,7 +399,8 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
 	"\x12REASON_ROOT_SEALED\x10p\x12\x15\n" +
 	"\x11REASON_CLOCK_SKEW\x10x\x12#\n" +
-	"\x1eREASON_RECOVERY_SECRET_INVALID\x10\x82\x01B\xc1\x01\n" +
+	"\x1eREASON_RECOVERY_SECRET_INVALID\x10\x82\x01\x12\x1f\n" +
+	"\x1aREASON_CLUSTER_ROLLED_BACK\x10\x83\x01B\xc1\x01\n" +
 	"\x14com.muster.attest.v1B\vReasonProtoP\x01Z:github.com/muster-k8s/muster/gen/muster/attest/v1;attestv1\xa2\x02\x03MAX\xaa\x02\x10Muster.Attest.V1\xca\x02\x10Muster\\Attest\\V1\xe2\x02\x1cMuster\\Attest\\V1\\GPBMetadata\xea\x02\x12Muster::Attest::V1b\x06proto3"
 
 var (
