@@ -48,9 +48,13 @@ packages: build ## Build Debian packages and a tarball of the CLI and the bootst
 
 # OWNER_KEY and EK_ROOTS complete the image's configuration, IMAGE_CONFIG replaces it; `go run ./deploy/vm -h` lists the rest.
 .PHONY: vm-image
-vm-image: deps kube build ## Build the disk image of machines and foretell its measurements, into dist/vm/ (as root; VM_FLAGS=… for more)
+vm-image: deps kube build ## Build the disk image of machines and predict its measurements, into dist/vm/ (as root; VM_FLAGS=… for more)
 	go run -buildvcs=false ./deploy/vm -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -containerd "$$($(LAB) kube-binaries)" -o $(ROOT)/dist/vm \
 	  $(if $(IMAGE_CONFIG),-config '$(IMAGE_CONFIG)') $(if $(OWNER_KEY),-owner-key '$(OWNER_KEY)') $(if $(EK_ROOTS),-ek-roots '$(EK_ROOTS)') $(VM_FLAGS)
+
+.PHONY: vm-lock
+vm-lock: deps kube ## Write deploy/vm/packages.lock: what the image is made of, as Debian's mirror has it now (as root; VM_FLAGS=… for another mirror)
+	go run -buildvcs=false ./deploy/vm lock -containerd "$$($(LAB) kube-binaries)" $(VM_FLAGS)
 
 .PHONY: test-image
 test-image: deps kube build ## Build the disk image twice from nothing but packages, and compare (as root, 10 minutes); not part of test

@@ -2,6 +2,8 @@ module github.com/muster-k8s/muster
 
 go 1.26.0
 
+toolchain go1.26.8
+
 require (
 	connectrpc.com/connect v1.21.1
 	connectrpc.com/grpcreflect v1.3.1

@@ -28,7 +28,10 @@ type Image struct {
 }
 
 // Debian is a package that is installed in an image.
-type Debian struct{ Name, Version, Architecture string }
+type Debian struct {
+	Name, Version, Architecture string
+	SHA256                      [sha256.Size]byte // of its .deb; dpkg's list doesn't say it
+}
 
 // ParseStatus reads dpkg's list of packages (/var/lib/dpkg/status, deb-control(5)), and gives those
 // that are installed.
@@ -41,7 +44,7 @@ func ParseStatus(status []byte) ([]Debian, error) {
 				field[name] = strings.TrimSpace(value)
 			}
 		}
-		p := Debian{field["Package"], field["Version"], field["Architecture"]}
+		p := Debian{Name: field["Package"], Version: field["Version"], Architecture: field["Architecture"]}
 		if p.Name == "" || p.Version == "" || p.Architecture == "" {
 			return nil, errors.New("dpkg's status: an entry lacks Package, Version or Architecture")
 		}
@@ -80,6 +83,7 @@ func (d *document) debian(p Debian) {
 	d.add(&spdx.Package{
 		PackageName: p.Name, PackageVersion: p.Version, PackageSPDXIdentifier: id, PrimaryPackagePurpose: "LIBRARY",
 		PackageLicenseConcluded: unknown, PackageLicenseDeclared: unknown,
+		PackageChecksums: []common.Checksum{{Algorithm: common.SHA256, Value: hex.EncodeToString(p.SHA256[:])}},
 		PackageExternalReferences: []*spdx.PackageExternalReference{{
 			Category: common.CategoryPackageManager, RefType: common.TypePackageManagerPURL,
 			Locator: fmt.Sprintf("pkg:deb/debian/%s@%s?arch=%s", p.Name, strings.NewReplacer("+", "%2B", ":", "%3A", "~", "~").Replace(p.Version), p.Architecture),

@@ -3,6 +3,7 @@ package sbom
 import (
 	"bytes"
 	"crypto/sha256"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -32,9 +33,10 @@ Version: 5.2.15-2+b13
 
 func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 	packages, err := ParseStatus([]byte(status))
-	if err != nil || !slices.Equal(packages, []Debian{{"bash", "5.2.15-2+b13", "amd64"}, {"zlib1g", "1:1.2.13.dfsg-1", "amd64"}}) {
+	if err != nil || !slices.Equal(packages, []Debian{{Name: "bash", Version: "5.2.15-2+b13", Architecture: "amd64"}, {Name: "zlib1g", Version: "1:1.2.13.dfsg-1", Architecture: "amd64"}}) {
 		t.Fatalf("%v, %v", packages, err)
 	}
+	packages[0].SHA256 = sha256.Sum256([]byte("bash's .deb"))
 	program := filepath.Join(t.TempDir(), "kms")
 	goTool(t, "build", "-trimpath", "-buildvcs=false", "-o", program, "./cmd/kms")
 	gofmt := filepath.Join(goTool(t, "env", "GOROOT"), "bin", "gofmt")
@@ -58,6 +60,9 @@ func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 	have := map[string]string{}
 	for _, p := range d.Packages {
 		have[p.PackageName] = p.PackageVersion + " " + p.PackageFileName
+		if want := fmt.Sprintf("%x", packages[0].SHA256); p.PackageName == "bash" && p.PackageChecksums[0].Value != want {
+			t.Errorf("bash has the checksum %s, want %s", p.PackageChecksums[0].Value, want)
+		}
 		if p.PackageName == "zlib1g" && p.PackageExternalReferences[0].Locator != "pkg:deb/debian/zlib1g@1%3A1.2.13.dfsg-1?arch=amd64" {
 			t.Errorf("zlib1g is %s", p.PackageExternalReferences[0].Locator)
 		}

@@ -3,40 +3,21 @@ package main
 import (
 	"context"
 	"crypto/sha256"
-	"fmt"
 	"io"
-	"net/url"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"github.com/muster-k8s/muster/deploy/sbom"
+	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// writeBill says what the image is made of.
-func writeBill(ctx context.Context, o options, b base, status []byte, program string) error {
-	packages, err := sbom.ParseStatus(status)
-	if err != nil {
-		return err
-	}
-	// The kernel and the loader are no installed packages of the root.
-	more, err := filepath.Glob(filepath.Join(b.dir, "deb", "*.deb"))
-	if err != nil {
-		return err
-	}
-	for _, file := range more {
-		p, err := debianFile(filepath.Base(file))
-		if err != nil {
-			return err
-		}
-		packages = append(packages, p)
-	}
+// writeBill writes what the image is made of: packages of the lock file, and programs.
+func writeBill(ctx context.Context, o options, packages []sbom.Debian, programs map[string]string) error {
 	c, err := sbom.Local(ctx, o.date)
 	if err != nil {
 		return err
 	}
-	img := sbom.Image{Name: diskFile, Version: o.version, Debian: packages, Programs: programs(o)}
-	img.Programs["init"] = program // of the initramfs
+	img := sbom.Image{Name: diskFile, Version: o.version, Debian: packages, Programs: programs}
 	if img.SHA256, err = sumOf(filepath.Join(o.out, diskFile)); err != nil {
 		return err
 	}
@@ -47,17 +28,7 @@ func writeBill(ctx context.Context, o options, b base, status []byte, program st
 	return os.WriteFile(filepath.Join(o.out, billFile), made, 0o644)
 }
 
-// debianFile reads NAME_VERSION_ARCHITECTURE.deb, as apt names what it downloads.
-func debianFile(name string) (sbom.Debian, error) {
-	part := strings.Split(strings.TrimSuffix(name, ".deb"), "_")
-	if len(part) != 3 {
-		return sbom.Debian{}, fmt.Errorf("%s is not named as apt names packages", name)
-	}
-	version, err := url.PathUnescape(part[1])
-	return sbom.Debian{Name: part[0], Version: version, Architecture: part[2]}, err
-}
-
-func sumOf(file string) (sum [sha256.Size]byte, err error) {
+func sumOf(file string) (sum lock.Sum, err error) {
 	f, err := os.Open(file)
 	if err != nil {
 		return sum, err
@@ -67,5 +38,5 @@ func sumOf(file string) (sum [sha256.Size]byte, err error) {
 	if _, err := io.Copy(h, f); err != nil {
 		return sum, err
 	}
-	return [sha256.Size]byte(h.Sum(nil)), nil
+	return lock.Sum(h.Sum(nil)), nil
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -26,6 +25,7 @@ const (
 	measuredFile   = "measurements.json"            // firmware without Secure Boot
 	measuredSBFile = "measurements-secureboot.json" // firmware that checks signatures
 	billFile       = "muster.spdx.json"
+	lockFile       = "packages.lock" // the one that was used
 )
 
 // fixedCmdline is the kernel's command line but for the root. It is measured: who changes a word, changes PCRs 4, 9 and 11.
@@ -54,11 +54,7 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 	if err != nil {
 		return err
 	}
-	debian, err := fetch(ctx, o, log)
-	if err != nil {
-		return err
-	}
-	kernel, err := kernelVersion(debian.kernel())
+	l, err := readLock(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -70,14 +66,30 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(work)
+	programs, err := programs(o, l, filepath.Join(work, "programs"))
+	if err != nil {
+		return err
+	}
+	debian, err := fetch(ctx, o, l, work, log)
+	if err != nil {
+		return err
+	}
+	kernel, err := kernelVersion(debian.kernel())
+	if err != nil {
+		return err
+	}
 
-	add, err := additions(o, debian, kernel, config)
+	add, err := additions(o, debian, kernel, programs, config)
 	if err != nil {
 		return err
 	}
 	fmt.Fprintln(log, "the root: compressing it")
 	rootFile := filepath.Join(work, "root")
 	status, err := squash(ctx, o, debian, add, rootFile)
+	if err != nil {
+		return err
+	}
+	packages, err := billed(l, status)
 	if err != nil {
 		return err
 	}
@@ -91,10 +103,11 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 		return err
 	}
 
-	program := filepath.Join(work, "init")
+	program := filepath.Join(work, "programs", "init")
 	if err := compileInit(ctx, o, program); err != nil {
 		return err
 	}
+	programs["init"] = program // of the initramfs
 	image, err := unified(o, debian, kernel, program, root)
 	if err != nil {
 		return err
@@ -115,7 +128,10 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 	if err := writeMeasurements(o, image); err != nil {
 		return err
 	}
-	if err := writeBill(ctx, o, debian, status, program); err != nil {
+	if err := os.WriteFile(filepath.Join(o.out, lockFile), l.Format(), 0o644); err != nil {
+		return err
+	}
+	if err := writeBill(ctx, o, packages, programs); err != nil {
 		return err
 	}
 	return report(o, stdout)
@@ -127,11 +143,8 @@ func compileInit(ctx context.Context, o options, to string) error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=", "-o", abs, "./deploy/vm/initramfs")
-	cmd.Dir = o.source
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("build the initramfs's program: %w\n%s", err, out)
+	if _, err := goTool(ctx, o, "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=", "-o", abs, "./deploy/vm/initramfs"); err != nil {
+		return fmt.Errorf("build the initramfs's program: %w", err)
 	}
 	return nil
 }
@@ -267,12 +280,12 @@ func writeMeasurements(o options, image []byte) error {
 
 // report prints what was made, as `sha256sum` would.
 func report(o options, stdout io.Writer) error {
-	for _, name := range []string{diskFile, ukiFile, measuredFile, measuredSBFile, billFile} {
+	for _, name := range []string{diskFile, ukiFile, measuredFile, measuredSBFile, billFile, lockFile} {
 		sum, err := sumOf(filepath.Join(o.out, name))
 		if err != nil {
 			return err
 		}
-		fmt.Fprintf(stdout, "%x  %s\n", sum, name)
+		fmt.Fprintf(stdout, "%s  %s\n", sum, name)
 	}
 	return nil
 }

@@ -1,9 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
-	_ "embed"
 	"errors"
 	"fmt"
 	"io"
@@ -11,8 +11,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
+
+	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
 // debianPackages are what the root has beside Debian's essential packages.
@@ -26,10 +27,19 @@ var debianPackages = []string{
 
 const (
 	suite         = "bookworm"
+	architecture  = "amd64"
 	kernelPackage = "linux-image-cloud-amd64"
+	kernelPrefix  = "linux-image-" // what the package above depends on
 	loaderPackage = "systemd-boot-efi"
+	mergedPackage = "usr-is-merged" // mmdebstrap's hook installs it
 	keyring       = "/usr/share/keyrings/debian-archive-keyring.gpg"
 )
+
+// essentialPackages is how apt calls what mmdebstrap installs first: apt counts itself in, mmdebstrap doesn't.
+const essentialPackages = "?and(?essential,?not(?exact-name(apt)))"
+
+// refresh ends errors about a lock file that doesn't fit.
+const refresh = "`make vm-lock` writes a lock file of what there is now, for you to look at"
 
 // leftOut are paths that no package may fill: a node has no reader.
 var leftOut = []string{"/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/usr/share/bash-completion/*", "/usr/share/lintian/*"}
@@ -43,116 +53,84 @@ func defaultSources() string {
 	return b.String()
 }
 
-//go:embed files/kernel.sh
-var kernelHook string
-
-// base is what comes from Debian.
+// base is what comes from Debian, in the folder of the build: what was checked is what is used, whoever writes to the cache.
 type base struct{ dir string }
 
 func (b base) root() string   { return filepath.Join(b.dir, "root.tar") }
 func (b base) kernel() string { return filepath.Join(b.dir, "kernel") }
 func (b base) loader() string { return filepath.Join(b.dir, "loader") }
 
-// fetch gives Debian's part of the image. The cache names it by what was asked for; refresh asks
-// Debian anew, and takes those packages from the cache that didn't change.
-func fetch(ctx context.Context, o options, log io.Writer) (base, error) {
-	sources := defaultSources()
-	if o.sources != "" {
-		b, err := os.ReadFile(o.sources)
-		if err != nil {
-			return base{}, err
-		}
-		sources = string(b)
-	}
-	id := sha256.Sum256([]byte(strings.Join([]string{"3", suite, sources, strings.Join(debianPackages, ","), kernelPackage, loaderPackage, strings.Join(leftOut, ","), kernelHook}, "\n")))
-	b := base{filepath.Join(o.cache, fmt.Sprintf("debian-%x", id[:8]))}
-	if err := os.MkdirAll(o.cache, 0o755); err != nil {
-		return b, err
-	}
-	unlock, err := lock(filepath.Join(o.cache, ".lock"))
+// fetch returns Debian's part of the image, as the lock file names it. Nothing is taken for the name that it has in the cache: each
+// file has the SHA-256 that the lock file says, or is made again.
+func fetch(ctx context.Context, o options, l lock.Lock, work string, log io.Writer) (base, error) {
+	b := base{filepath.Join(work, "debian")}
+	c := cache{dir: o.cache, log: log}
+	unlock, err := c.lock()
 	if err != nil {
 		return b, err
 	}
 	defer unlock()
-	if _, err := os.Stat(b.dir); err == nil && !o.refresh {
-		fmt.Fprintf(log, "Debian's packages: those of the last build, in %s; -refresh asks for newer ones\n", b.dir)
-		return b, nil
-	}
-	tmp, err := os.MkdirTemp(o.cache, "making-")
-	if err != nil {
-		return b, err
-	}
-	defer os.RemoveAll(tmp)
-	if err := debootstrap(ctx, base{tmp}, o, sources, log); err != nil {
-		return b, err
-	}
-	if err := os.Chmod(tmp, 0o755); err != nil {
-		return b, err
-	}
-	if err := os.RemoveAll(b.dir); err != nil {
-		return b, err
-	}
-	return b, os.Rename(tmp, b.dir)
-}
-
-// lock keeps two builds from making the same thing. It ends with the process.
-func lock(file string) (unlock func(), err error) {
-	f, err := os.OpenFile(file, os.O_CREATE|os.O_RDWR, 0o644)
-	if err != nil {
-		return nil, err
-	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return func() { _ = f.Close() }, nil
-}
-
-// installed is the time of Debian's packages' installation. Some packages write it into files; it is always the
-// same, so that the cache serves builds of every date.
-var installed = time.Unix(1767225600, 0)
-
-func debootstrap(ctx context.Context, b base, o options, sources string, log io.Writer) error {
-	o.date = installed
-	debs := filepath.Join(o.cache, "packages")
-	downloaded := filepath.Join(b.dir, "deb")
-	list := filepath.Join(b.dir, "sources.list")
-	hook := filepath.Join(b.dir, "kernel.sh")
-	for _, dir := range []string{debs, downloaded, b.kernel(), b.loader()} {
+	for _, dir := range []string{b.kernel(), b.loader()} {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
-			return err
+			return b, err
 		}
 	}
-	if err := errors.Join(os.WriteFile(list, []byte(sources), 0o644), os.WriteFile(hook, []byte(kernelHook), 0o755)); err != nil {
-		return err
-	}
-	fmt.Fprintln(log, "Debian's packages: asking for them and installing them into a folder; this takes some minutes")
-	args := []string{
-		"--mode=root", "--variant=essential", "--format=tar", "--components=main", "--quiet",
-		"--include=" + strings.Join(debianPackages, ","), "--aptopt=Acquire::Retries \"3\"",
-		// Packages stay in the cache; apt compares them with the signed index before it takes them.
-		"--skip=essential/unlink",
-		// Without it, perl comes in, to merge what is merged.
-		"--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-		`--setup-hook=mkdir -p "$1/var/cache/apt/archives"`, "--setup-hook=sync-in " + debs + " /var/cache/apt/archives",
-		"--customize-hook=sync-out /var/cache/apt/archives " + debs,
-		fmt.Sprintf("--customize-hook=%s %s %s %s %s", hook, debs, downloaded, kernelPackage, loaderPackage),
-	}
-	for _, p := range leftOut {
-		args = append(args, "--dpkgopt=path-exclude="+p)
-	}
-	if err := tool(ctx, o, "mmdebstrap", append(args, suite, b.root(), list)...); err != nil {
-		return err
-	}
-	all, err := filepath.Glob(filepath.Join(downloaded, "*.deb"))
+	kernel, err := kernelOf(l)
 	if err != nil {
-		return err
+		return b, err
 	}
-	for _, deb := range all {
-		into := b.kernel()
-		if strings.HasPrefix(filepath.Base(deb), loaderPackage) {
-			into = b.loader()
+	loader, ok := l.Package(loaderPackage)
+	if !ok {
+		return b, fmt.Errorf("the lock file has no package %s; %s", loaderPackage, refresh)
+	}
+	needed := []lock.Package{kernel, loader}
+	cached, err := c.take(rootName(l.Root), b.root(), l.Root)
+	if err != nil {
+		return b, err
+	}
+	if !cached {
+		needed = l.Packages
+	}
+	pool := filepath.Join(b.dir, "pool")
+	if err := c.packages(ctx, o, needed, pool); err != nil {
+		return b, err
+	}
+	if !cached {
+		sum, err := debootstrap(ctx, o, l, b, pool, log)
+		if err != nil {
+			return b, err
 		}
-		if err := tool(ctx, o, "dpkg-deb", "-x", deb, into); err != nil {
+		if sum != l.Root { // S1
+			return b, fmt.Errorf("the packages of the lock file led to a root of SHA-256 %s, and the lock file says %s: something of this machine that the lock file doesn't name shapes it; %s", sum, l.Root, refresh)
+		}
+		if err := c.put(b.root(), rootName(sum)); err != nil {
+			return b, err
+		}
+	}
+	return b, b.extract(ctx, o, pool, kernel, loader)
+}
+
+func rootName(s lock.Sum) string { return "root-" + s.String() + ".tar" }
+
+// kernelOf returns the package with the kernel, of which there is one.
+func kernelOf(l lock.Lock) (lock.Package, error) {
+	var found []lock.Package
+	for _, p := range l.Packages {
+		if strings.HasPrefix(p.Name, kernelPrefix) {
+			found = append(found, p)
+		}
+	}
+	if len(found) != 1 {
+		return lock.Package{}, fmt.Errorf("the lock file has %d packages %s…, want one; %s", len(found), kernelPrefix, refresh)
+	}
+	return found[0], nil
+}
+
+// extract unpacks kernel and loader, which are not installed in the root.
+func (b base) extract(ctx context.Context, o options, pool string, kernel, loader lock.Package) error {
+	o.date = installed
+	for p, into := range map[lock.Package]string{kernel: b.kernel(), loader: b.loader()} {
+		if err := tool(ctx, o, "dpkg-deb", "-x", filepath.Join(pool, poolName(p)), into); err != nil {
 			return err
 		}
 	}
@@ -161,6 +139,65 @@ func debootstrap(ctx context.Context, b base, o options, sources string, log io.
 		return err
 	}
 	return tool(ctx, o, "depmod", "-b", b.kernel(), version)
+}
+
+// installed is the time of Debian's packages' installation. Some packages write it into files; it is always the
+// same, so that the cache serves builds of every date.
+var installed = time.Unix(1767225600, 0)
+
+// debootstrap installs packages of pool into a root, and returns the SHA-256 of its archive. mmdebstrap knows of no other packages.
+func debootstrap(ctx context.Context, o options, l lock.Lock, b base, pool string, log io.Writer) (lock.Sum, error) {
+	o.date = installed
+	list := filepath.Join(b.dir, "sources.list")
+	repository, err := repository(ctx, o, l, pool)
+	if err != nil {
+		return lock.Sum{}, err
+	}
+	// The lock file vouches for them, and apt compares each with the index, which was made of the lock file.
+	if err := os.WriteFile(list, []byte("deb [trusted=yes] copy:"+repository+" "+suite+" main\n"), 0o644); err != nil {
+		return lock.Sum{}, err
+	}
+	fmt.Fprintln(log, "Debian's packages: installing them into a folder; this takes some minutes")
+	args := []string{
+		"--mode=root", "--variant=essential", "--format=tar", "--components=main", "--quiet",
+		"--include=" + strings.Join(debianPackages, ","), `--aptopt=APT::Sandbox::User "root"`,
+		// Without it, perl comes in, to merge what is merged.
+		"--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+		`--customize-hook=rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/sources.list.d`, // they name a folder of this build
+	}
+	for _, p := range leftOut {
+		args = append(args, "--dpkgopt=path-exclude="+p)
+	}
+	if err := tool(ctx, o, "mmdebstrap", append(args, suite, b.root(), list)...); err != nil {
+		return lock.Sum{}, err
+	}
+	return sumOf(b.root())
+}
+
+// repository describes the packages of pool as a mirror does, and returns its folder.
+func repository(ctx context.Context, o options, l lock.Lock, pool string) (string, error) {
+	dir, err := filepath.Abs(filepath.Dir(pool))
+	if err != nil {
+		return "", err
+	}
+	var index bytes.Buffer
+	for _, p := range l.Packages {
+		file := filepath.Join(pool, poolName(p))
+		control, err := toolOutput(ctx, o, "dpkg-deb", "-f", file)
+		if err != nil {
+			return "", err
+		}
+		info, err := os.Stat(file)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintf(&index, "%s\nFilename: %s/%s\nSize: %d\nSHA256: %s\n\n", bytes.TrimSpace(control), filepath.Base(pool), filepath.Base(file), info.Size(), p.Sum)
+	}
+	const list = "main/binary-" + architecture + "/Packages"
+	release := fmt.Sprintf("Suite: %[1]s\nCodename: %[1]s\nComponents: main\nArchitectures: %[2]s\nSHA256:\n %[3]x %[4]d %[5]s\n", suite, architecture, sha256.Sum256(index.Bytes()), index.Len(), list)
+	top := filepath.Join(dir, "dists", suite)
+	return dir, errors.Join(os.MkdirAll(filepath.Join(top, filepath.Dir(list)), 0o755),
+		os.WriteFile(filepath.Join(top, list), index.Bytes(), 0o644), os.WriteFile(filepath.Join(top, "Release"), []byte(release), 0o644))
 }
 
 // kernelVersion reads it where the kernel's package puts its modules.
@@ -172,16 +209,44 @@ func kernelVersion(dir string) (string, error) {
 	return all[0].Name(), nil
 }
 
+// environment is that of programs that shape the image: the same on each machine, but for the way to a mirror.
+func environment(home string) []string {
+	env := []string{"HOME=" + home, "TZ=UTC", "LC_ALL=C.UTF-8", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	for _, name := range []string{"TMPDIR", "http_proxy", "https_proxy", "no_proxy"} {
+		if v, ok := os.LookupEnv(name); ok {
+			env = append(env, name+"="+v)
+		}
+	}
+	return env
+}
+
 // tool runs a program of Debian's with a fixed time and language.
 func tool(ctx context.Context, o options, name string, args ...string) error {
 	return toolInput(ctx, nil, o, name, args...)
 }
 
 func toolInput(ctx context.Context, in io.Reader, o options, name string, args ...string) error {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Env = append(os.Environ(), fmt.Sprintf("SOURCE_DATE_EPOCH=%d", o.date.Unix()), "TZ=UTC", "LC_ALL=C.UTF-8", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+	cmd := command(ctx, o, name, args...)
 	cmd.Stdin = in
 	out, err := cmd.CombinedOutput()
+	return explain(name, out, err)
+}
+
+func toolOutput(ctx context.Context, o options, name string, args ...string) ([]byte, error) {
+	cmd := command(ctx, o, name, args...)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	return out, explain(name, stderr.Bytes(), err)
+}
+
+func command(ctx context.Context, o options, name string, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Env = append(environment("/nonexistent"), fmt.Sprintf("SOURCE_DATE_EPOCH=%d", o.date.Unix()))
+	return cmd
+}
+
+func explain(name string, out []byte, err error) error {
 	if errors.Is(err, exec.ErrNotFound) {
 		return fmt.Errorf("%w; `make deps` installs it", err)
 	}

@@ -1,10 +1,12 @@
 // Vm builds the disk image that Muster's machines boot, from Debian 12's packages and the
-// project's own programs, and foretells what a machine's TPM will say when it has booted it.
+// project's own programs, and predicts what a machine's TPM will say when it has booted it.
 //
 //	go run ./deploy/vm -bin bin -containerd DIR -version v0.1.0 -o dist/vm
 //
-// The same packages, programs and configuration give the same bytes. docs/image.md says what is in
-// the image and why.
+//	go run ./deploy/vm lock -containerd DIR
+//
+// The second writes packages.lock, which says what goes into the image. The same lock file, checkout and
+// configuration give the same bytes. docs/image.md says what is in the image and why.
 package main
 
 import (
@@ -23,6 +25,7 @@ import (
 )
 
 func main() {
+	syscall.Umask(0o022)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
@@ -47,10 +50,14 @@ type options struct {
 	lockdown       string // of lockdowns
 	key, cert      string // of Secure Boot, PEM; both or none
 	sources, cache string // apt's sources.list, and where downloads are kept
-	refresh        bool   // don't take the root that the cache has
+	lock           string // file
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	do := build
+	if len(args) > 0 && args[0] == "lock" {
+		do, args = writeLock, args[1:]
+	}
 	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	var o options
@@ -73,7 +80,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.StringVar(&o.cert, "secure-boot-cert", "", "PEM file of its certificate")
 	flags.StringVar(&o.sources, "sources", "", "apt's sources.list to take packages from, instead of Debian's own mirrors")
 	flags.StringVar(&o.cache, "cache", "", "folder for what is downloaded (default: muster/vm in the user's cache folder)")
-	flags.BoolVar(&o.refresh, "refresh", false, "take Debian's packages as they are today, not those of the last build")
+	flags.StringVar(&o.lock, "lock", "", "lock file: packages, programs and tools with their SHA-256 or version (default: deploy/vm/packages.lock of the checkout)")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -97,5 +104,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		o.cache = filepath.Join(dir, "muster", "vm")
 	}
-	return build(ctx, o, stdout, stderr)
+	if o.lock == "" {
+		o.lock = filepath.Join(o.source, "deploy", "vm", lockFile)
+	}
+	return do(ctx, o, stdout, stderr)
 }

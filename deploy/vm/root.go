@@ -119,7 +119,7 @@ func (t tree) folder(from fs.FS, dir, into string) error {
 }
 
 // additions collects what the image has beside Debian's packages.
-func additions(o options, b base, kernel string, config []byte) (tree, error) {
+func additions(o options, b base, kernel string, programs map[string]string, config []byte) (tree, error) {
 	t := tree{}
 	for _, d := range folders {
 		t.dir(d)
@@ -143,7 +143,7 @@ func additions(o options, b base, kernel string, config []byte) (tree, error) {
 		}
 		t.file("usr/lib/systemd/system/"+unit, 0o644, c)
 	}
-	for program, from := range programs(o) {
+	for program, from := range programs {
 		c, err := os.ReadFile(from)
 		if err != nil {
 			return nil, err
@@ -172,16 +172,6 @@ func additions(o options, b base, kernel string, config []byte) (tree, error) {
 		return t, t.folder(os.DirFS(o.add), ".", "")
 	}
 	return t, nil
-}
-
-// programs are the Go programs of the root: path there → file.
-func programs(o options) map[string]string {
-	return map[string]string{
-		"usr/bin/bootstrapper":            filepath.Join(o.bin, "bootstrapper"),
-		"usr/bin/containerd":              filepath.Join(o.containerd, "containerd"),
-		"usr/bin/containerd-shim-runc-v2": filepath.Join(o.containerd, "containerd-shim-runc-v2"),
-		"usr/bin/ctr":                     filepath.Join(o.containerd, "ctr"),
-	}
 }
 
 func osRelease(o options) []byte {

@@ -7,15 +7,20 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path"
 	"path/filepath"
 	"regexp"
+	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/spdx/tools-golang/json"
 	"github.com/spdx/tools-golang/spdxlib"
+	"golang.org/x/sys/unix"
 )
 
 // It takes minutes, so it has a target of its own: make test-image.
@@ -24,23 +29,59 @@ func TestTwoBuildsFromNothingButPackagesAreTheSameBytes(t *testing.T) {
 	if containerd == "" {
 		t.Fatal("MUSTER_VM_CONTAINERD is not set: run `make test-image`")
 	}
-	var (
-		printed [2]bytes.Buffer
-		out     string
-		cache   string
-	)
-	for i := range printed {
-		out = filepath.Join(t.TempDir(), "out")
-		cache = t.TempDir()
-		args := []string{"-source", "../..", "-bin", "../../bin", "-containerd", containerd, "-version", "v0.0.0-test", "-allow-no-owner-key", "-cache", cache, "-o", out}
-		if err := run(t.Context(), args, &printed[i], t.Output()); err != nil {
+	dir := t.TempDir()
+	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil { // other users go through it
+		t.Fatal(err)
+	}
+	vm := filepath.Join(dir, "vm")
+	output(t, exec.CommandContext(t.Context(), "go", "build", "-o", vm, "."))
+	modules := output(t, exec.CommandContext(t.Context(), "go", "env", "GOMODCACHE"))
+	build := func(cmd *exec.Cmd, source, bin, containerd, cache, out string) string {
+		t.Helper()
+		cmd.Args = append(cmd.Args, vm, "-source", source, "-bin", bin, "-containerd", containerd, "-version", "v0.0.0-test", "-allow-no-owner-key", "-cache", cache, "-o", out)
+		cmd.Env = append(os.Environ(), cmd.Env...)
+		start := time.Now()
+		printed := output(t, cmd)
+		t.Logf("%.0f s: %v\n%s", time.Since(start).Seconds(), cmd.Args, printed)
+		return printed
+	}
+	out, cache := filepath.Join(dir, "out"), filepath.Join(dir, "cache")
+	first := build(exec.CommandContext(t.Context(), "env"), "../..", "../../bin", containerd, cache, out)
+
+	// Everything is elsewhere and set otherwise, and nothing is in a cache.
+	other := filepath.Join(dir, "elsewhere")
+	source, programs, home := filepath.Join(other, "checkout"), filepath.Join(other, "programs"), filepath.Join(other, "home")
+	copyCheckout(t, source)
+	for _, from := range []string{"../../bin/bootstrapper", filepath.Join(containerd, "containerd"), filepath.Join(containerd, "containerd-shim-runc-v2"), filepath.Join(containerd, "ctr")} {
+		b, err := os.ReadFile(from)
+		if err != nil {
 			t.Fatal(err)
 		}
+		place(t, programs, filepath.Base(from), string(b))
 	}
-	if !bytes.Equal(printed[0].Bytes(), printed[1].Bytes()) {
-		t.Errorf("the first build made\n%s\nthe second\n%s", &printed[0], &printed[1])
+	place(t, home, ".mtoolsrc", "MTOOLS_NO_VFAT=1\nMTOOLS_LOWER_CASE=1\n")
+	place(t, other, "tmp/there", "")
+	second := exec.CommandContext(t.Context(), "taskset", "-c", "0", "sh", "-c", `umask 077; exec "$@"`, "sh")
+	second.Dir = home
+	second.Env = []string{"HOME=" + home, "USER=alice", "TZ=Pacific/Kiritimati", "LANG=de_DE.UTF-8", "LC_ALL=de_DE.UTF-8", "TMPDIR=" + filepath.Join(other, "tmp"), "XDG_CACHE_HOME=" + filepath.Join(other, "xdg"),
+		"GOMODCACHE=" + modules, "GOAMD64=v3", "GOFLAGS=-ldflags=-w", "SOURCE_DATE_EPOCH=1", "TAR_OPTIONS=--mtime=@1", "SQFS_OPTIONS=x", "GZIP=-1"}
+	if got := build(second, source, programs, programs, filepath.Join(other, "cache"), filepath.Join(other, "out")); got != first {
+		t.Errorf("with other folders and settings it made\n%s\nand before\n%s", got, first)
 	}
-	t.Logf("\n%s", &printed[0])
+
+	// Another user, who may read what Go has fetched: what the cache has needs no root.
+	const nobody = 65534
+	user := filepath.Join(dir, "nobody")
+	if err := os.CopyFS(filepath.Join(user, "cache"), os.DirFS(cache)); err != nil {
+		t.Fatal(err)
+	}
+	output(t, exec.CommandContext(t.Context(), "chown", "-R", "65534:65534", user))
+	third := exec.CommandContext(t.Context(), "env")
+	third.Env = []string{"HOME=" + user, "TMPDIR=" + user, "XDG_CACHE_HOME=" + user, "GOMODCACHE=" + modules}
+	third.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}, AmbientCaps: []uintptr{unix.CAP_DAC_READ_SEARCH}}
+	if got := build(third, "../..", "../../bin", containerd, filepath.Join(user, "cache"), filepath.Join(user, "out")); got != first {
+		t.Errorf("another user made\n%s\nand root\n%s", got, first)
+	}
 	b, err := os.ReadFile(filepath.Join(out, billFile))
 	if err != nil {
 		t.Fatal(err)
@@ -55,6 +96,34 @@ func TestTwoBuildsFromNothingButPackagesAreTheSameBytes(t *testing.T) {
 	runbookRuns(t, cache)
 }
 
+// output runs a command and returns what it prints.
+func output(t *testing.T, cmd *exec.Cmd) string {
+	t.Helper()
+	cmd.Stderr = t.Output()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%v: %v", cmd.Args, err)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// copyCheckout copies the files that git knows, or would.
+func copyCheckout(t *testing.T, to string) {
+	t.Helper()
+	list := exec.CommandContext(t.Context(), "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+	list.Dir = "../.."
+	for name := range strings.SplitSeq(strings.TrimRight(output(t, list), "\x00"), "\x00") {
+		b, err := os.ReadFile(filepath.Join("..", "..", name))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // removed, and not committed yet
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		place(t, to, name, string(b))
+	}
+}
+
 // runbookRuns looks whether Debian's part of the image in cache has the programs of the block that a machine executes when etcd
 // has lost its quorum: nobody logs in there, so the block comes with an image of its own (docs/runbooks.md).
 func runbookRuns(t *testing.T, cache string) {
@@ -64,11 +133,11 @@ func runbookRuns(t *testing.T, cache string) {
 		t.Fatal(err)
 	}
 	block := regexp.MustCompile("(?ms)^```sh title=quorum-force\n(.*?)^```$").FindSubmatch(page)
-	roots, err := filepath.Glob(filepath.Join(cache, "debian-*"))
+	roots, err := filepath.Glob(filepath.Join(cache, "root-*.tar"))
 	if err != nil || len(roots) != 1 || block == nil {
 		t.Fatal(roots, err)
 	}
-	f, err := os.Open(base{roots[0]}.root())
+	f, err := os.Open(roots[0])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,7 +2,10 @@ package driver
 
 import (
 	"context"
+	"encoding/json"
 	"io"
+	"os"
+	"path/filepath"
 
 	"github.com/muster-k8s/muster/lab/internal/host"
 	"github.com/muster-k8s/muster/lab/internal/kube"
@@ -11,18 +14,36 @@ import (
 // KubeBinaries builds the Kubernetes programs of the checkout source (empty: the one that
 // the working directory is in) unless the cache has them, and returns their folder.
 func KubeBinaries(ctx context.Context, source string, log io.Writer) (string, error) {
+	b, _, err := kubeBinaries(ctx, source, log)
+	return b.Dir, err
+}
+
+// PinKubeBinaries writes what the Kubernetes programs of the checkout source are into its tools/kube/sha256sums.json.
+func PinKubeBinaries(ctx context.Context, source string, log io.Writer) error {
+	b, source, err := kubeBinaries(ctx, source, log)
+	if err != nil {
+		return err
+	}
+	j, err := json.MarshalIndent(b.Pin(), "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(source, "tools", "kube", "sha256sums.json"), append(j, '\n'), 0o644)
+}
+
+func kubeBinaries(ctx context.Context, source string, log io.Writer) (kube.Build, string, error) {
 	var err error
 	if source == "" {
 		if source, err = findSource(); err != nil {
-			return "", err
+			return kube.Build{}, "", err
 		}
 	}
 	cache, err := kube.CacheDir()
 	if err != nil {
-		return "", err
+		return kube.Build{}, "", err
 	}
 	b, err := kube.Binaries(ctx, source, cache, log)
-	return b.Dir, err
+	return b, source, err
 }
 
 // EnsurePackages installs the Debian packages that the lab and the project's tests use, if

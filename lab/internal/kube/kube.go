@@ -2,8 +2,9 @@
 // that tools/kube pins, once for each content of that pin.
 //
 // A build is named by what goes into it (go.mod, go.sum, the Go version, the linker
-// flags), so a warm call costs one directory look-up, and two checkouts share a cache
-// without ever sharing a wrong binary.
+// flags), so a warm call costs the hashing of 700 MB, two seconds, and two checkouts share a cache
+// without ever sharing a wrong binary. The cache is not trusted: tools/kube/sha256sums.json says what
+// each program must be, and each is hashed whenever it is asked for.
 package kube
 
 import (
@@ -14,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -40,12 +42,24 @@ var Programs = []string{
 
 const sumsFile = "sha256sums.json"
 
+// Pin is sha256sums.json: which programs a build must lead to. A program that Go builds depends on its modules, flags and compiler alone.
+type Pin struct {
+	ID   string            `json:"id"` // of the build
+	Go   string            `json:"go"` // as runtime.Version prints it
+	Sums map[string]string `json:"sums"`
+}
+
 // A Build is a directory of programs.
 type Build struct {
 	Dir  string            // holds a file for each of [Programs]
 	ID   string            // 32 hex digits over all that went into it
 	Sums map[string]string // program → SHA-256, lower-case hex
+
+	pinned bool // Sums are those of the pin
 }
+
+// Pin returns what sha256sums.json should say of the build.
+func (b Build) Pin() Pin { return Pin{b.ID, runtime.Version(), b.Sums} }
 
 // CacheDir is where the lab keeps what it can make again: $XDG_CACHE_HOME/muster, or
 // ~/.cache/muster.
@@ -75,11 +89,10 @@ func ldflags() string {
 // Progress goes to log.
 func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
 	module := filepath.Join(source, "tools", "kube")
-	id, err := identify(module)
+	b, err := expected(module, cache)
 	if err != nil {
 		return Build{}, fmt.Errorf("tools/kube: %w; run from a checkout or name it with --source", err)
 	}
-	b := Build{Dir: filepath.Join(cache, "kube", id), ID: id}
 	if b.load() == nil {
 		return b, Used(b.Dir)
 	}
@@ -88,8 +101,14 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 		return Build{}, err
 	}
 	defer unlock()
-	if b.load() == nil { // somebody else built it while we waited
+	switch err := b.load(); {
+	case err == nil: // another process built it while this one waited
 		return b, nil
+	case !errors.Is(err, fs.ErrNotExist):
+		fmt.Fprintf(log, "the cache is thrown away: %v\n", err)
+		if err := os.RemoveAll(b.Dir); err != nil {
+			return Build{}, err
+		}
 	}
 	fmt.Fprintf(log, "building Kubernetes %s (up to a quarter of an hour the first time)\n", Version)
 	if err := build(ctx, module, b.Dir); err != nil {
@@ -98,7 +117,33 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
 }
 
-func identify(module string) (string, error) {
+// expected returns the build of a module, with the sums that the pin has for it. Another compiler leads to other programs: then only the
+// list that the cache has beside them is left to compare with, which shows damage, but no attack.
+func expected(module, cache string) (Build, error) {
+	id, err := identify(module, runtime.Version())
+	if err != nil {
+		return Build{}, err
+	}
+	b := Build{Dir: filepath.Join(cache, "kube", id), ID: id}
+	p, err := readPin(module)
+	if p.ID == id {
+		b.Sums, b.pinned = p.Sums, true
+	}
+	return b, err
+}
+
+func readPin(module string) (p Pin, err error) {
+	j, err := os.ReadFile(filepath.Join(module, sumsFile))
+	if err != nil {
+		return p, err
+	}
+	if err := json.Unmarshal(j, &p); err != nil {
+		return p, fmt.Errorf("%s: %w", sumsFile, err)
+	}
+	return p, nil
+}
+
+func identify(module, goVersion string) (string, error) {
 	h := sha256.New()
 	for _, f := range []string{"go.mod", "go.sum"} {
 		b, err := os.ReadFile(filepath.Join(module, f))
@@ -107,7 +152,7 @@ func identify(module string) (string, error) {
 		}
 		fmt.Fprintf(h, "%d\n%s", len(b), b)
 	}
-	fmt.Fprintf(h, "%s %s/%s\n%s\n", runtime.Version(), runtime.GOOS, runtime.GOARCH, ldflags())
+	fmt.Fprintf(h, "%s %s/%s\n%s\n", goVersion, runtime.GOOS, runtime.GOARCH, ldflags())
 	return hex.EncodeToString(h.Sum(nil)[:16]), nil
 }
 
@@ -119,7 +164,7 @@ func build(ctx context.Context, module, dest string) error {
 	defer os.RemoveAll(tmp)
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags(), "-o", tmp+"/", "tool")
 	cmd.Dir = module
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=-mod=readonly")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=-mod=readonly", "GOAMD64=v1", "GOEXPERIMENT=", "GOFIPS140=off")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build Kubernetes in %s: %w\n%s", module, err, out)
 	}
@@ -146,17 +191,25 @@ func build(ctx context.Context, module, dest string) error {
 	return os.Rename(tmp, dest)
 }
 
+// load compares each program with its sum.
 func (b *Build) load() error {
 	j, err := os.ReadFile(filepath.Join(b.Dir, sumsFile))
 	if err != nil {
 		return err
 	}
-	if err := json.Unmarshal(j, &b.Sums); err != nil {
-		return err
+	if !b.pinned {
+		b.Sums = nil
+		if err := json.Unmarshal(j, &b.Sums); err != nil {
+			return err
+		}
 	}
 	for _, p := range Programs {
-		if b.Sums[p] == "" {
-			return fmt.Errorf("%s has no %s: remove it and build again", b.Dir, p)
+		got, err := Sum(b.Path(p))
+		if err != nil {
+			return fmt.Errorf("incomplete: %w", err)
+		}
+		if got != b.Sums[p] { // S1
+			return fmt.Errorf("%s has SHA-256 %s, want %s", b.Path(p), got, b.Sums[p])
 		}
 	}
 	return nil

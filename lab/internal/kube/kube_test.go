@@ -1,8 +1,13 @@
 package kube
 
 import (
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -42,7 +47,7 @@ func TestABuildIsNamedByWhatGoesIntoIt(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		id, err := identify(dir)
+		id, err := identify(dir, "go1.0")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -59,15 +64,90 @@ func TestABuildIsNamedByWhatGoesIntoIt(t *testing.T) {
 	}
 }
 
+// fill makes a build of files that hold their own names, and says in its list what they are.
+func fill(t *testing.T, b *Build) {
+	t.Helper()
+	b.Sums = map[string]string{}
+	for _, p := range Programs {
+		if err := os.WriteFile(b.Path(p), []byte(p), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		b.Sums[p] = fmt.Sprintf("%x", sha256.Sum256([]byte(p)))
+	}
+	writeList(t, b.Dir, b.Sums)
+}
+
+func writeList(t *testing.T, dir string, list any) {
+	t.Helper()
+	j, err := json.Marshal(list)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, sumsFile), j, 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestAnIncompleteBuildIsNotUsed(t *testing.T) {
 	b := Build{Dir: t.TempDir()}
 	if b.load() == nil {
 		t.Error("an empty folder passes for a build")
 	}
-	if err := os.WriteFile(filepath.Join(b.Dir, sumsFile), []byte(`{"kubelet":"ab"}`), 0o644); err != nil {
+	fill(t, &b)
+	if err := b.load(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(b.Path("kubelet")); err != nil {
 		t.Fatal(err)
 	}
 	if b.load() == nil {
-		t.Error("one program passes for a build")
+		t.Error("a build without kubelet passes")
+	}
+}
+
+func TestAChangedProgramOfTheCacheIsNotUsed(t *testing.T) {
+	b := Build{Dir: t.TempDir(), pinned: true}
+	fill(t, &b)
+	if err := b.load(); err != nil {
+		t.Fatal(err)
+	}
+	// Who writes to the cache changes the list there, too.
+	changed := maps.Clone(b.Sums)
+	changed["kubelet"] = fmt.Sprintf("%x", sha256.Sum256([]byte("Kubelet")))
+	writeList(t, b.Dir, changed)
+	if err := os.WriteFile(b.Path("kubelet"), []byte("Kubelet"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.load(); err == nil || !strings.Contains(err.Error(), "kubelet") {
+		t.Errorf("a changed kubelet is used: %v", err)
+	}
+	other := Build{Dir: b.Dir} // no pin: of another Go release
+	if err := other.load(); err != nil {
+		t.Errorf("what the cache's own list says: %v", err)
+	}
+	writeList(t, b.Dir, b.Sums)
+	if err := other.load(); err == nil {
+		t.Error("damage is not seen")
+	}
+}
+
+func TestThePinIsThatOfToolsKube(t *testing.T) {
+	module := filepath.Join("..", "..", "..", "tools", "kube")
+	p, err := readPin(module)
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, err := identify(module, p.Go)
+	if err != nil || id != p.ID {
+		t.Errorf("tools/kube/%s is of another go.mod, go.sum or flags (%v): write it with `go run ./lab kube-binaries --pin`", sumsFile, err)
+	}
+	for _, name := range Programs {
+		if len(p.Sums[name]) != 64 {
+			t.Errorf("%s: %q is no SHA-256", name, p.Sums[name])
+		}
+	}
+	b, err := expected(module, t.TempDir())
+	if err != nil || b.pinned != (p.Go == runtime.Version()) {
+		t.Errorf("the pin of %s is not used by %s: %v", p.Go, runtime.Version(), err)
 	}
 }
