@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/base64"
 	"fmt"
-	"net/netip"
 	"os"
 	"strings"
 	"time"
@@ -19,127 +18,8 @@ import (
 
 func (a *app) policyCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
-	cmd.AddCommand(a.fromMeasurementsCommand(), a.addClassCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
+	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
 	return cmd
-}
-
-func (a *app) fromMeasurementsCommand() *cobra.Command {
-	var (
-		t                         policyfile.Template
-		roots, machines, networks []string
-		control, classes          []string
-		operator                  bool
-		key, out                  string
-	)
-	cmd := &cobra.Command{
-		Use:   "from-measurements measurements.json… --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
-		Short: "Make a commented policy from what an image build measured",
-		Args:  cobra.MinimumNArgs(1),
-		RunE: func(_ *cobra.Command, args []string) error {
-			if err := fill(&t, args, roots, machines, networks, operator, attest.EKKind(key)); err != nil {
-				return err
-			}
-			for _, s := range control {
-				id, err := attest.ParseMachineID(s)
-				if err != nil {
-					return fmt.Errorf("--control-plane: %w", err)
-				}
-				t.ControlPlanes = append(t.ControlPlanes, policyfile.ControlPlane{Machine: id})
-			}
-			if err := fillClasses(&t, classes); err != nil {
-				return err
-			}
-			text, err := policyfile.Build(t)
-			if err != nil {
-				return err
-			}
-			if len(t.Classes) == 0 && !t.AnyFirmware {
-				fmt.Fprintln(a.stderr, "The policy lists no machine class yet, so it accepts no firmware. Take one from a machine that you trust: muster policy add-class NAME --from MACHINE:9000 --policy FILE")
-			}
-			if out == "" || out == "-" {
-				_, err = a.stdout.Write(text)
-				return err
-			}
-			return os.WriteFile(out, text, 0o600)
-		},
-	}
-	f := cmd.Flags()
-	f.StringSliceVar(&roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
-	f.BoolVar(&operator, "operator", false, "the authorities of --ek-root issue for your machines only")
-	f.StringVar(&key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
-	f.StringSliceVar(&machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
-	f.StringSliceVar(&control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
-	f.StringArrayVar(&classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
-	f.StringSliceVar(&networks, "node-cidr", nil, "network of node addresses")
-	f.StringSliceVar(&t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
-	f.Uint64Var(&t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
-	f.BoolVar(&t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
-	f.BoolVar(&t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
-	f.BoolVar(&t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root vouches for")
-	f.StringVarP(&out, "out", "o", "", "file to write; standard output if left out")
-	return cmd
-}
-
-// fillClasses reads NAME=FILE.
-func fillClasses(t *policyfile.Template, classes []string) error {
-	for _, s := range classes {
-		name, path, ok := strings.Cut(s, "=")
-		if !ok {
-			return fmt.Errorf("--class %q: want NAME=FILE", s)
-		}
-		text, err := os.ReadFile(path)
-		if err != nil {
-			return fmt.Errorf("--class: %w", err)
-		}
-		c, err := policyfile.ParseFirmware(name, text, t.Measurements[0].Bank)
-		if err != nil {
-			return fmt.Errorf("--class %s: %w", s, err)
-		}
-		t.Classes = append(t.Classes, c)
-	}
-	return nil
-}
-
-func fill(t *policyfile.Template, files, roots, machines, networks []string, operator bool, key attest.EKKind) error {
-	for _, path := range files {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			return err
-		}
-		m, err := policyfile.ParseMeasurements(text)
-		if err != nil {
-			return fmt.Errorf("%s: %w", path, err)
-		}
-		t.Measurements = append(t.Measurements, m)
-	}
-	for _, path := range roots {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			return fmt.Errorf("--ek-root: %w", err)
-		}
-		certificates, err := policyfile.SplitPEM(text)
-		if err != nil {
-			return fmt.Errorf("--ek-root %s: %w", path, err)
-		}
-		for _, c := range certificates {
-			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator, Key: key})
-		}
-	}
-	for _, s := range machines {
-		id, err := attest.ParseMachineID(s)
-		if err != nil {
-			return fmt.Errorf("--machine-id: %w", err)
-		}
-		t.MachineIDs = append(t.MachineIDs, id)
-	}
-	for _, s := range networks {
-		c, err := netip.ParsePrefix(s)
-		if err != nil || c != c.Masked() {
-			return fmt.Errorf("--node-cidr %q is not a network like 10.0.0.0/16", s)
-		}
-		t.NodeCIDRs = append(t.NodeCIDRs, c)
-	}
-	return nil
 }
 
 func (a *app) checkCommand() *cobra.Command {

@@ -11,11 +11,12 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/gpt"
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
-	"github.com/muster-k8s/muster/deploy/vm/internal/measure"
-	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
-	"github.com/muster-k8s/muster/deploy/vm/internal/verity"
+	"github.com/muster-k8s/muster/internal/image"
+	"github.com/muster-k8s/muster/internal/image/builder"
+	"github.com/muster-k8s/muster/internal/image/gpt"
+	"github.com/muster-k8s/muster/internal/image/layout"
+	"github.com/muster-k8s/muster/internal/image/uki"
+	"github.com/muster-k8s/muster/internal/image/verity"
 )
 
 // What a build writes.
@@ -108,24 +109,24 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 		return err
 	}
 	programs["init"] = program // of the initramfs
-	image, err := unified(o, debian, kernel, program, root)
+	boot, err := unified(o, debian, kernel, program, root)
 	if err != nil {
 		return err
 	}
-	if image, err = sign(ctx, o, image, work); err != nil {
+	if boot, err = sign(ctx, o, boot, work); err != nil {
 		return err
 	}
-	esp, err := systemPartition(ctx, o, image, work)
+	esp, err := systemPartition(ctx, o, boot, work)
 	if err != nil {
 		return err
 	}
 	if err := writeDisk(filepath.Join(o.out, diskFile), esp, f, int64(root.Blocks)*layout.BlockSize, tree); err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(o.out, ukiFile), image, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(o.out, ukiFile), boot, 0o644); err != nil {
 		return err
 	}
-	if err := writeMeasurements(o, image); err != nil {
+	if err := writeMeasurements(o, boot); err != nil {
 		return err
 	}
 	if err := os.WriteFile(filepath.Join(o.out, lockFile), l.Format(), 0o644); err != nil {
@@ -257,13 +258,9 @@ func writeDisk(to string, esp []byte, root io.ReadSeeker, rootSize int64, tree [
 	return err
 }
 
-func writeMeasurements(o options, image []byte) error {
+func writeMeasurements(o options, program []byte) error {
 	for file, secure := range map[string]bool{measuredFile: false, measuredSBFile: true} {
-		name := "muster " + o.version
-		if secure {
-			name += ", Secure Boot"
-		}
-		m, err := measure.Boot{UKI: image, SecureBoot: secure}.Predict(name)
+		m, err := image.Measurements(program, secure)
 		if err != nil {
 			return err
 		}
@@ -278,14 +275,32 @@ func writeMeasurements(o options, image []byte) error {
 	return nil
 }
 
-// report prints what was made, as `sha256sum` would.
+// report writes and prints what was made, as `sha256sum` would, and signs that if there is a key.
 func report(o options, stdout io.Writer) error {
-	for _, name := range []string{diskFile, ukiFile, measuredFile, measuredSBFile, billFile, lockFile} {
-		sum, err := sumOf(filepath.Join(o.out, name))
+	sums, err := builder.Format(o.out, diskFile, ukiFile, measuredFile, measuredSBFile, billFile, lockFile)
+	if err != nil {
+		return err
+	}
+	signature := filepath.Join(o.out, builder.SignatureFile)
+	if err := os.RemoveAll(signature); err != nil { // of an earlier build
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(o.out, builder.SumsFile), sums, 0o644); err != nil {
+		return err
+	}
+	if o.builderKey != "" {
+		key, err := builder.ReadPrivateKey(o.builderKey)
 		if err != nil {
 			return err
 		}
-		fmt.Fprintf(stdout, "%s  %s\n", sum, name)
+		b, err := builder.Sign(key, sums)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(signature, b, 0o644); err != nil {
+			return err
+		}
 	}
-	return nil
+	_, err = stdout.Write(sums)
+	return err
 }

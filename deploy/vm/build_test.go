@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 

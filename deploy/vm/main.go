@@ -49,6 +49,7 @@ type options struct {
 	cmdline        string // words added to the kernel's command line
 	lockdown       string // of lockdowns
 	key, cert      string // of Secure Boot, PEM; both or none
+	builderKey     string // signs what is written; may be empty
 	sources, cache string // apt's sources.list, and where downloads are kept
 	lock           string // file
 }
@@ -78,6 +79,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.StringVar(&o.lockdown, "lockdown", lockdowns[0], "what the kernel keeps from root (kernel_lockdown(7)): confidentiality, or integrity for tools that read the kernel's memory (kprobes, perf, BPF tracing)")
 	flags.StringVar(&o.key, "secure-boot-key", "", "PEM file of the key that signs for Secure Boot")
 	flags.StringVar(&o.cert, "secure-boot-cert", "", "PEM file of its certificate")
+	flags.StringVar(&o.builderKey, "builder-key", "", "key that signs SHA256SUMS, Ed25519, as ssh-keygen -t ed25519 makes it, without a passphrase")
 	flags.StringVar(&o.sources, "sources", "", "apt's sources.list to take packages from, instead of Debian's own mirrors")
 	flags.StringVar(&o.cache, "cache", "", "folder for what is downloaded (default: muster/vm in the user's cache folder)")
 	flags.StringVar(&o.lock, "lock", "", "lock file: packages, programs and tools with their SHA-256 or version (default: deploy/vm/packages.lock of the checkout)")

@@ -17,7 +17,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/internal/image/layout"
 )
 
 //go:embed all:files

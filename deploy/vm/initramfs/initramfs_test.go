@@ -20,7 +20,7 @@ import (
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"go.uber.org/goleak"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 

@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/internal/image/layout"
 )
 
 // The kernel's device mapper (Linux, include/uapi/linux/dm-ioctl.h).

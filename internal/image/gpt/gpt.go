@@ -1,4 +1,4 @@
-// Package gpt writes disk images with a GUID partition table (UEFI 2.10, section 5.3), of fixed
+// Package gpt writes and reads disk images with a GUID partition table (UEFI 2.10, section 5.3), of fixed
 // GUIDs, so that the same partitions give the same bytes.
 package gpt
 
@@ -57,36 +57,38 @@ func Write(w io.WriterAt, disk string, parts []Partition) (int64, error) {
 		at += (p.Size + oneMiB - 1) / oneMiB * align
 	}
 	total := at + align // the second table is in the last MiB
-	head := func(own, other, table int64) []byte {
-		b := make([]byte, sector)
-		le := binary.LittleEndian
-		copy(b, "EFI PART")
-		le.PutUint32(b[8:], 0x00010000)
-		le.PutUint32(b[12:], header)
-		le.PutUint64(b[24:], uint64(own))
-		le.PutUint64(b[32:], uint64(other))
-		le.PutUint64(b[40:], 2+uint64(entries*entry/sector))
-		le.PutUint64(b[48:], uint64(total-last-1))
-		copy(b[56:], id)
-		le.PutUint64(b[72:], uint64(table))
-		le.PutUint32(b[80:], entries)
-		le.PutUint32(b[84:], entry)
-		le.PutUint32(b[88:], crc32.ChecksumIEEE(list))
-		le.PutUint32(b[16:], crc32.ChecksumIEEE(b[:header]))
-		return b
-	}
 	for _, x := range []struct {
 		lba  int64
 		data []byte
 	}{
-		{0, protective(total)}, {1, head(1, total-1, 2)}, {2, list},
-		{total - last, list}, {total - 1, head(total-1, 1, total-last)},
+		{0, protective(total)}, {1, head(id, 1, total-1, 2, total, list)}, {2, list},
+		{total - last, list}, {total - 1, head(id, total-1, 1, total-last, total, list)},
 	} {
 		if _, err := w.WriteAt(x.data, x.lba*sector); err != nil {
 			return 0, fmt.Errorf("gpt: %w", err)
 		}
 	}
 	return total * sector, nil
+}
+
+// head returns the header in the sector own, of a table that begins at the sector table (UEFI 2.10, table 5.5).
+func head(id []byte, own, other, table, total int64, list []byte) []byte {
+	b := make([]byte, sector)
+	le := binary.LittleEndian
+	copy(b, "EFI PART")
+	le.PutUint32(b[8:], 0x00010000)
+	le.PutUint32(b[12:], header)
+	le.PutUint64(b[24:], uint64(own))
+	le.PutUint64(b[32:], uint64(other))
+	le.PutUint64(b[40:], 2+uint64(entries*entry/sector))
+	le.PutUint64(b[48:], uint64(total-last-1))
+	copy(b[56:], id)
+	le.PutUint64(b[72:], uint64(table))
+	le.PutUint32(b[80:], entries)
+	le.PutUint32(b[84:], entry)
+	le.PutUint32(b[88:], crc32.ChecksumIEEE(list))
+	le.PutUint32(b[16:], crc32.ChecksumIEEE(b[:header]))
+	return b
 }
 
 // describe fills a partition entry (UEFI 2.10, table 5.7).

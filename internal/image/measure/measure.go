@@ -13,7 +13,7 @@ import (
 	"strings"
 	"unicode/utf16"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
+	"github.com/muster-k8s/muster/internal/image/uki"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 )
 

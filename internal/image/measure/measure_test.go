@@ -14,8 +14,8 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/uki"
-	"github.com/muster-k8s/muster/deploy/vm/internal/uki/ukitest"
+	"github.com/muster-k8s/muster/internal/image/uki"
+	"github.com/muster-k8s/muster/internal/image/uki/ukitest"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -108,7 +108,7 @@ func TestAChangeOfAnyPartShows(t *testing.T) {
 func TestAPolicyCanBeMadeOfThePredictions(t *testing.T) {
 	b := image(t, nil)
 	// One that tests of policies have.
-	root, err := os.ReadFile(filepath.FromSlash("../../../../internal/owner/policyfile/testdata/ek-root.pem"))
+	root, err := os.ReadFile(filepath.FromSlash("../../owner/policyfile/testdata/ek-root.pem"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/uki/ukitest"
+	"github.com/muster-k8s/muster/internal/image/uki/ukitest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -11,7 +11,7 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/muster-k8s/muster/deploy/vm/internal/layout"
+	"github.com/muster-k8s/muster/internal/image/layout"
 )
 
 const perBlock = layout.BlockSize / sha256.Size

@@ -1,0 +1,255 @@
+package main
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/internal/image"
+	"github.com/muster-k8s/muster/internal/image/builder"
+	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// policyFlags are those of the commands that make a policy.
+type policyFlags struct {
+	t                         policyfile.Template
+	roots, machines, networks []string
+	control, classes          []string
+	operator                  bool
+	key, out                  string
+	builder                   string
+}
+
+func (p *policyFlags) add(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.StringSliceVar(&p.roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
+	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only")
+	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
+	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
+	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
+	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
+	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
+	f.StringSliceVar(&p.t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
+	f.Uint64Var(&p.t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
+	f.BoolVar(&p.t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
+	f.BoolVar(&p.t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
+	f.BoolVar(&p.t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root vouches for")
+	f.StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it vouches for")
+	f.StringVarP(&p.out, "out", "o", "", "file to write; standard output if left out")
+}
+
+// signed checks a file by the builder's key, if the owner named one.
+func (p *policyFlags) signed(path string, sum [sha256.Size]byte) error {
+	if p.builder == "" {
+		return nil
+	}
+	key, err := builder.ReadPublicKey(p.builder)
+	if err != nil {
+		return fmt.Errorf("--builder-key: %w", err)
+	}
+	sums, err := builder.Open(filepath.Dir(path), key)
+	if err != nil {
+		return err
+	}
+	return sums.Check(filepath.Base(path), sum)
+}
+
+// measurements reads a file of an image's build.
+func (p *policyFlags) measurements(path string) (policyfile.Measurements, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return policyfile.Measurements{}, err
+	}
+	if err := p.signed(path, sha256.Sum256(text)); err != nil {
+		return policyfile.Measurements{}, err
+	}
+	m, err := policyfile.ParseMeasurements(text)
+	if err != nil {
+		return m, fmt.Errorf("%s: %w", path, err)
+	}
+	return m, nil
+}
+
+func (a *app) fromMeasurementsCommand() *cobra.Command {
+	var p policyFlags
+	cmd := &cobra.Command{
+		Use:   "from-measurements measurements.json… --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
+		Short: "Make a commented policy from what an image build measured",
+		Args:  cobra.MinimumNArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			for _, path := range args {
+				m, err := p.measurements(path)
+				if err != nil {
+					return err
+				}
+				p.t.Measurements = append(p.t.Measurements, m)
+			}
+			return a.writePolicy(&p)
+		},
+	}
+	p.add(cmd)
+	return cmd
+}
+
+func (a *app) fromImageCommand() *cobra.Command {
+	var (
+		p          policyFlags
+		secureBoot string
+		compare    []string
+	)
+	cmd := &cobra.Command{
+		Use:   "from-image muster.raw --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
+		Short: "Make a commented policy from a disk image itself: every byte of it is read, and its measurements are computed here",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			on := map[string][]bool{"off": {false}, "on": {true}, "both": {false, true}}[secureBoot]
+			if on == nil {
+				return fmt.Errorf("--secure-boot %q: want off, on or both", secureBoot)
+			}
+			program, err := readImage(args[0], &p)
+			if err != nil {
+				return fmt.Errorf("%s: %w", args[0], err)
+			}
+			var all []policyfile.Measurements
+			for _, secure := range []bool{false, true} {
+				m, err := image.Measurements(program, secure)
+				if err != nil {
+					return fmt.Errorf("%s: %w", args[0], err)
+				}
+				all = append(all, m)
+				if len(on) == 2 || on[0] == secure {
+					p.t.Measurements = append(p.t.Measurements, m)
+				}
+			}
+			for _, path := range compare {
+				m, err := p.measurements(path)
+				if err != nil {
+					return err
+				}
+				if !reflect.DeepEqual(m, all[0]) && !reflect.DeepEqual(m, all[1]) {
+					return fmt.Errorf("%s says %v of %s, and the image leads to %v, with Secure Boot on to %v: one of them is not of this build", path, m.PCRs, m.Image, all[0].PCRs, all[1].PCRs)
+				}
+			}
+			return a.writePolicy(&p)
+		},
+	}
+	p.add(cmd)
+	cmd.Flags().StringVar(&secureBoot, "secure-boot", "off", "firmware of the machines has Secure Boot off, on, or both kinds are there")
+	cmd.Flags().StringSliceVar(&compare, "measurements", nil, "the build's file of measurements, to compare")
+	return cmd
+}
+
+// readImage returns the program of a disk image that firmware starts.
+func readImage(path string, p *policyFlags) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, errors.New("it is no file: copy the disk into one")
+	}
+	if p.builder != "" {
+		h := sha256.New()
+		if _, err := io.Copy(h, f); err != nil {
+			return nil, err
+		}
+		if err := p.signed(path, [sha256.Size]byte(h.Sum(nil))); err != nil {
+			return nil, err
+		}
+	}
+	return image.ReadProgram(f, info.Size())
+}
+
+// writePolicy writes the policy of what was measured and of the flags.
+func (a *app) writePolicy(p *policyFlags) error {
+	if err := fill(&p.t, p.roots, p.machines, p.networks, p.operator, attest.EKKind(p.key)); err != nil {
+		return err
+	}
+	for _, s := range p.control {
+		id, err := attest.ParseMachineID(s)
+		if err != nil {
+			return fmt.Errorf("--control-plane: %w", err)
+		}
+		p.t.ControlPlanes = append(p.t.ControlPlanes, policyfile.ControlPlane{Machine: id})
+	}
+	if err := fillClasses(&p.t, p.classes); err != nil {
+		return err
+	}
+	text, err := policyfile.Build(p.t)
+	if err != nil {
+		return err
+	}
+	if len(p.t.Classes) == 0 && !p.t.AnyFirmware {
+		fmt.Fprintln(a.stderr, "The policy lists no machine class yet, so it accepts no firmware. Take one from a machine that you trust: muster policy add-class NAME --from MACHINE:9000 --policy FILE")
+	}
+	if p.out == "" || p.out == "-" {
+		_, err = a.stdout.Write(text)
+		return err
+	}
+	return os.WriteFile(p.out, text, 0o600)
+}
+
+// fillClasses reads NAME=FILE.
+func fillClasses(t *policyfile.Template, classes []string) error {
+	for _, s := range classes {
+		name, path, ok := strings.Cut(s, "=")
+		if !ok {
+			return fmt.Errorf("--class %q: want NAME=FILE", s)
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("--class: %w", err)
+		}
+		c, err := policyfile.ParseFirmware(name, text, t.Measurements[0].Bank)
+		if err != nil {
+			return fmt.Errorf("--class %s: %w", s, err)
+		}
+		t.Classes = append(t.Classes, c)
+	}
+	return nil
+}
+
+func fill(t *policyfile.Template, roots, machines, networks []string, operator bool, key attest.EKKind) error {
+	for _, path := range roots {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("--ek-root: %w", err)
+		}
+		certificates, err := policyfile.SplitPEM(text)
+		if err != nil {
+			return fmt.Errorf("--ek-root %s: %w", path, err)
+		}
+		for _, c := range certificates {
+			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator, Key: key})
+		}
+	}
+	for _, s := range machines {
+		id, err := attest.ParseMachineID(s)
+		if err != nil {
+			return fmt.Errorf("--machine-id: %w", err)
+		}
+		t.MachineIDs = append(t.MachineIDs, id)
+	}
+	for _, s := range networks {
+		c, err := netip.ParsePrefix(s)
+		if err != nil || c != c.Masked() {
+			return fmt.Errorf("--node-cidr %q is not a network like 10.0.0.0/16", s)
+		}
+		t.NodeCIDRs = append(t.NodeCIDRs, c)
+	}
+	return nil
+}

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"crypto/ed25519"
+	"encoding/json"
+	"encoding/pem"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/crypto/ssh"
+
+	"github.com/muster-k8s/muster/internal/image"
+	"github.com/muster-k8s/muster/internal/image/builder"
+	"github.com/muster-k8s/muster/internal/image/imagetest"
+)
+
+// release is a folder as a build leaves it, and the builder's public key.
+func release(t *testing.T) (dir, key string) {
+	t.Helper()
+	p := imagetest.New(t)
+	dir = filepath.Dir(p.Write(t))
+	for name, secure := range map[string]bool{"measurements.json": false, "measurements-secureboot.json": true} {
+		m, err := image.Measurements(p.Program(t), secure)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := json.Marshal(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		save(t, filepath.Join(dir, name), b)
+	}
+	private := ed25519.NewKeyFromSeed(make([]byte, 32))
+	public, err := ssh.NewPublicKey(private.Public())
+	if err != nil {
+		t.Fatal(err)
+	}
+	block, err := ssh.MarshalPrivateKey(private, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	signer, err := builder.ReadPrivateKey(save(t, filepath.Join(t.TempDir(), "builder"), pem.EncodeToMemory(block)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	sums, err := builder.Format(dir, "muster.raw", "measurements.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	signature, err := builder.Sign(signer, sums)
+	if err != nil {
+		t.Fatal(err)
+	}
+	save(t, filepath.Join(dir, builder.SumsFile), sums)
+	save(t, filepath.Join(dir, builder.SignatureFile), signature)
+	return dir, save(t, filepath.Join(t.TempDir(), "builder.pub"), ssh.MarshalAuthorizedKey(public))
+}
+
+func save(t *testing.T, file string, b []byte) string {
+	t.Helper()
+	if err := os.WriteFile(file, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+// makePolicy runs muster policy with flags that a policy needs.
+func makePolicy(t *testing.T, args ...string) (string, error) {
+	t.Helper()
+	var out, log strings.Builder
+	root := filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "ek-root.pem")
+	a := &app{stdout: &out, stderr: &log}
+	err := a.run(t.Context(), append(append([]string{"policy"}, args...), "--ek-root", root, "--operator", "--node-cidr", "192.0.2.0/24"))
+	return out.String(), err
+}
+
+func TestAPolicyIsMadeFromTheImageItself(t *testing.T) {
+	dir, key := release(t)
+	disk, file := filepath.Join(dir, "muster.raw"), filepath.Join(dir, "measurements.json")
+	want, err := makePolicy(t, "from-measurements", file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range [][]string{
+		{"from-image", disk},
+		{"from-image", disk, "--measurements", file},
+		{"from-image", disk, "--measurements", file, "--builder-key", key},
+		{"from-measurements", file, "--builder-key", key},
+	} {
+		if got, err := makePolicy(t, args...); err != nil || got != want {
+			t.Errorf("%v: %v\n%s", args, err, got)
+		}
+	}
+	both, err := makePolicy(t, "from-measurements", file, filepath.Join(dir, "measurements-secureboot.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := makePolicy(t, "from-image", disk, "--secure-boot", "both"); err != nil || got != both {
+		t.Errorf("%v\n%s", err, got)
+	}
+}
+
+func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
+	for name, tt := range map[string]struct {
+		change func(t *testing.T, dir string)
+		args   []string
+		says   string
+	}{
+		"an altered image":                   {func(t *testing.T, dir string) { flip(t, filepath.Join(dir, "muster.raw"), 41<<20) }, []string{"from-image", "DIR/muster.raw"}, "the image was altered"},
+		"an altered image of a builder's":    {func(t *testing.T, dir string) { flip(t, filepath.Join(dir, "muster.raw"), 30<<20) }, []string{"from-image", "DIR/muster.raw", "--builder-key", "KEY"}, "the builder signed"},
+		"measurements of another build":      {otherMeasurements, []string{"from-image", "DIR/muster.raw", "--measurements", "DIR/measurements.json"}, "one of them is not of this build"},
+		"measurements that were not signed":  {otherMeasurements, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "KEY"}, "the builder signed"},
+		"measurements that no signature has": {func(*testing.T, string) {}, []string{"from-measurements", "DIR/measurements-secureboot.json", "--builder-key", "KEY"}, "has signed no file"},
+		"no signature": {func(t *testing.T, dir string) {
+			if err := os.Remove(filepath.Join(dir, builder.SignatureFile)); err != nil {
+				t.Fatal(err)
+			}
+		}, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "KEY"}, "BUILDER_KEY"},
+		"a key that is none":      {func(*testing.T, string) {}, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "DIR/measurements.json"}, "--builder-key"},
+		"Secure Boot neither way": {func(*testing.T, string) {}, []string{"from-image", "DIR/muster.raw", "--secure-boot", "maybe"}, "off, on or both"},
+		"a device or folder":      {func(*testing.T, string) {}, []string{"from-image", "DIR"}, "it is no file"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir, key := release(t)
+			tt.change(t, dir)
+			var args []string
+			for _, a := range tt.args {
+				args = append(args, strings.NewReplacer("DIR", dir, "KEY", key).Replace(a))
+			}
+			if out, err := makePolicy(t, args...); err == nil || !strings.Contains(err.Error(), tt.says) {
+				t.Errorf("%v; want %q\n%s", err, tt.says, out)
+			}
+		})
+	}
+}
+
+func flip(t *testing.T, file string, at int) {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[at] ^= 1
+	save(t, file, b)
+}
+
+func otherMeasurements(t *testing.T, dir string) {
+	t.Helper()
+	p := imagetest.New(t)
+	p.Cmdline += " more"
+	m, err := image.Measurements(p.Program(t), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := json.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	save(t, filepath.Join(dir, "measurements.json"), b)
+}
