@@ -110,7 +110,7 @@ func (s *stage) dialAs(t *testing.T, v *virtual, endpoint string) joinv1connect.
 func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
 	t.Helper()
 	resp, err := s.dialAs(t, v, endpoint).IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
-	if err == nil && !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk1)) {
+	if err == nil && !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) {
 		err = errors.New("another key")
 	}
 	return err
