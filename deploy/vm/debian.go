@@ -222,13 +222,7 @@ func environment(home string) []string {
 
 // tool runs a program of Debian's with a fixed time and language.
 func tool(ctx context.Context, o options, name string, args ...string) error {
-	return toolInput(ctx, nil, o, name, args...)
-}
-
-func toolInput(ctx context.Context, in io.Reader, o options, name string, args ...string) error {
-	cmd := command(ctx, o, name, args...)
-	cmd.Stdin = in
-	out, err := cmd.CombinedOutput()
+	out, err := command(ctx, o, name, args...).CombinedOutput()
 	return explain(name, out, err)
 }
 

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/muster-k8s/muster/internal/image/layout"
@@ -294,7 +295,17 @@ func squash(ctx context.Context, o options, b base, add tree, to string) ([]byte
 		done <- err
 	}()
 	os.Remove(to)
-	err = toolInput(ctx, r, o, "mksquashfs", "-", to, "-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "5", "-root-mode", "0755")
+	cmd := command(ctx, o, "mksquashfs", "-", to, "-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "5", "-root-mode", "0755")
+	cmd.Stdin = r
+	if uid, gid := os.Geteuid(), os.Getegid(); uid != 0 {
+		// It gives the root folder to the user that it runs as, and has no option against that for archives. In a user namespace of its own that is root.
+		cmd.SysProcAttr = &syscall.SysProcAttr{
+			Cloneflags:  syscall.CLONE_NEWUSER,
+			UidMappings: []syscall.SysProcIDMap{{HostID: uid, Size: 1}}, GidMappings: []syscall.SysProcIDMap{{HostID: gid, Size: 1}},
+		}
+	}
+	said, err := cmd.CombinedOutput()
+	err = explain("mksquashfs", said, err)
 	r.CloseWithError(errors.New("mksquashfs ended"))
 	return status, errors.Join(<-done, err)
 }
