@@ -313,7 +313,7 @@ func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 // slowReplica is one more joinservice, each of whose requests to the API server takes a third of a second longer.
 func (s *stage) slowReplica(t *testing.T) *stage {
 	t.Helper()
-	next := *s
+	next := &stage{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
 	dir := t.TempDir()
 	next.audit, next.kubeconf = filepath.Join(dir, "audit.jsonl"), filepath.Join(dir, "kubeconfig")
 	api, err := s.As(t.Context(), namespace, "joinservice")
@@ -329,7 +329,7 @@ func (s *stage) slowReplica(t *testing.T) *stage {
 		t.Fatal(err)
 	}
 	next.serveJoin(t)
-	return &next
+	return next
 }
 
 // slowly listens, and passes what it reads to a server after a pause.
