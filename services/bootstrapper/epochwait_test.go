@@ -81,8 +81,8 @@ func (p plane) on() string {
 	return ""
 }
 
-// rolledBack boots the machine, and returns once it waits for its owner.
-func (p plane) rolledBack(t *testing.T) *running {
+// rolledBack boots the machine, and returns once it has refused for the reason, and waits for its owner.
+func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 	t.Helper()
 	p.reboot()
 	p.logged = &logBuffer{}
@@ -104,7 +104,7 @@ func (p plane) rolledBack(t *testing.T) *running {
 		return log()
 	}
 	places := refusaltest.Places{Metric: []string{"muster_join_attempts_total"}, Log: []string{"msg", "this control plane does not start: its state disk is not the newest"}}
-	refusaltest.Told(t, s, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, places, func() { begun = true })
+	refusaltest.Told(t, s, want, places, func() { begun = true })
 	eventually(t, "it waits for its owner", func() bool { return p.on() != "" })
 	if p.did("start "+machine.UnitKubelet) || p.did("start "+machine.UnitAttester) || p.did("start "+machine.UnitRenewal) || !strings.Contains(p.logged.String(), "CLUSTER_ROLLED_BACK") {
 		t.Errorf("something was started: %v", p.steps)
@@ -159,10 +159,10 @@ func TestControlPlanesThatAreRestoredAreNotServed(t *testing.T) {
 	}
 	for i, p := range planes {
 		p.restore(copies[i])
-		p.rolledBack(t).kill(t)
+		p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t)
 	}
 	for _, p := range planes { // and not after another boot either
-		r := p.rolledBack(t)
+		r := p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK)
 		c := p.client()
 		d, err := c.DescribeEpoch(t.Context(), &recoverv1.DescribeEpochRequest{})
 		if err != nil {
@@ -195,7 +195,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.restore(dir)
-	r := p.rolledBack(t)
+	r := p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK)
 	c := p.client()
 	d, err := c.DescribeEpoch(t.Context(), &recoverv1.DescribeEpochRequest{})
 	if err != nil {
@@ -240,7 +240,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 	}
 	// The order is worth nothing for the next time.
 	p.restore(dir)
-	r = p.rolledBack(t)
+	r = p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK)
 	defer r.kill(t)
 	if _, err := p.client().AcceptEpoch(t.Context(), good.Wire(p.priv)); rpc.ReasonFrom(err) != attestv1.Reason_REASON_OWNER_SIGNATURE {
 		t.Errorf("the same order again: %v", err)
@@ -253,7 +253,7 @@ func TestARecordBeginsWithControlPlanesAlone(t *testing.T) {
 	if err := os.RemoveAll(filepath.Join(p.root, epoch.Folder)); err != nil {
 		t.Fatal(err)
 	}
-	p.rolledBack(t).kill(t) // the counter is there
+	p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t) // the counter is there
 	p.counter = tpmtest.SWTPM(t).Open()
 	p.reboot()
 	p.dieAfter(-1)

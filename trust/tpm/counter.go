@@ -9,7 +9,7 @@ import (
 	gotpm "github.com/google/go-tpm/tpm2"
 )
 
-// CounterIndex is the NV index of the machine's counter. 0x01800000 to 0x01BFFFFF are for the owner's indices (TCG Registry of Reserved
+// CounterIndex is the NV index of the counter that says which state of the disk is the newest (B7). 0x01800000 to 0x01BFFFFF are for the owner's indices (TCG Registry of Reserved
 // TPM 2.0 Handles and Localities, section 2.2).
 const CounterIndex = gotpm.TPMHandle(0x01804D55)
 
