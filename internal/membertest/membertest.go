@@ -38,6 +38,7 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -175,6 +176,9 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 // describe writes the two ConfigMaps as init does, and empties the list of machines that wait.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
+	for i, name := range versions.ImageNames() {
+		info.Images = append(info.Images, fmt.Sprintf("registry.example/%s:v1@sha256:%064x", name, i+1))
+	}
 	text, err := info.Marshal()
 	if err != nil {
 		return err

@@ -10,6 +10,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 )
 
 const (
@@ -44,7 +45,7 @@ func (d *doctor) disks(ctx context.Context) error {
 	}
 	known, err := d.dir.Known()
 	if err != nil {
-		return err
+		known = &ownerdir.Known{} // CheckKnown says why
 	}
 	var old []string
 	for _, disk := range all.Items {

@@ -55,14 +55,16 @@ func (p *patient) setBack(t *testing.T) []harm {
 		}},
 		{CheckKnown, checkup.Fail, "the cluster is at epoch 0, and node1 knows 7", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
-			write := func(t *testing.T, value any) {
+			write := func(t *testing.T, value, label any) {
 				t.Helper()
-				patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]any{clusterinfo.EpochAnnotation: value}}})
+				patch, err := json.Marshal(map[string]any{"metadata": map[string]any{
+					"annotations": map[string]any{clusterinfo.EpochAnnotation: value}, "labels": map[string]any{"node-role.kubernetes.io/control-plane": label},
+				}})
 				try(t, err)
 				try(t, shared.Client.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, client.RawPatch(types.MergePatchType, patch)))
 			}
-			write(t, "7")
-			return func(t *testing.T) { write(t, nil) }
+			write(t, "7", "")
+			return func(t *testing.T) { write(t, nil, nil) }
 		}},
 		{CheckKnown, checkup.Warn, "known.json", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
 	}

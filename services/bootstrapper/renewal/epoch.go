@@ -172,7 +172,7 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 	}
 	err = pages(ctx, c, "attesteddisks", func(list v1alpha1.AttestedDiskList) string {
 		for _, d := range list.Items {
-			f.lines = append(f.lines, fmt.Sprintf("disk %s %s", d.Name, d.Spec.MachineID))
+			f.lines = append(f.lines, fmt.Sprintf("disk %s %s %t", d.Name, d.Spec.MachineID, d.Spec.Erased))
 		}
 		return list.Continue
 	})

@@ -120,7 +120,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	}
 	policy := &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}
 	node := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node3"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
-	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32)}}
+	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32), Salt: strings.Repeat("5a", 32), RootVersion: 1}}
 	_, stranger, err := ed25519.GenerateKey(nil)
 	must(t, err)
 	now, serial := uint64(0), uint64(0)
