@@ -21,6 +21,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
@@ -90,12 +91,17 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = told.Close() })
+	root := t.TempDir()
+	secret := filepath.Join(root, bootsecret.Path)
+	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, oneSecret, 0o600)); err != nil { // so that the running system of this boot has the same
+		t.Fatal(err)
+	}
 	u, err := unlock.New(unlock.Config{
 		Image: &metadata.Image{OwnerKey: s.Public, TPM: metadata.TPM{Bank: "sha256"}},
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},
-		Root: t.TempDir(), List: component.ListFile(filepath.Join(t.TempDir(), "list")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		Root: root, List: component.ListFile(filepath.Join(t.TempDir(), "list")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
 		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 		},

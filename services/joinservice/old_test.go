@@ -116,7 +116,7 @@ func (l *lone) rejoin(t *testing.T) error {
 }
 
 func (l *lone) reattest(t *testing.T) error {
-	_, err := l.Reattest(t.Context(), &joinv1.ReattestRequest{})
+	_, err := l.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: bytes.Repeat([]byte{1}, 32)})
 	return err
 }
 
@@ -125,11 +125,11 @@ func (l *lone) reattest(t *testing.T) error {
 func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 	l := newLone(t, false, func(*attesttest.Machine) {})
 	ticket := func(t *testing.T) error {
-		_, err := l.IssueJoinTicket(t.Context(), &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+		_, err := l.IssueJoinTicket(t.Context(), &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: bytes.Repeat([]byte{1}, 32)})
 		return err
 	}
 	wanted := ticketRequest(t)
-	requests := &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: wanted.GetKubeletClientCsr(), KubeletServingCsr: wanted.GetKubeletServingCsr()}
+	requests := &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: wanted.GetKubeletClientCsr(), KubeletServingCsr: wanted.GetKubeletServingCsr(), BootSecret: bytes.Repeat([]byte{1}, 32)}
 	renew := func(t *testing.T) error {
 		_, err := l.RenewNodeCertificates(t.Context(), requests)
 		return err

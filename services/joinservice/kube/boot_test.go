@@ -64,6 +64,7 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 	if _, err := a.Enrol(t.Context(), owner, ticket("a")); err != nil {
 		t.Fatal(err)
 	}
+	shared.GiveDisk(t, owner.Disk, owner.Machine)
 	for range 5 {
 		last := shared.Node(t, "w1").Status.Boot
 		var wait sync.WaitGroup
@@ -109,6 +110,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	if _, err := k.Enrol(t.Context(), c, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("a ticket: %v", err)
 	}
+	shared.GiveDisk(t, c.Disk, c.Machine)
 	r, err := k.Rejoin(t.Context(), c)
 	if err != nil {
 		t.Fatal(err)
