@@ -106,7 +106,7 @@ func (a *app) applyCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			_ = a.remember(ctx, dir) // it is told
+			a.remember(ctx, dir)
 			if a.output == outputJSON {
 				return a.json(p.Status)
 			}

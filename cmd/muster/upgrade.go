@@ -79,7 +79,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	if err != nil {
 		return err
 	}
-	_ = a.remember(ctx, dir) // it is told
+	a.remember(ctx, dir)
 	if a.output == outputJSON {
 		return a.json(done)
 	}

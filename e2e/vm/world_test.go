@@ -158,7 +158,10 @@ func (w *world) join(t *testing.T, v driver.VM, address string) (boot string) {
 func (w *world) acceptFirmware(t *testing.T, address string) {
 	t.Helper()
 	w.addClass(t, "vm", address)
-	w.Muster(t, "policy", "apply")
+	until(t, joinTime, func(ctx context.Context) error { // a busy API server may need more than one try
+		_, err := w.At(ctx, driver.Owner, "", "muster", "policy", "apply")
+		return err
+	})
 }
 
 // initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its

@@ -12,7 +12,6 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Connect gives a client for the cluster of an owner's folder.
@@ -44,7 +43,7 @@ func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Atte
 	if err := l.apply(ctx, d, kube, say); err != nil {
 		return false, err
 	}
-	return kube.Enrol(ctx, name, spec, keys.DiskSalt{})
+	return kube.Enrol(ctx, name, spec)
 }
 
 // SignedPolicy signs the policy of an owner's folder as it stands there.

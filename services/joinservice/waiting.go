@@ -28,7 +28,9 @@ func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 		return
 	}
 	e := waiting.Entry{Machine: peer.Machine().String(), Node: a.record.Node, Role: a.record.Role, Reason: reasonOf(err), Last: time.Now()}
-	e.Address = caller(ctx)
+	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
+		e.Address = host(call.Peer().Addr)
+	}
 	s.cfg.Kube.Refused(e)
 }
 
@@ -37,15 +39,6 @@ func (s *Service) admitted(ctx context.Context, a *attempt, t *ticket) {
 	if peer, ok := attest.PeerFrom(ctx); ok {
 		s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)
 	}
-}
-
-// caller returns the address that a request came from; empty if it is not known.
-func caller(ctx context.Context) string {
-	call, ok := connect.CallInfoForHandlerContext(ctx)
-	if !ok {
-		return ""
-	}
-	return host(call.Peer().Addr)
 }
 
 func host(addr string) string {

@@ -119,7 +119,7 @@ func TestARequestHoldsNoRootSecret(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	key, err := root.Disk(id, keys.DiskSalt{3})
+	key, err := root.Disk(id)
 	if err != nil {
 		t.Fatal(err)
 	}
