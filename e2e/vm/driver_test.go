@@ -38,7 +38,7 @@ func efiDriver() []byte {
 			_ = binary.Write(&b, binary.LittleEndian, v) // a buffer takes all
 		}
 	}
-	// Microsoft's PE format: MS-DOS stub, COFF header, optional header, section table.
+	// Microsoft's PE format: MS-DOS header, COFF header, optional header, section table.
 	put([]byte("MZ"), make([]byte, 58), uint32(64))
 	put([]byte("PE\x00\x00"), uint16(0x8664), uint16(1), uint32(0), uint32(0), uint32(0), uint16(optional), uint16(0x0022))
 	const bootServiceDriver = 11
