@@ -194,6 +194,11 @@ type AttestedNodeStatus struct {
 	//
 	// +kubebuilder:validation:Minimum=0
 	ResetCount *int64 `json:"resetCount,omitempty"`
+	// Boot is the machine's latest boot of which evidence was accepted (J11). Without it, the machine's
+	// next boot is believed.
+	//
+	// +optional
+	Boot *Boot `json:"boot,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
 	// ReleasedAt is when the machine returned the ticket that had enrolled it, or its last ticket
@@ -207,11 +212,36 @@ type AttestedNodeStatus struct {
 	// the first report those that were made for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API. Vanished is True while the node shows no
-	// sign of life.
+	// sign of life, Cloned once a second machine has shown the TPM of this one.
 	//
 	// +listType=map
 	// +listMapKey=type
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// Boot is one boot of a machine, as a quote of its TPM and the machine itself say it.
+type Boot struct {
+	// ResetCount and RestartCount are the TPM's counters (TPM 2.0 Library, Part 2, TPMS_CLOCK_INFO). Together, in this
+	// order, they are higher in each later boot.
+	//
+	// +kubebuilder:validation:Minimum=0
+	ResetCount int64 `json:"resetCount"`
+	// +kubebuilder:validation:Minimum=0
+	RestartCount int64 `json:"restartCount"`
+	// Clock is the TPM's clock in milliseconds. It does not go back within a boot.
+	//
+	// +kubebuilder:validation:Minimum=0
+	Clock int64 `json:"clock"`
+	// SecretHash is the SHA-256 of the secret that the machine has made for this boot, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:MaxLength=64
+	SecretHash string `json:"secretHash"`
+	// Address is where the machine was when it last attested.
+	//
+	// +kubebuilder:validation:MaxLength=45
+	Address string `json:"address,omitempty"`
+	// Since is when the first evidence of this boot was verified.
+	Since metav1.MicroTime `json:"since"`
 }
 
 // NodeCertificates are the kubelet's. Nothing is decided on them.
@@ -268,6 +298,10 @@ const FormerAddresses = "muster.dev/former-addresses"
 // ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
 const ConditionVanished = "Vanished"
 
+// ConditionCloned is True on an AttestedNode once a second machine has shown the TPM of its machine, until the owner has
+// decided which one is genuine (J11). The message names both addresses.
+const ConditionCloned = "Cloned"
+
 // AttestedNodeList is a list of enrolments.
 //
 // +kubebuilder:object:root=true
@@ -280,11 +314,13 @@ type AttestedNodeList struct {
 // AttestedDisk says whose a state disk is: its name is the disk's UUID, in the 36-character lower-case form.
 // joinservice makes it before the disk's key leaves for the first time, and gives the key to no other machine
 // (J2). It outlives enrolments, and no service changes or deletes it. `muster replace --tpm` gives it to
-// another machine; deleting it frees the UUID, and whichever machine enrols that next gets the key.
+// another machine. `muster forget --erase` deletes its salt, without which the key can't be derived any more (K4); so does
+// deleting it, but then whichever machine enrols the UUID next has the disk, with another key.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`
+// +kubebuilder:printcolumn:name="Erased",type=boolean,JSONPath=`.spec.erased`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$')",message="the name is the disk's UUID in lower case"
 type AttestedDisk struct {
@@ -295,13 +331,32 @@ type AttestedDisk struct {
 	Spec AttestedDiskSpec `json:"spec"`
 }
 
-// AttestedDiskSpec names the one machine that the disk's key is given to.
+// AttestedDiskSpec names the one machine that the disk's key is given to, and what the key follows from beside the root secret.
+//
+// +kubebuilder:validation:XValidation:rule="has(self.salt) != (has(self.erased) && self.erased)",message="a disk has its salt, or is erased"
+// +kubebuilder:validation:XValidation:rule="!has(self.salt) || has(oldSelf.salt) && self.salt == oldSelf.salt",message="a disk's salt stays as it is; `muster forget --erase` deletes it for good"
+// +kubebuilder:validation:XValidation:rule="self.rootVersion == oldSelf.rootVersion",message="the version of the root secret is part of the disk's key, so it stays as it is"
 type AttestedDiskSpec struct {
 	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
 	// 64 lower-case hexadecimal digits.
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	MachineID string `json:"machineID"`
+	// Salt is what the disk's key depends on beside the root secret and the UUID: 32 random bytes in 64 lower-case hexadecimal
+	// digits. It is no secret. It is written once, and can be deleted, but not changed (K4).
+	//
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	Salt string `json:"salt,omitempty"`
+	// RootVersion is that of the root secret that the key follows from.
+	//
+	// +kubebuilder:validation:Minimum=1
+	RootVersion int32 `json:"rootVersion"`
+	// Erased says that the salt was deleted, so that the key can't be derived any more: nobody gets it, and nobody enrols the
+	// disk (K4). It can't be taken back.
+	//
+	// +optional
+	Erased bool `json:"erased,omitempty"`
 }
 
 // AttestedDiskList is a list of disks.

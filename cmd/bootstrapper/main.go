@@ -104,7 +104,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := noCoreDumps(); err != nil {
 			return err
 		}
-		return runRenewal(ctx, *image, *record, logger(stderr))
+		return runRenewal(ctx, *image, *record, *lock, logger(stderr))
 	case "doctor":
 		output := flags.String("output", "plain", "plain or json")
 		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")

@@ -25,6 +25,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -187,8 +188,8 @@ func TestRunServesInitProbesAndMetricsWithARealTPM(t *testing.T) {
 	client := initv1connect.NewInitServiceClient(rpc.HTTPClient(transport), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...)
 	b32 := bytes.Repeat([]byte{9}, 32)
 	stream, err := client.Init(t.Context(), &initv1.InitRequest{
-		IdempotencyKey: b32[:16], InitSecret: b32, RootSecret: b32, Salt: b32, MeasurementSalt: b32, ClusterName: "demo", KubernetesVersion: "1.36.1",
-		ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
+		IdempotencyKey: b32[:16], InitSecret: b32, RootSecret: b32, Salt: b32, MeasurementSalt: b32, DiskSalt: b32, ClusterName: "demo", KubernetesVersion: "1.36.1",
+		ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"}, Images: machinetest.Images().References(),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -18,7 +19,7 @@ import (
 )
 
 // runRenewal keeps the certificates of this node alive until ctx ends; those of kubeadm if it is a control plane.
-func runRenewal(ctx context.Context, image, record string, log *slog.Logger) error {
+func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logger) error {
 	const root = "/"
 	rec, err := journal.Open(record).Load()
 	if err != nil {
@@ -46,14 +47,19 @@ func runRenewal(ctx context.Context, image, record string, log *slog.Logger) err
 	if copy(id[:], rec.ClusterID) != len(id) {
 		return errors.New("the journal names no cluster, so this control plane renews nothing: look at what bootstrapper doctor says of it")
 	}
+	device, err := openTPM(img, lock)
+	if err != nil {
+		return err
+	}
 	r, err := renewal.New(renewal.Config{
 		Root: root, Kubeadm: conf.Certificates(), Cluster: id, Owner: img.OwnerKey, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
-		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, log) },
+		Epoch:   epoch.Keeper{Dir: epoch.Folder, TPM: device},
+		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, img.OwnerKey, log) },
 	})
 	if err != nil {
 		return err
 	}
 	log.InfoContext(ctx, "this control plane's certificates are renewed at two thirds of their life", "node", rec.NodeName)
 	return serve.All(ctx, append(parts, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators},
-		serve.Part{Name: "streams", Run: r.RunStreams})...)
+		serve.Part{Name: "streams", Run: r.RunStreams}, serve.Part{Name: "epoch", Run: r.RunEpoch})...)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -47,7 +48,7 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	told, done := openConsole(screen, log)
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
-		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Disk: volume,
-		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Console: told, Timing: unlock.DefaultTiming, Log: log,
+		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Root: "/", Disk: volume,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), List: component.UnlockList, Console: told, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

@@ -73,6 +73,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 	}
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-controller-manager"}}
 	turn := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
+	kubelets := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "c1"}}
 	served := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice-x"},
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
@@ -87,13 +88,14 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.ServiceSpec{Selector: map[string]string{"a": "b"}, Ports: []corev1.ServicePort{{Port: 9090}}},
 	}
 	admin := s.asUser(t, "admin", "system:masters")
-	for _, o := range []client.Object{role, binding, control, pod, lease, turn, served, endpoints, foreign, joinservices} {
+	for _, o := range []client.Object{role, binding, control, pod, lease, turn, kubelets, served, endpoints, foreign, joinservices} {
 		if err := client.IgnoreAlreadyExists(admin.Create(t.Context(), o)); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = admin.Delete(context.WithoutCancel(t.Context()), o, client.GracePeriodSeconds(0)) })
 	}
 	driver := s.asUser(t, "system:serviceaccount:kube-system:driver", "system:serviceaccounts")
+	collector := s.asUser(t, "system:serviceaccount:kube-system:generic-garbage-collector", "system:serviceaccounts")
 	merge := func(s string) client.Patch { return client.RawPatch(types.MergePatchType, []byte(s)) }
 	ofNode := func(as client.Client, p string) func() error {
 		return func() error { return as.Patch(t.Context(), control.DeepCopy(), merge(p), client.DryRunAll) }
@@ -165,6 +167,9 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 	s.try(t, map[string]write{
 		"deletes kube-controller-manager's lease": {deletes(driver, lease), "no service account takes the Lease"},
 		"an administrator deletes it":             {deletes(s.Client, lease), ""},
+		"a kubelet's lease":                       {patches(driver, kubelets, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"}, // J11
+		"deletes a kubelet's lease":               {deletes(driver, kubelets), "no service account takes the Lease"},
+		"the garbage collector deletes it":        {deletes(collector, kubelets), ""},
 		"deletes a lease of its own":              {deletes(driver, foreign), ""},
 		"the turn of control planes":              {patches(driver, turn, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
 		"deletes the turn of control planes":      {deletes(driver, turn), "no service account takes the Lease"},

@@ -6,6 +6,8 @@ import (
 	"encoding/base64"
 	"io"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -221,10 +223,10 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 	}{
 		"no owner's key":       {nil, "--owner-key"},
 		"a short owner's key":  {[]string{"--owner-key=AAAA"}, "--owner-key"},
-		"a missing kubeconfig": {[]string{"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--kubeconfig=/nowhere"}, "/nowhere"},
+		"a missing kubeconfig": {[]string{"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=/nowhere"}, "/nowhere"},
 		"an unknown flag":      {[]string{"--unknown"}, "unknown"},
 		"a missing audit folder": {[]string{
-			"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
+			"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
 		}, "/nowhere/audit.jsonl"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -287,4 +289,14 @@ func TestTheListOfEnrolledNodesSurvivesASlip(t *testing.T) {
 	}
 	binding.SetResourceVersion("")
 	membertest.Eventually(t, func() error { return s.Client.Create(ctx, binding) })
+}
+
+// image is the configuration of an image that accepts policies of any serial.
+func image(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "image.yaml")
+	if err := os.WriteFile(path, []byte("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
 }

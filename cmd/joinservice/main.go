@@ -68,6 +68,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	defer func() { _ = auditLog.Close() }()
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

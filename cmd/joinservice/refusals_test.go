@@ -246,7 +246,7 @@ func TestATPMThatWasClearedNeedsTheOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.SetCounters(1, 0, 0)
-	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_CLOCK_WENT_BACK)
+	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_MACHINE_CLONED)
 	m.SetCounters(8, 0, 0)
 	s.ticketFor(t, m, worker(t))
 }

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -35,7 +37,7 @@ func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
 
 // again is what w1 asks for after a reboot.
 func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoinTicketRequest {
-	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1}
+	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: oneSecret}
 	for _, c := range changes {
 		c(r)
 	}
@@ -64,7 +66,7 @@ func (s *stage) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRej
 	})
 }
 
-func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
+func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
 	before := s.Node(t, "w1")
@@ -72,10 +74,15 @@ func TestARebootedMachineGetsTheKeyOfItsDiskAndNothingChanges(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
+	if !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) || !bytes.Equal(resp.GetClusterId(), s.ID[:]) || len(resp.GetTicketId()) != 16 {
 		t.Errorf("ticket %v", resp)
 	}
-	if after := s.Node(t, "w1"); after.ResourceVersion != before.ResourceVersion {
+	after := s.Node(t, "w1")
+	if b := after.Status.Boot; b == nil || b.ResetCount != before.Status.Boot.ResetCount+1 || b.Address != "127.0.0.1" { // J11
+		t.Errorf("recorded: %+v, before: %+v", b, before.Status.Boot)
+	}
+	after.Status.Boot, after.Status.ResetCount = before.Status.Boot, before.Status.ResetCount
+	if !reflect.DeepEqual(after.Spec, before.Spec) || !reflect.DeepEqual(after.Status, before.Status) {
 		t.Errorf("its enrolment changed: %+v", after)
 	}
 	s.noRequests(t)
@@ -103,10 +110,11 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
 	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
+	s.GiveDisk(t, disk3, m.ID())
 	resp, err := s.rejoin(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
 		r.NodeName, r.Role, r.DiskId = "first", joinv1.Role_ROLE_CONTROL_PLANE, disk3
 	}))
-	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.diskKey(t, disk3)) {
+	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk3)) {
 		t.Errorf("%v, %v", resp, err)
 	}
 }
@@ -120,6 +128,8 @@ func TestRefusedRejoins(t *testing.T) {
 	s.ticketFor(t, plain, worker(t, named("w3", disk3, "192.168.77.21")))
 	fresh := s.machine(t)
 	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
+	unsalted := s.machine(t)
+	s.Enrol(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
 	m, stranger := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
@@ -139,12 +149,17 @@ func TestRefusedRejoins(t *testing.T) {
 		"a machine that has not joined yet": {fresh, func(r *joinv1.IssueRejoinTicketRequest) {
 			r.NodeName, r.Role = "cp2", joinv1.Role_ROLE_CONTROL_PLANE
 		}, attestv1.Reason_REASON_DISK_MISMATCH},
-		"no name":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"a name with a path": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"no role":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"an unknown role":    {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"no disk":            {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"a disk in braces":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk without a salt": {unsalted, func(r *joinv1.IssueRejoinTicketRequest) {
+			r.NodeName, r.DiskId = "w4", diskNumber(8)
+		}, attestv1.Reason_REASON_DISK_ERASED},
+		"no name":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a name with a path":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no role":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an unknown role":      {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 77 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in braces":     {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.DiskId = "{" + disk1 + "}" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no boot secret":       {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an empty boot secret": {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 	} {
 		t.Run(name, func(t *testing.T) {
 			asks := tt.machine
@@ -181,8 +196,17 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
 		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
 		"one that runs already":         {func(_ *testing.T, s *stage, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
+		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
 		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
-			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
+		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
+		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) {
+				n := *st.ResetCount + 1000
+				st.ResetCount, st.Boot = &n, nil
+			})
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
 		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
@@ -245,6 +269,7 @@ func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
 	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	s.GiveDisk(t, disk1, m.ID())
 	membertest.Eventually(t, func() error {
 		_, err := s.rejoin(t, m, again())
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_AUDIT_UNAVAILABLE, "%v", err)

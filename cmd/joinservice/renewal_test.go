@@ -181,7 +181,7 @@ func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestR
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
 	defer func() { _ = transport.Close() }()
-	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).Reattest(t.Context(), &joinv1.ReattestRequest{})
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
 }
 
 // node gives a machine that has become node w1.
@@ -297,9 +297,12 @@ func TestReattestationIsRefused(t *testing.T) {
 			m.LockTo([32]byte{1})
 		}, attestv1.Reason_REASON_LOCK_FOREIGN, false, "LOCK_FOREIGN"},
 		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
-		"of a TPM that was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
-			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+		"of a machine whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true, "CLOCK_WENT_BACK"},
+		"of a machine that a copy has outrun": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
+		}, attestv1.Reason_REASON_MACHINE_CLONED, true, ""},
 		"of a banned machine": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true

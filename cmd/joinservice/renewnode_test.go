@@ -32,7 +32,7 @@ type renewing struct {
 func renewingAs(t *testing.T, changes ...func(*wishes)) *renewing {
 	t.Helper()
 	w := worker(t, changes...)
-	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr()}, w}
+	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr(), BootSecret: w.GetBootSecret()}, w}
 }
 
 // renewNode asks over a connection of its own.
@@ -177,10 +177,14 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
 		"one that is not locked":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
 		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot(); m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
-		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			t.Helper()
-			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { n := *st.ResetCount + 1000; st.ResetCount = &n })
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
+		"one that a copy has outrun": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+			t.Helper()
+			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
+		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
 		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
 			t.Helper()
 			n := s.Node(t, "w1")

@@ -225,7 +225,7 @@ func (s *stage) serveJoin(t *testing.T) {
 		}
 		return run(ctx, append([]string{
 			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
-			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public),
+			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
 			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
 		}, s.flags...), stderr)
 	})
@@ -272,6 +272,9 @@ type wish struct {
 	client, serving *ecdsa.PrivateKey
 }
 
+// oneSecret is the boot secret of all machines that are not copies: their TPMs tell their boots apart.
+var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
+
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
 // worker is what a good worker w1 asks for; each change is made before its requests are signed.
@@ -315,7 +318,7 @@ func (w *wishes) sign(t *testing.T) *wish {
 	}
 	out.IssueJoinTicketRequest = &joinv1.IssueJoinTicketRequest{
 		NodeName: w.name, Role: w.role, DiskId: w.disk, DiskMode: w.mode,
-		KubeletClientCsr: csr(t, client, out.client), KubeletServingCsr: csr(t, serving, out.serving),
+		KubeletClientCsr: csr(t, client, out.client), KubeletServingCsr: csr(t, serving, out.serving), BootSecret: oneSecret,
 	}
 	if w.request != nil {
 		w.request(out.IssueJoinTicketRequest)
@@ -356,19 +359,6 @@ func (s *stage) asNode(t *testing.T, w *wish, ticket *joinv1.IssueJoinTicketResp
 		t.Fatal(err)
 	}
 	return c
-}
-
-func (s *stage) diskKey(t *testing.T, disk string) []byte {
-	t.Helper()
-	id, err := keys.ParseDiskID(disk)
-	if err != nil {
-		t.Fatal(err)
-	}
-	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return key.Expose()
 }
 
 // witnesses are joinservice's own.

@@ -21,6 +21,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -80,7 +82,7 @@ type initramfs struct {
 // unlock boots a machine that knows its owner, with disk1.
 func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	t.Helper()
-	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.diskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
+	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.DiskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
 	if err := os.WriteFile(i.screen, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -89,12 +91,17 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = told.Close() })
+	root := t.TempDir()
+	secret := filepath.Join(root, bootsecret.Path)
+	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, oneSecret, 0o600)); err != nil { // so that the running system of this boot has the same
+		t.Fatal(err)
+	}
 	u, err := unlock.New(unlock.Config{
 		Image: &metadata.Image{OwnerKey: s.Public, TPM: metadata.TPM{Bank: "sha256"}},
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},
-		Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		Root: root, List: component.ListFile(filepath.Join(t.TempDir(), "list")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
 		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 		},
@@ -196,7 +203,7 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
 	s.unlock(t, m).opens()
-	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.diskKey(t, disk1)) {
+	if ticket := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(ticket.GetDiskKey(), s.DiskKey(t, disk1)) {
 		t.Error("another key")
 	}
 }
@@ -205,7 +212,7 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
-	s.forget(t, "w1")
+	s.unenrol(t, "w1")
 	i := s.unlock(t, m)
 	i.refused(attestv1.Reason_REASON_NOT_ENROLLED)
 	text, err := os.ReadFile(i.screen)
@@ -214,7 +221,7 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	}
 	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
 	i.opens()
-	if owner := s.DiskOf(t, disk1); owner != m.ID().String() { // enrolled by hand, the disk is its machine's all the same
+	if owner := s.DiskOf(t, disk1); owner != m.ID().String() {
 		t.Errorf("the disk is %q's", owner)
 	}
 }

@@ -113,7 +113,7 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 		}
 	}
 	client, serving := time.Now().Add(8760*time.Hour).Truncate(time.Second), time.Now().Add(time.Hour).Truncate(time.Second)
-	says := &joinv1.ReattestRequest{KubeletClientExpiresAt: timestamppb.New(client), KubeletServingExpiresAt: timestamppb.New(serving)}
+	says := &joinv1.ReattestRequest{BootSecret: oneSecret, KubeletClientExpiresAt: timestamppb.New(client), KubeletServingExpiresAt: timestamppb.New(serving)}
 	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), says); err != nil {
 		t.Fatal(err)
 	}

@@ -50,6 +50,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	defer p.Close()
 	return kms.Run(ctx, kms.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, RootDir: *rootDir, API: p.API, Audit: audit.NewStream(stdout), Log: p.Log,
+		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, RootDir: *rootDir, API: p.API, Audit: audit.NewStream(stdout), Log: p.Log,
 	})
 }

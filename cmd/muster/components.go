@@ -8,10 +8,10 @@ import (
 	"os"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/versions"
@@ -19,7 +19,7 @@ import (
 
 func (a *app) componentsCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "components", Short: "What nodes fetch, and what a mirror must have"}
-	cmd.AddCommand(a.componentsListCommand())
+	cmd.AddCommand(a.componentsListCommand(), a.componentsPinCommand())
 	return cmd
 }
 
@@ -57,29 +57,81 @@ the nodes will be. What kubeadm's own containers need, kubeadm config images lis
 	return cmd
 }
 
+func (a *app) componentsPinCommand() *cobra.Command {
+	var (
+		components string
+		timeout    time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "pin --components FILE IMAGE…",
+		Short: "Write the digests of Kubernetes' images into a component list",
+		Long: `Asks each image's registry, once and from here, which digest its tag stands for, and prints the list with these images. The
+registry is believed this one time: from then on machines run what has the digest, whatever a registry or a mirror says. Compare with
+what others see, or with signatures, before you use the list.
+
+  muster components pin --components components.yaml $(kubeadm config images list --kubernetes-version v1.36.1) > pinned.yaml
+
+An IMAGE that has a digest is taken as it is.`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			list, err := parseList(components, versions.ParseUnpinned)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			if list.Images, err = owner.Pin(ctx, args); err != nil {
+				return err
+			}
+			out, err := yaml.Marshal(list)
+			if err != nil {
+				return err
+			}
+			_, err = a.stdout.Write(out)
+			return err
+		},
+	}
+	cmd.Flags().StringVar(&components, "components", "", "list of what nodes install (kind ComponentList)")
+	cmd.Flags().DurationVar(&timeout, "timeout", 5*time.Minute, "how long all registries may take")
+	if err := cmd.MarkFlagRequired("components"); err != nil {
+		panic(err) // the flag above was renamed
+	}
+	return cmd
+}
+
+// readList reads the flag --components.
+func readList(path string) (versions.List, error) { return parseList(path, versions.Parse) }
+
+func parseList(path string, parse func([]byte) (versions.List, error)) (versions.List, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return versions.List{}, fmt.Errorf("--components: %w", err)
+	}
+	list, err := parse(text)
+	if err != nil {
+		return versions.List{}, fmt.Errorf("--components %s: %w", path, err)
+	}
+	return list, nil
+}
+
 func (a *app) wanted(components, images string) ([]owner.Wanted, error) {
-	var list []versions.Component
+	var list versions.List
 	if components != "" {
-		text, err := os.ReadFile(components)
-		if err != nil {
-			return nil, fmt.Errorf("--components: %w", err)
+		var err error
+		if list, err = readList(components); err != nil {
+			return nil, err
 		}
-		l, err := versions.Parse(text)
-		if err != nil {
-			return nil, fmt.Errorf("--components %s: %w", components, err)
-		}
-		list = l.Components
 	} else {
 		dir, err := a.view()
 		if err != nil {
 			return nil, err
 		}
-		list = dir.Cluster().Components
+		list.Components, list.Images = dir.Cluster().Components, dir.Cluster().Images
 		if err := dir.Close(); err != nil {
 			return nil, err
 		}
 	}
-	out := owner.WantedComponents(list)
+	out := append(owner.WantedComponents(list.Components), owner.WantedImages(list.Images)...)
 	if images == "" {
 		return out, nil
 	}
@@ -88,8 +140,7 @@ func (a *app) wanted(components, images string) ([]owner.Wanted, error) {
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(digests)) {
-		_, sum, _ := strings.Cut(digests[name], "@sha256:")
-		out = append(out, owner.Wanted{Kind: "image", Source: digests[name], SHA256: sum})
+		out = append(out, owner.WantedImages([]string{digests[name]})...)
 	}
 	return out, nil
 }

@@ -68,7 +68,7 @@ func (f *initFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.cluster.KubernetesVersion, "kubernetes", versions.Supported()[len(versions.Supported())-1], "Kubernetes version, as in 1.36 or 1.36.1")
 	flags.StringVar(&f.cluster.ControlPlaneEndpoint, "control-plane-endpoint", "", "HOST:PORT under which all machines reach the API server; port 6443 if left out")
 	flags.StringSliceVar(&f.cluster.APIServerSANs, "api-server-san", nil, "further name or address of the API server")
-	flags.StringVar(&f.components, "components", "", "list of what nodes install (kind ComponentList)")
+	flags.StringVar(&f.components, "components", "", "list of what nodes install, and of Kubernetes' images by digest (kind ComponentList)")
 	f.images.add(flags)
 	flags.DurationVar(&f.timeout, "timeout", 30*time.Minute, "how long all of it may take")
 	for _, name := range []string{"name", "endpoint", "init-secret-file", "control-plane-endpoint"} {
@@ -113,7 +113,7 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 	if err != nil {
 		return err
 	}
-	a.remember(ctx, dir)
+	_ = a.remember(ctx, dir) // it is told
 	return a.initDone(dir)
 }
 
@@ -176,17 +176,14 @@ func (f *initFlags) new() (ownerdir.New, error) {
 			return n, fmt.Errorf("%s: %w", flag, err)
 		}
 	}
-	if f.components != "" {
-		text, err := os.ReadFile(f.components)
-		if err != nil {
-			return n, fmt.Errorf("--components: %w", err)
-		}
-		list, err := versions.Parse(text)
-		if err != nil {
-			return n, fmt.Errorf("--components %s: %w", f.components, err)
-		}
-		c.Components = list.Components
+	if f.components == "" {
+		return n, errors.New("give --components: a list that names Kubernetes' images by digest (docs/operate.md)")
 	}
+	list, err := readList(f.components)
+	if err != nil {
+		return n, err
+	}
+	c.Components, c.Images = list.Components, list.Images
 	if f.policy != "" {
 		if n.Policy, err = os.ReadFile(f.policy); err != nil {
 			return n, fmt.Errorf("--policy: %w", err)

@@ -23,23 +23,42 @@ func (a *app) forgetCommand() *cobra.Command {
 	var (
 		l          leaving
 		memberGone bool
+		erase      bool
+		disk       string
 	)
 	cmd := &cobra.Command{
-		Use:   "forget NODE",
+		Use:   "forget NODE [--erase] | --erase --disk UUID",
 		Short: "Free a node's name: shut its machine out, and delete its Node and enrolment",
 		Long: `The machine is banned, then its writes are refused and its certificates retired: whoever gets the name next, they don't write
-under it. Its disk stays the machine's: no other one gets its key, until kubectl delete attesteddisk UUID. Nothing is drained,
-and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the same
-command finishes.`,
-		Args: cobra.ExactArgs(1),
+under it. Its disk stays the machine's, and no other one gets its key. With --erase nobody does: the disk's salt is deleted, without
+which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. Nothing is
+drained, and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the
+same command finishes.`,
+		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if disk != "" {
+				if len(args) != 0 || !erase {
+					return errors.New("--disk goes with --erase, and instead of the node's name")
+				}
+				if _, err := keys.ParseDiskID(disk); err != nil {
+					return fmt.Errorf("--disk: %w", err)
+				}
+				return a.leave(cmd, l, disk, func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+					return owner.PlanErase(ctx, d, disk)
+				})
+			}
+			if len(args) == 0 {
+				return errors.New("which node? muster forget NODE, or muster forget --erase --disk UUID")
+			}
 			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
-				return owner.PlanForget(ctx, d, args[0], memberGone)
+				return owner.PlanForget(ctx, d, args[0], memberGone, erase)
 			})
 		},
 	}
 	l.flags(cmd)
 	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: its etcd member has been removed")
+	cmd.Flags().BoolVar(&erase, "erase", false, "delete the salt of its disk, so that the disk's key can't be derived any more")
+	cmd.Flags().StringVar(&disk, "disk", "", "with --erase: UUID of a disk whose node is banned or forgotten already")
 	return cmd
 }
 
@@ -115,7 +134,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	for _, line := range d.Warnings {
 		fmt.Fprintf(a.stderr, "Note: %s.\n", line)
 	}
-	if !d.Nothing && !l.yes {
+	if len(d.Plan) > 0 && !l.yes {
 		if err := a.confirm(cmd.Context(), cmd.InOrStdin(), name); err != nil {
 			return err
 		}
@@ -126,24 +145,27 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if err != nil {
 		return err
 	}
-	a.remember(ctx, dir)
+	_ = a.remember(ctx, dir) // it is told
 	if a.output == outputJSON {
 		return a.json(done)
 	}
 	text := "%s: done.\n"
 	switch {
-	case d.Nothing:
+	case d.Nothing && done.Erased == "":
 		text = "%s: nothing to do.\n"
 	case done.CertificatesEnd != nil:
 		text = "%s: done. The old machine's certificates end at " + done.CertificatesEnd.Format(time.RFC3339) + ".\n"
 	}
-	_, err = fmt.Fprintf(a.stdout, text, name)
+	if _, err = fmt.Fprintf(a.stdout, text, name); err != nil || done.Erased == "" {
+		return err
+	}
+	_, err = fmt.Fprintf(a.stdout, "Disk %s is erased. What is left of its salt leads to its key again, with root-secret and salt of your folder:\n- %s\n", done.Erased, strings.Join(done.Left, "\n- "))
 	return err
 }
 
-// confirm wants the node's name, so that a habit of typing y doesn't forget a node.
+// confirm wants the node's name, or the disk's UUID, so that a habit of typing y doesn't forget a node.
 func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
-	fmt.Fprintf(a.stderr, "Type the node's name to go on: ")
+	fmt.Fprintf(a.stderr, "Type %s to go on: ", name)
 	typed := make(chan string, 1)
 	go func() { // a read of a terminal can't be interrupted; it ends with the program
 		line, _ := bufio.NewReader(in).ReadString('\n')
@@ -157,7 +179,7 @@ func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
 	}
 	fmt.Fprintln(a.stderr)
 	if strings.TrimSpace(answer) != name {
-		return errors.New("nothing was changed: the answer is not the node's name; --yes goes on without asking")
+		return errors.New("nothing was changed: the answer is not the name; --yes goes on without asking")
 	}
 	return nil
 }

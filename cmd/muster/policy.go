@@ -106,7 +106,7 @@ func (a *app) applyCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.remember(ctx, dir)
+			_ = a.remember(ctx, dir) // it is told
 			if a.output == outputJSON {
 				return a.json(p.Status)
 			}

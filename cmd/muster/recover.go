@@ -1,13 +1,18 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/term"
 
 	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/doctor"
@@ -19,6 +24,7 @@ func (a *app) recoverCommand() *cobra.Command {
 	var (
 		machine, disk string
 		drill         bool
+		accept        uint64
 		timeout       time.Duration
 	)
 	cmd := &cobra.Command{
@@ -28,6 +34,9 @@ func (a *app) recoverCommand() *cobra.Command {
 whole cluster, mostly. The machine proves what it booted first; only the key of its own disk is sent, and to none that the folder's policy does not
 accept. It must be the machine that the cluster was made on, or that --machine-id names, with the disk that the cluster said last (known.json of the
 owner's folder), or that --disk names. The machine tries the key before it answers.
+
+A control plane whose disk was put back to an earlier copy, by what its TPM knows, starts nothing and waits at the same port. This command then shows
+what that copy would revive, and asks; without a terminal, --accept-epoch N accepts it.
 
 With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
 		Args: func(cmd *cobra.Command, args []string) error {
@@ -53,23 +62,28 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 				}
 				return a.showReport(doctor.Drill(ctx, doctor.Config{Folder: path}))
 			}
-			return a.recover(ctx, args[0], machine, disk)
+			var accepted *uint64
+			if cmd.Flags().Changed("accept-epoch") {
+				accepted = &accept
+			}
+			return a.recover(ctx, args[0], machine, disk, accepted)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&machine, "machine-id", "", "the machine that is expected there (default: the one that the cluster was made on)")
 	f.StringVar(&disk, "disk", "", "UUID of its state disk, if the folder does not know it as the machine's")
+	f.Uint64Var(&accept, "accept-epoch", 0, "accept that the machine goes on with an older copy of its disk, of this epoch of the cluster")
 	f.BoolVar(&drill, "drill", false, "prove on a cluster that is well that the owner's folder would recover it; changes nothing")
 	f.DurationVar(&timeout, "timeout", 10*time.Minute, "how long to wait for the machine, or for all checks together")
 	return cmd
 }
 
-func (a *app) recover(ctx context.Context, endpoint, machine, disk string) error {
+func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accepted *uint64) error {
 	addr, err := hostPort(endpoint, 9999)
 	if err != nil {
 		return fmt.Errorf("endpoint: %w", err)
 	}
-	cfg := owner.RecoverConfig{Addr: addr}
+	cfg := owner.RecoverConfig{Addr: addr, AcceptEpoch: accepted, Ask: a.askRevival()}
 	if machine != "" {
 		id, err := attest.ParseMachineID(machine)
 		if err != nil {
@@ -105,10 +119,30 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string) error
 		_, err = fmt.Fprintf(a.stdout, "%s\n", line)
 		return err
 	}
+	if r.Revived != nil {
+		_, err = fmt.Fprintf(a.stdout, "Machine %s goes on with epoch %d of the cluster. Once the API server answers, apply the policy and ban again what has to be banned; muster doctor says what is missing.\n", r.Machine, r.Revived.Epoch)
+		return err
+	}
 	text := "The state disk of machine %s is open, and the machine goes on to boot.\n"
 	if r.Already {
 		text = "The state disk of machine %s was open already: the key was not tried.\n"
 	}
 	_, err = fmt.Fprintf(a.stdout, text, r.Machine)
 	return err
+}
+
+// askRevival asks at the terminal; nil: there is none.
+func (a *app) askRevival() func(owner.Revival) (bool, error) {
+	in, out := os.Stdin, a.stderr
+	if !term.IsTerminal(int(in.Fd())) || a.output == outputJSON {
+		return nil
+	}
+	return func(v owner.Revival) (bool, error) {
+		fmt.Fprintf(out, "To accept it, type the epoch's number (%d): ", v.Epoch)
+		line, err := bufio.NewReader(in).ReadString('\n')
+		if err != nil {
+			return false, err
+		}
+		return strings.TrimSpace(line) == strconv.FormatUint(v.Epoch, 10), nil
+	}
 }

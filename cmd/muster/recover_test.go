@@ -110,7 +110,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 	d, err := ownerdir.Create(path, ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
-			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID().String(), DiskID: w.disk.String()},
+			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID().String(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
 		},
 		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
 	})
@@ -126,7 +126,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 // lock gives the machine's disk the key that follows from the secrets.
 func (w *waitingMachine) lock(t *testing.T, s ownerdir.Secrets) {
 	t.Helper()
-	k, err := keys.NewRoot(s.Root, s.Salt).Disk(w.disk)
+	k, err := keys.NewRoot(s.Root, s.Salt).Disk(w.disk, keys.DiskSalt{3})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/buildinfo"
 	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/progress"
 )
@@ -113,14 +114,20 @@ func (a *app) open() (*ownerdir.Dir, error) {
 }
 
 // remember notes in the owner's folder what the cluster says now. What the command did is done, so an error is a line to read.
-func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) {
+// It returns what the cluster is behind, [owner.ErrBehind], for who asked for that.
+func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := owner.Connect(dir)
 	if err == nil {
 		err = owner.Remember(ctx, dir, kube)
 	}
+	if errors.Is(err, owner.ErrBehind) {
+		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, cluster.BehindRemedy)
+		return err
+	}
 	if err != nil {
 		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is judged by what stands there; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
 	}
+	return nil
 }
 
 // report gives the reporter that --output asks for: lines for people go to standard error, lines

@@ -25,7 +25,7 @@ func (a *app) statusCommand() *cobra.Command {
 		Use: "status", Short: "Show nodes, who waits and why, the policy, certificates, and what needs attention",
 		Long: `Shows the cluster of the owner's folder: its nodes with the verdicts on their machines, machines that were refused
 recently, certificates and when they end, the policy and its insecure switches, and at the end what needs attention.
-The exit code is 0 if the cluster could be asked; with --check it is 1 if anything needs attention.
+The exit code is 0 if the cluster could be asked and is not older than what it said before; with --check it is 1 if anything needs attention.
 
 With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is judged as muster verify does;
 if the policy does not accept it, the answer is shown as unproven.`,
@@ -54,11 +54,17 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			if err != nil {
 				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
 			}
-			a.remember(ctx, dir)
+			older := a.remember(ctx, dir)
+			if behind := s.Behind(); behind != "" && older == nil {
+				older = fmt.Errorf("%w: %s", owner.ErrBehind, behind)
+			}
 			if a.output == outputJSON {
 				err = a.json(s)
 			} else {
 				err = a.showStatus(s, time.Now())
+			}
+			if err == nil && older != nil { // B7
+				err = &told{older}
 			}
 			if err == nil && check && len(s.Attention) > 0 {
 				err = &told{fmt.Errorf("%d things need attention", len(s.Attention))}

@@ -79,7 +79,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	if err != nil {
 		return err
 	}
-	a.remember(ctx, dir)
+	_ = a.remember(ctx, dir) // it is told
 	if a.output == outputJSON {
 		return a.json(done)
 	}

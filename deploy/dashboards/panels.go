@@ -68,6 +68,7 @@ var dashboards = []dashboard{
 		{"Time of a quote, 99th percentile", "s", "", one(p99("muster_quote_seconds_bucket", "instance, purpose"), "{{instance}} {{purpose}}")},
 		{"Checks of attesters that do not hold", "none", "", one(`1 - muster_ready{job="muster-attester"}`, "{{instance}} {{check}}")},
 		{"Nodes that are refused", "none", "Enrolled, not banned, and the machine's last evidence was refused.", one(`max by (reason) (muster_nodes_refused)`, "{{reason}}")},
+		{"Nodes that were cloned", "none", "A second machine has shown their TPM: muster status has both addresses.", one(`max(muster_nodes_cloned)`, "cloned")},
 		{"Nodes that vanished", "none", "Enrolled, and no sign of life: never came, Node gone, machine silent.", one(`max by (how) (muster_nodes_vanished)`, "{{how}}")},
 		{"Phase of machines that bootstrap", "none", "A machine that is a node has no bootstrapper any more.", one(`muster_bootstrap_phase == 1`, "{{instance}} {{phase}}")},
 

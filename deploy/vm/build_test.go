@@ -29,12 +29,12 @@ func place(t *testing.T, dir, name, content string) string {
 
 func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
 	key := base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))
-	b, err := configOptions{ownerKey: key}.make()
+	b, err := configOptions{ownerKey: key, lowestSerial: 7}.make()
 	if err != nil {
 		t.Fatal(err)
 	}
 	img, err := metadata.ParseImage(b)
-	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil {
+	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil || img.LowestPolicySerial != 7 {
 		t.Errorf("%+v, %v", img, err)
 	}
 	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has what kubeadm looks for
@@ -62,6 +62,8 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 		"no file":                     {configOptions{file: filepath.Join(dir, "none")}, "none"},
 		"a key that is none":          {configOptions{ownerKey: "x"}, "ownerKey"},
 		"roots that are none":         {configOptions{ekRoots: good}, "ekRoots"},
+		"a file and a lowest serial":  {configOptions{file: good, lowestSerial: 7}, "-config"},
+		"a lowest serial of nobody":   {configOptions{noOwner: true, lowestSerial: 7}, "lowestPolicySerial"},
 		"a file and a key":            {configOptions{file: good, ownerKey: "x"}, "-config"},
 	} {
 		if _, err := tt.options.make(); err == nil || !strings.Contains(err.Error(), tt.says) {

@@ -14,6 +14,7 @@ import (
 type configOptions struct {
 	file              string
 	ownerKey, ekRoots string
+	lowestSerial      uint64
 	plain, noOwner    bool // insecure: what is allowed
 }
 
@@ -41,8 +42,8 @@ func (c configOptions) make() ([]byte, error) {
 
 func (c configOptions) text() ([]byte, error) {
 	if c.file != "" {
-		if c.ownerKey != "" || c.ekRoots != "" {
-			return nil, errors.New("-config is the whole image.yaml: write the owner's key and the EK roots there")
+		if c.ownerKey != "" || c.ekRoots != "" || c.lowestSerial > 0 {
+			return nil, errors.New("-config is the whole image.yaml: write the owner's key, the lowest serial and the EK roots there")
 		}
 		return os.ReadFile(c.file)
 	}
@@ -58,6 +59,9 @@ func (c configOptions) text() ([]byte, error) {
 		conf["ownerKey"] = c.ownerKey
 	} else if c.noOwner {
 		conf["insecure"] = map[string]any{"noOwnerKey": true}
+	}
+	if c.lowestSerial > 0 {
+		conf["lowestPolicySerial"] = c.lowestSerial
 	}
 	if c.ekRoots != "" {
 		roots, err := os.ReadFile(c.ekRoots)

@@ -127,6 +127,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 			rpc.Serve[joinv1connect.JoinServiceHandler](joinv1connect.JoinServiceName, joinv1connect.UnimplementedJoinServiceHandler{}, joinv1connect.NewJoinServiceHandler),
 			rpc.Serve[kmsv1connect.KeyServiceHandler](kmsv1connect.KeyServiceName, kmsv1connect.UnimplementedKeyServiceHandler{}, kmsv1connect.NewKeyServiceHandler),
 			rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, recoverv1connect.UnimplementedRecoverServiceHandler{}, recoverv1connect.NewRecoverServiceHandler),
+			rpc.Serve[recoverv1connect.EpochServiceHandler](recoverv1connect.EpochServiceName, recoverv1connect.UnimplementedEpochServiceHandler{}, recoverv1connect.NewEpochServiceHandler),
 			rpc.Serve[attestv1connect.EvidenceServiceHandler](attestv1connect.EvidenceServiceName, evidence, attestv1connect.NewEvidenceServiceHandler),
 		},
 		Health:  rpc.NewHealth(),

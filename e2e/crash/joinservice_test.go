@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -136,7 +137,7 @@ func (j *joinservice) answer(req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJ
 	out := &joinv1.IssueJoinTicketResponse{
 		TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: bytes.Repeat([]byte{0xD1}, 32), ClusterId: joinCluster[:], KubernetesVersion: "1.36.1",
 		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: inPEM(ca),
-		Components: []*initv1.Component{{Url: j.b.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}},
+		Components: []*initv1.Component{{Url: j.b.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}, Images: machinetest.Images().References(),
 	}
 	for _, c := range []struct {
 		csr []byte

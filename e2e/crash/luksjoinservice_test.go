@@ -8,6 +8,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -52,7 +53,7 @@ func (j *joinservice) keyOf(disk string) ([]byte, error) {
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_id: %w", err)
 	}
-	key, err := j.root.Disk(id)
+	key, err := j.root.Disk(id, keys.DiskSalt{3})
 	if err != nil {
 		return nil, err
 	}
@@ -82,7 +83,7 @@ func (j *joinservice) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRe
 		return nil, err
 	}
 	j.rejoins++
-	return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{8}, 16), DiskKey: key, ClusterId: joinCluster[:]}, nil
+	return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{8}, 16), DiskKey: key, ClusterId: joinCluster[:], Images: machinetest.Images().References()}, nil
 }
 
 // forget ends the enrolments of all machines.

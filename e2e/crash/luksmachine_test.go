@@ -379,7 +379,7 @@ func (e *encrypted) recover(addr string) error {
 		return err
 	}
 	defer func() { _ = transport.Close() }()
-	root, err := keys.ParseRoot(e.req.GetRootSecret(), e.req.GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, e.req.GetRootSecret(), e.req.GetSalt())
 	if err != nil {
 		return err
 	}
@@ -394,7 +394,7 @@ func (e *encrypted) recover(addr string) error {
 	if request.Disk, err = keys.ParseDiskID(described.GetDiskId()); err != nil {
 		return err
 	}
-	if request.Key, err = root.Disk(request.Disk); err != nil {
+	if request.Key, err = root.Disk(request.Disk, keys.DiskSalt(e.req.GetDiskSalt())); err != nil {
 		return err
 	}
 	stream, err := client.Recover(ctx, request.Wire(ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)))) // the image has no owner's key to verify it with

@@ -394,11 +394,11 @@ func (h *host) isNode(kind journal.Kind, clusterID [32]byte) error {
 func request(mirror string) (*initv1.InitRequest, [32]byte) {
 	sum := sha256.Sum256(kubeadmBinary)
 	req := &initv1.InitRequest{
-		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: initSecret, RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32),
+		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: initSecret, RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32), DiskSalt: bytes.Repeat([]byte{0xDF}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
-		Components: []*initv1.Component{{Url: mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}},
+		Components: []*initv1.Component{{Url: mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}, Images: machinetest.Images().References(),
 	}
-	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, req.GetRootSecret(), req.GetSalt())
 	if err != nil {
 		panic(err) // constants
 	}

@@ -28,6 +28,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 
 // wire forwards connections, and cuts those that it is told to cut: after a number of bytes
@@ -189,6 +190,7 @@ func newSeat(t *testing.T, h *host) *seat {
 		s.file("components.yaml"): map[string]any{
 			"apiVersion": "muster.dev/v1alpha1", "kind": "ComponentList",
 			"components": []map[string]any{{"url": h.mirror + "/kubeadm", "sha256": hex.EncodeToString(req.GetComponents()[0].GetSha256()), "path": "/usr/local/bin/kubeadm", "mode": "0755"}},
+			"images":     machinetest.Images().References(),
 		},
 	} {
 		text, err := json.Marshal(content)

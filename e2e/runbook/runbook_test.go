@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 )
@@ -185,8 +188,8 @@ func (w *world) clearedTPM(t *testing.T, node string) {
 	}
 	labtest.Eventually(t, func(ctx context.Context) error {
 		enrolled, err := w.enrolments(ctx)
-		if v := enrolled[node].Status.LastVerdict; err == nil && (v == nil || v.Reason != "CLOCK_WENT_BACK") {
-			err = fmt.Errorf("%s: %+v", node, v)
+		if n := enrolled[node]; err == nil && !meta.IsStatusConditionTrue(n.Status.Conditions, v1alpha1.ConditionCloned) {
+			err = fmt.Errorf("%s: %+v", node, n.Status)
 		}
 		return err
 	})

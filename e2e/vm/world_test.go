@@ -158,10 +158,7 @@ func (w *world) join(t *testing.T, v driver.VM, address string) (boot string) {
 func (w *world) acceptFirmware(t *testing.T, address string) {
 	t.Helper()
 	w.addClass(t, "vm", address)
-	until(t, joinTime, func(ctx context.Context) error { // a busy API server may need more than one try
-		_, err := w.At(ctx, driver.Owner, "", "muster", "policy", "apply")
-		return err
-	})
+	w.Muster(t, "policy", "apply")
 }
 
 // initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its

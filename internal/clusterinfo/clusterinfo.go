@@ -30,6 +30,10 @@ const (
 	ControlPlaneLease = "muster-control-plane-join"
 	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
 	CertificatesAnnotation = "muster.dev/control-plane-certificates"
+	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, and `of`, a digest of what it was counted for.
+	EpochMap = "muster-epoch"
+	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows.
+	EpochAnnotation = "muster.dev/epoch"
 	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not give it to its own.
 	ControlPlaneLabel = "node-role.kubernetes.io/control-plane"
 	// AdministratorSigner names the signer of certificates for `muster kubeconfig renew`: the control planes' machines.
@@ -51,6 +55,10 @@ type Info struct {
 	APIServerSANs []string
 	// Components are what a joining machine installs, in that order.
 	Components []versions.Component
+	// Images are Kubernetes' own, by digest; empty in a cluster of before they were listed, which admits no machine then.
+	Images []string
+	// Adopted says that the cluster was there before Muster.
+	Adopted bool
 }
 
 type document struct {
@@ -60,10 +68,12 @@ type document struct {
 	ControlPlaneEndpoint string               `json:"controlPlaneEndpoint"`
 	APIServerSANs        []string             `json:"apiServerSANs,omitempty"`
 	Components           []versions.Component `json:"components"`
+	Images               []string             `json:"images,omitempty"`
+	Adopted              bool                 `json:"adopted,omitempty"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
-// apiServerSANs and components.
+// apiServerSANs, components and images.
 func Parse(data []byte) (*Info, error) {
 	var d document
 	dec := json.NewDecoder(bytes.NewReader(data))
@@ -89,9 +99,14 @@ func Parse(data []byte) (*Info, error) {
 	if slices.Contains(d.APIServerSANs, "") {
 		return nil, fmt.Errorf("%s: apiServerSANs: one is empty", Key)
 	}
+	if len(d.Images) > 0 {
+		if _, err := versions.ParseImages(d.Images); err != nil {
+			return nil, fmt.Errorf("%s: %w", Key, err)
+		}
+	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
-		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components,
+		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images, Adopted: d.Adopted,
 	}, nil
 }
 
@@ -99,7 +114,7 @@ func Parse(data []byte) (*Info, error) {
 func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
-		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components,
+		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images, Adopted: i.Adopted,
 	})
 }
 

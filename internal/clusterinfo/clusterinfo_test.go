@@ -17,8 +17,15 @@ func good() *clusterinfo.Info {
 	return &clusterinfo.Info{
 		ClusterID: [32]byte{1}, MeasurementSalt: [32]byte{2}, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "[2001:db8::1]:6443",
 		APIServerSANs: []string{"api.example.com"},
-		Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
+		Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}}, Images: images(),
 	}
+}
+
+func images() (refs []string) {
+	for _, name := range versions.ImageNames() {
+		refs = append(refs, "registry.example/"+name+":v1@sha256:"+strings.Repeat("1", 64))
+	}
+	return refs
 }
 
 func TestWhatIsWrittenIsReadBack(t *testing.T) {
@@ -49,6 +56,8 @@ func TestIncompleteInformationIsRefused(t *testing.T) {
 		"another version":       {"1.36.1", "1.2.3"},
 		"an empty SAN":          {"api.example.com", ""},
 		"an unknown field":      {`"components"`, `"secrets":[],"components"`},
+		"an image by tag":       {"/pause:v1@sha256:" + strings.Repeat("1", 64), "/pause:v1"},
+		"an image too few":      {`,"registry.example/pause:v1@sha256:` + strings.Repeat("1", 64) + `"`, ""},
 		"no JSON":               {"{", "["},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -9,9 +9,11 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"os"
 
 	"github.com/KimMachineGun/automemlimit/memlimit"
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/buildinfo"
@@ -21,8 +23,8 @@ import (
 
 // Flags are those that the programs of all services have.
 type Flags struct {
-	service                                                  string
-	listen, metrics, probes, socket, owner, node, kubeconfig *string
+	service                                                         string
+	listen, metrics, probes, socket, owner, image, node, kubeconfig *string
 }
 
 // NewFlags adds them to set. The service has the name of its purpose; listen is where its RPCs are by default.
@@ -34,6 +36,7 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 		probes:     set.String("probes", "", "Unix socket for the command probe, as "+serve.ProbeSocket+"; empty: none"),
 		socket:     set.String("attester", attester.Socket(attester.Dir, service), "socket of this machine's attester for the purpose "+string(service)),
 		owner:      set.String("owner-key", "", "the cluster owner's Ed25519 public key, 32 bytes in base64 (required)"),
+		image:      set.String("image", ImagePath, "the measured configuration of this machine's image, for the lowest serial of a policy that it accepts"),
 		node:       set.String("node-name", "", "name of the node that this pod runs on, for the log"),
 		kubeconfig: set.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod"),
 	}
@@ -51,6 +54,8 @@ type Process struct {
 	Attester *attester.Client
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
+	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	LowestSerial uint64
 	// API is how to reach the Kubernetes API.
 	API *rest.Config
 	Log *slog.Logger
@@ -65,6 +70,9 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	}
 	if p.Owner, err = ParseOwnerKey(*f.owner); err != nil {
 		return nil, fmt.Errorf("--owner-key: %w", err)
+	}
+	if p.LowestSerial, err = lowestSerial(*f.image); err != nil {
+		return nil, fmt.Errorf("--image: %w", err)
 	}
 	if p.API, err = API(*f.kubeconfig); err != nil {
 		return nil, err
@@ -91,6 +99,24 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	}
 	p.Log.InfoContext(ctx, "starting", "version", build.String(), "listen", p.Listener.Addr().String(), "metrics", p.Metrics.Addr().String(), "memoryLimitBytes", memory)
 	return p, nil
+}
+
+// ImagePath is where the measured configuration of a machine's image is, on the machine and in pods.
+const ImagePath = "/etc/muster/image.yaml"
+
+// lowestSerial reads lowestPolicySerial of an image's configuration; 0: it has none. The rest of that file is the bootstrapper's to judge.
+func lowestSerial(file string) (uint64, error) {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return 0, err
+	}
+	var image struct {
+		LowestPolicySerial uint64 `json:"lowestPolicySerial"`
+	}
+	if err := yaml.Unmarshal(b, &image); err != nil {
+		return 0, fmt.Errorf("%s: %w", file, err)
+	}
+	return image.LowestPolicySerial, nil
 }
 
 // Close closes all of it; what the service has closed by then stays closed.

@@ -5,6 +5,7 @@ import (
 	"encoding/base64"
 	"flag"
 	"net"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -35,6 +36,16 @@ func kubeconfig(t *testing.T) string {
 	return path
 }
 
+// image returns an image's configuration.
+func image(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "image.yaml")
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
 func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 	busy, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
@@ -43,7 +54,7 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 	defer func() { _ = busy.Close() }()
 	good := map[string]string{
 		"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "owner-key": base64.StdEncoding.EncodeToString(make([]byte, 32)),
-		"node-name": "node1", "kubeconfig": kubeconfig(t), "attester": attester.Socket(t.TempDir(), attest.PurposeKMS),
+		"node-name": "node1", "kubeconfig": kubeconfig(t), "image": image(t, "apiVersion: muster.dev/v1alpha1\nlowestPolicySerial: 7\nlisten: {}\n"), "attester": attester.Socket(t.TempDir(), attest.PurposeKMS),
 	}
 	for name, tt := range map[string]struct {
 		flag, value, want string
@@ -51,6 +62,8 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 		"all of them":                   {},
 		"no owner's key":                {"owner-key", "", "--owner-key: "},
 		"an owner's key that is none":   {"owner-key", "AAAA", "--owner-key: "},
+		"no image's configuration":      {"image", "/nowhere", "--image: "},
+		"an image's that is none":       {"image", image(t, "lowestPolicySerial: many\n"), "--image: "},
 		"no pod and no kubeconfig":      {"kubeconfig", "", "--kubeconfig"},
 		"metrics where somebody is":     {"metrics", busy.Addr().String(), "--metrics: "},
 		"RPCs where somebody is":        {"listen", busy.Addr().String(), "--listen: "},
@@ -81,7 +94,7 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer p.Close()
-			if len(p.Owner) != 32 || p.API.Host != "https://192.0.2.1:6443" || !strings.HasPrefix(p.API.UserAgent, "muster-kms/") || p.Attester == nil {
+			if len(p.Owner) != 32 || p.LowestSerial != 7 || p.API.Host != "https://192.0.2.1:6443" || !strings.HasPrefix(p.API.UserAgent, "muster-kms/") || p.Attester == nil {
 				t.Errorf("%+v", p)
 			}
 			for _, want := range []string{`"service":"kms"`, `"node":"node1"`, p.Listener.Addr().String(), p.Metrics.Addr().String()} {
@@ -99,7 +112,7 @@ func TestServicesAreWhereTheChartLooksForThem(t *testing.T) {
 		NewFlags(set, purpose, listen)
 		for name, want := range map[string]string{
 			"listen": listen, "metrics": ":9464", "attester": "/run/muster/attest/" + string(purpose) + "/attest.sock",
-			"owner-key": "", "node-name": "", "kubeconfig": "",
+			"owner-key": "", "image": "/etc/muster/image.yaml", "node-name": "", "kubeconfig": "",
 		} {
 			if f := set.Lookup(name); f == nil || f.DefValue != want {
 				t.Errorf("%s: --%s is %+v, want %q", purpose, name, f, want)

@@ -30,12 +30,14 @@ import (
 // readyInterval is how often health follows readiness.
 const readyInterval = time.Second
 
-// Config lists what a Member needs. All fields are required.
+// Config lists what a Member needs. All fields are required unless they say otherwise.
 type Config struct {
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
+	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any. Not required.
+	LowestSerial uint64
 	// API is how to reach the Kubernetes API.
 	API *rest.Config
 	// Service is the service's name in audit records, Audit where they go.
@@ -70,7 +72,7 @@ type Member struct {
 // New returns a Member that does nothing yet, or says which part of cfg is missing.
 func New(cfg Config) (*Member, error) {
 	if cfg.Attester == nil || cfg.API == nil || cfg.Log == nil || cfg.Service == "" || cfg.Audit == nil {
-		return nil, errors.New("member: every field of Config is required")
+		return nil, errors.New("member: every field of Config but LowestSerial is required")
 	}
 	m := &Member{Registry: prometheus.NewRegistry(), Health: rpc.NewHealth()}
 	m.Registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -78,7 +80,7 @@ func New(cfg Config) (*Member, error) {
 	if m.RPC, err = rpc.NewMetrics(m.Registry); err != nil {
 		return nil, err
 	}
-	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
+	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
 		return nil, err
 	}
 	if m.Strangers, err = audit.NewStrangers(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {

@@ -38,6 +38,7 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -175,6 +176,9 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 // describe writes the two ConfigMaps as init does, and empties the list of machines that wait.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
+	for i, name := range versions.ImageNames() {
+		info.Images = append(info.Images, fmt.Sprintf("registry.example/%s:v1@sha256:%064x", name, i+1))
+	}
 	text, err := info.Marshal()
 	if err != nil {
 		return err
@@ -251,6 +255,52 @@ func (c *Cluster) DiskOf(t testing.TB, disk string) string {
 		t.Fatal(err)
 	}
 	return d.Spec.MachineID
+}
+
+// GiveDisk makes a disk a machine's, with a salt, as its owner's program does.
+func (c *Cluster) GiveDisk(t testing.TB, disk string, machine attest.MachineID) {
+	t.Helper()
+	d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}, Spec: v1alpha1.AttestedDiskSpec{
+		MachineID: machine.String(), Salt: keys.NewDiskSalt().String(), RootVersion: int32(keys.FirstVersion),
+	}}
+	if err := c.Client.Create(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// EraseDisk deletes a disk's salt, as its owner does.
+func (c *Cluster) EraseDisk(t testing.TB, disk string) {
+	t.Helper()
+	d := &v1alpha1.AttestedDisk{}
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Name: disk}, d); err != nil {
+		t.Fatal(err)
+	}
+	d.Spec.Salt, d.Spec.Erased = "", true
+	if err := c.Client.Update(t.Context(), d); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// DiskKey derives the key of a disk from the salt that it has.
+func (c *Cluster) DiskKey(t testing.TB, disk string) []byte {
+	t.Helper()
+	d := &v1alpha1.AttestedDisk{}
+	if err := c.Client.Get(t.Context(), client.ObjectKey{Name: disk}, d); err != nil {
+		t.Fatal(err)
+	}
+	id, err := keys.ParseDiskID(disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	salt, err := keys.ParseDiskSalt(d.Spec.Salt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := keys.NewRoot(c.Root, c.Salt).Disk(id, salt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key.Expose()
 }
 
 // FreeDisk makes a disk anybody's, as its owner does.

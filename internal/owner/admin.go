@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Connect gives a client for the cluster of an owner's folder.
@@ -43,7 +44,7 @@ func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Atte
 	if err := l.apply(ctx, d, kube, say); err != nil {
 		return false, err
 	}
-	return kube.Enrol(ctx, name, spec)
+	return kube.Enrol(ctx, name, spec, keys.DiskSalt{})
 }
 
 // SignedPolicy signs the policy of an owner's folder as it stands there.

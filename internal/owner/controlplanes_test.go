@@ -154,7 +154,7 @@ func (o *owned) plan(ctx context.Context, t *testing.T, name string, to *cluster
 	t.Helper()
 	var err error
 	if to == nil {
-		d, err = PlanForget(ctx, o.Dir, name, true)
+		d, err = PlanForget(ctx, o.Dir, name, true, false)
 	} else {
 		d, err = PlanReplace(ctx, o.Dir, name, *to)
 	}

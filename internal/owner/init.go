@@ -165,7 +165,7 @@ func (i *initialiser) judge(ctx context.Context, target *peerdial.Target) (strin
 	c := i.dir()
 	if c.Stage == ownerdir.StagePrepared {
 		c.Stage = ownerdir.StageRequested
-		c.FirstMachine = &ownerdir.Machine{ID: id.String(), Verdict: verdictOf(peer)}
+		c.FirstMachine = &ownerdir.Machine{ID: id.String(), DiskSalt: keys.NewDiskSalt().String(), Verdict: verdictOf(peer)}
 		if err := i.Dir.Save(c); err != nil {
 			return "", err
 		}
@@ -252,11 +252,15 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	ctx, peer := atls.CapturePeer(ctx)
 	c := i.dir()
 	list := versions.NewList(c.Components...)
+	salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
+	if err != nil {
+		return nil, fmt.Errorf("cluster.json: diskSalt: %w: it was begun with an older version of muster, so begin a new cluster in another --directory", err)
+	}
 	events := i.events(ctx, s, &initv1.InitRequest{
 		IdempotencyKey: i.secrets.IdempotencyKey[:], InitSecret: i.secrets.Init[:], RootSecret: i.secrets.Root[:], Salt: i.secrets.Salt[:],
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
-		Components: list.Wire(),
+		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
 	})
 	for event, err := range events {
 		if err != nil {

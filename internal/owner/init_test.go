@@ -48,7 +48,7 @@ func succeed(m *attesttest.Machine, kubeconfig []byte, change func(*initv1.InitR
 }
 
 func clusterIDOf(req *initv1.InitRequest) keys.ClusterID {
-	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, req.GetRootSecret(), req.GetSalt())
 	if err != nil {
 		return keys.ClusterID{}
 	}

@@ -26,6 +26,7 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Deadlines of steps that wait for others. Each names what did not come.
@@ -158,7 +159,11 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 		}
 	}
 	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID, Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
-	if _, err := kube.Enrol(ctx, m.NodeName, spec); err != nil {
+	salt, err := keys.ParseDiskSalt(m.DiskSalt)
+	if err != nil {
+		return withRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
+	}
+	if _, err := kube.Enrol(ctx, m.NodeName, spec, salt); err != nil {
 		return err
 	}
 	judged, err := time.Parse(time.RFC3339, m.Verdict.Time)

@@ -1,11 +1,13 @@
 package owner
 
 import (
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -72,9 +74,22 @@ func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, map[string
 	if err := kube.Reader().List(ctx, &nodes); err != nil && !cluster.Absent(err) {
 		return nil, nil, err
 	}
+	var disks v1alpha1.AttestedDiskList
+	if err := kube.Reader().List(ctx, &disks); err != nil && !cluster.Absent(err) {
+		return nil, nil, err
+	}
+	known := map[string]ownerdir.KnownDisk{}
+	for _, d := range disks.Items {
+		known[d.Name] = ownerdir.KnownDisk{ID: d.Name, Salt: d.Spec.Salt, RootVersion: d.Spec.RootVersion}
+		if d.Spec.Erased {
+			known[d.Name] = ownerdir.KnownDisk{ID: d.Name}
+			k.Erased = append(k.Erased, d.Name)
+		}
+	}
+	slices.Sort(k.Erased)
 	generations := map[string]int64{}
 	for _, n := range nodes.Items {
-		k.Nodes[n.Name] = ownerdir.KnownNode{MachineID: n.Spec.MachineID, Role: string(n.Spec.Role), Banned: n.Spec.Banned, Disk: ownerdir.KnownDisk{ID: n.Spec.DiskID}}
+		k.Nodes[n.Name] = ownerdir.KnownNode{MachineID: n.Spec.MachineID, Role: string(n.Spec.Role), Banned: n.Spec.Banned, Disk: cmp.Or(known[n.Spec.DiskID], ownerdir.KnownDisk{ID: n.Spec.DiskID})}
 		generations[string(n.UID)] = n.Generation
 		if n.Spec.Banned {
 			k.Bans[string(n.UID)] = n.Generation
@@ -147,4 +162,36 @@ func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID)
 		return c.FirstMachine.DiskID
 	}
 	return ""
+}
+
+// KnownSalt returns the salt of a disk by what the cluster said last (K4). The folder has the first version of the root secret alone.
+func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
+	none := func(err error) (keys.DiskSalt, error) {
+		return keys.DiskSalt{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),
+			"Without its salt a disk has no key. If it was not erased, use the newest copy of the folder: muster status with the cluster well would have noted it in known.json.")
+	}
+	for _, n := range known.Nodes {
+		if n.Disk.ID != disk.String() || n.Disk.Salt == "" {
+			continue
+		}
+		if n.Disk.RootVersion != int32(keys.FirstVersion) {
+			return none(fmt.Errorf("its key follows from version %d of the root secret, and the folder has version %d", n.Disk.RootVersion, keys.FirstVersion))
+		}
+		salt, err := keys.ParseDiskSalt(n.Disk.Salt)
+		if err != nil {
+			return none(fmt.Errorf("known.json: %w", err))
+		}
+		return salt, nil
+	}
+	if slices.Contains(known.Erased, disk.String()) { // K4
+		return none(errors.New("it was erased"))
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk.String() && c.FirstMachine.DiskSalt != "" {
+		salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
+		if err != nil {
+			return none(fmt.Errorf("cluster.json: %w", err))
+		}
+		return salt, nil
+	}
+	return none(errors.New("neither known.json nor cluster.json has it"))
 }

@@ -3,8 +3,12 @@ package owner
 import (
 	"crypto/ed25519"
 	"errors"
+	"maps"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
@@ -12,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // serial gives a policy this one.
@@ -36,10 +41,12 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
 	node := func(m *attesttest.Machine, disk string) ownerdir.KnownNode {
-		return ownerdir.KnownNode{MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: disk}}
+		return ownerdir.KnownNode{MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: disk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}
 	}
 	banned := node(second, waitingDisk)
 	banned.Banned = true
+	unsalted, rotated := node(second, waitingDisk), node(second, waitingDisk)
+	unsalted.Disk.Salt, rotated.Disk.RootVersion = "", 2
 	for name, tt := range map[string]struct {
 		nodes map[string]ownerdir.KnownNode
 		named string // by --disk
@@ -53,7 +60,9 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 		"a machine without a disk":            {nodes: map[string]ownerdir.KnownNode{"node2": node(second, "")}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "knows no disk"},
 		"a banned machine":                    {nodes: map[string]ownerdir.KnownNode{"node2": banned}, want: attestv1.Reason_REASON_BANNED, says: "node2"},
 		"a named disk that it does not have":  {nodes: map[string]ownerdir.KnownNode{"node2": node(second, waitingDisk)}, named: otherDisk, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "--disk names"},
-		"a named disk that nobody knows":      {nodes: map[string]ownerdir.KnownNode{"node1": node(first, otherDisk)}, named: waitingDisk},
+		"a named disk that nobody knows":      {nodes: map[string]ownerdir.KnownNode{"node1": node(first, otherDisk)}, named: waitingDisk, want: attestv1.Reason_REASON_DISK_ERASED, says: "no salt of disk"},
+		"a disk without a salt":               {nodes: map[string]ownerdir.KnownNode{"node2": unsalted}, want: attestv1.Reason_REASON_DISK_ERASED, says: "no salt of disk"},
+		"a key of another root secret":        {nodes: map[string]ownerdir.KnownNode{"node2": rotated}, want: attestv1.Reason_REASON_DISK_ERASED, says: "version 2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, second, opens)
@@ -74,14 +83,21 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 			if rpc.ReasonFrom(err) != tt.want || !strings.Contains(err.Error(), tt.says) {
 				t.Errorf("%v, want %s that says %q", err, attest.ReasonName(tt.want), tt.says)
 			}
+			if tt.want == attestv1.Reason_REASON_DISK_ERASED { // no word of the owner's gives it a salt
+				if w.calls() != 0 {
+					t.Error("a key was sent")
+				}
+				return
+			}
 			if tt.named == "" && !strings.Contains(Explain(err).Remedy, "--disk "+waitingDisk) {
 				t.Errorf("no way out in %q", Explain(err).Remedy)
 			}
 			if w.calls() != 0 {
 				t.Error("a key was sent")
 			}
-			if _, err := o.recoverDisk(t, w, &id, waitingDisk); err != nil {
-				t.Errorf("named by the owner: %v", err)
+			_, err = o.recoverDisk(t, w, &id, waitingDisk)
+			if known := slices.ContainsFunc(slices.Collect(maps.Values(tt.nodes)), func(n ownerdir.KnownNode) bool { return n.Disk.ID == waitingDisk }); (err == nil) != known { // K4: it has a salt, or none
+				t.Errorf("named by the owner: %v, and its salt is known: %v", err, known)
 			}
 		})
 	}
@@ -181,5 +197,49 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 	}
 	if kept := known.Keep(&ownerdir.Known{Policy: of(4), Bans: map[string]int64{"u1": 5, "u2": 1}}); len(kept.Bans) != 3 || kept.Bans["u1"] != 5 || kept.Bans["gone"] != 2 {
 		t.Errorf("%v", kept.Bans)
+	}
+}
+
+// K4: a recovery gives no key of a disk that was erased, and the folder keeps nothing that it follows from.
+func TestAnErasedDiskIsNotRecovered(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
+	w := serveWaiting(t, m, opens)
+	o := knows(t, w, m, waitingDisk, policy)
+	key, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	salt := keys.DiskSalt{3}.String()
+	o.remembers(t, policy, key, map[string]ownerdir.KnownNode{"node1": {MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: salt, RootVersion: 1}}})
+	backup, err := o.Backup(time.Now(), map[string][]byte{"disks.yaml": []byte("metadata:\n  name: " + waitingDisk + "\n"), "objects.yaml": nil})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := o.recover(t, w, nil); err != nil {
+		t.Fatal(err)
+	}
+	calls := w.calls()
+	left, err := o.EraseDisk(waitingDisk)
+	if err != nil || len(left) != 1 || left[0] != filepath.Join(backup, "disks.yaml") {
+		t.Errorf("left %q, %v", left, err)
+	}
+	for _, file := range []string{ownerdir.KnownFile, "cluster.json"} {
+		if text, err := o.Read(file); err != nil || strings.Contains(string(text), salt) {
+			t.Errorf("%s has the salt, %v", file, err)
+		}
+	}
+	if _, err := o.recover(t, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED || w.calls() != calls {
+		t.Errorf("%v, want DISK_ERASED", err)
+	}
+	known, err := o.Known()
+	if err != nil || !slices.Equal(known.Erased, []string{waitingDisk}) {
+		t.Fatalf("%+v, %v", known, err)
+	}
+	// A cluster that was restored has the salt again. It is not noted.
+	again := known.Keep(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"node1": {Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: salt, RootVersion: 1}}}})
+	if again.Nodes["node1"].Disk.Salt != "" || !slices.Equal(again.Erased, known.Erased) {
+		t.Errorf("%+v", again)
 	}
 }

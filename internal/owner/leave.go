@@ -7,6 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
@@ -30,6 +32,7 @@ type Departure struct {
 	listed listing              // what changes in the owner's policy
 	to     *cluster.Replacement // nil: forget
 	resets bool                 // the machine is the same, and its TPM was cleared: only that is written
+	erase  string               // the disk whose salt is deleted (K4); empty: none
 }
 
 // Departed is what was done.
@@ -40,11 +43,14 @@ type Departed struct {
 	Done []string `json:"done"`
 	// CertificatesEnd is when the last certificate that the machine may hold has expired.
 	CertificatesEnd *time.Time `json:"certificatesEnd,omitempty"`
+	// Erased is the disk whose key can't be derived any more, and Left are the files and places that may still have its salt.
+	Erased string   `json:"erased,omitempty"`
+	Left   []string `json:"left,omitempty"`
 }
 
 // PlanForget looks at what forgetting a node would do, and changes nothing. A control plane's etcd
-// member has to be gone: memberGone is the owner's word for that.
-func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bool) (*Departure, error) {
+// member has to be gone: memberGone is the owner's word for that. With erase, the salt of its disk is deleted (K4).
+func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Departure, error) {
 	kube, err := Connect(d)
 	if err != nil {
 		return nil, err
@@ -54,7 +60,15 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 		return nil, err
 	}
 	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing()}
+	if erase {
+		if out.erase, err = diskToErase(ctx, d, kube, p); err != nil {
+			return nil, err
+		}
+	}
 	if out.Nothing {
+		if out.erase != "" {
+			out.planErase()
+		}
 		return out, nil
 	}
 	if p.ControlPlane && p.Joined() {
@@ -80,12 +94,15 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone bo
 	}
 	if p.Enrolment != nil {
 		out.Plan = append(out.Plan, "delete its enrolment: name and machine are free, for the same machine too if the policy accepts it")
-		if disk := p.Enrolment.Spec.DiskID; disk != "" {
-			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's: no other one gets its key until you say `kubectl delete attesteddisk %s`", disk, disk))
+		if disk := p.Enrolment.Spec.DiskID; disk != "" && !erase {
+			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
 		}
 		if p.Enrolment.Spec.Banned {
 			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrolment: keep a machine out by the policy, or leave it banned")
 		}
+	}
+	if out.erase != "" {
+		out.planErase()
 	}
 	out.certificates()
 	return out, nil
@@ -132,8 +149,11 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
 	if sameMachine && sameDisk && !have.Banned {
-		if out.resets = to.MachineID != "" && p.Enrolment.Status.ResetCount != nil; out.resets {
+		if out.resets = to.MachineID != "" && cluster.HasBoots(&p.Enrolment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
+			if c := meta.FindStatusCondition(p.Enrolment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
+				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+c.Message)
+			}
 		}
 		out.Nothing = !out.resets
 		return out, nil
@@ -147,6 +167,9 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	}
 	if !sameDisk {
 		out.Plan = append(out.Plan, fmt.Sprintf("enrol disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
+		if have.DiskID != "" {
+			out.Warnings = append(out.Warnings, fmt.Sprintf("the key of the disk before, %s, can be derived until you say `muster forget --erase --disk %s`", have.DiskID, have.DiskID))
+		}
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}
@@ -208,12 +231,15 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error)
 	if d.found.Enrolment != nil {
 		out.MachineID = d.found.Enrolment.Spec.MachineID
 	}
-	if d.Nothing {
+	if d.Nothing && d.erase == "" {
 		return out, nil
 	}
 	note := func(s string) {
 		out.Done = append(out.Done, s)
 		say(s)
+	}
+	if d.Nothing {
+		return out, d.doErase(ctx, out, note)
 	}
 	if d.resets {
 		return out, d.kube.ForgetResets(ctx, d.found, note)
@@ -237,5 +263,8 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error)
 		return nil, withRemedy(err, "The machine is shut out. Running the same command again goes on where it stopped.")
 	}
 	out.CertificatesEnd = &end
-	return out, nil
+	if d.erase != "" {
+		err = d.doErase(ctx, out, note)
+	}
+	return out, err
 }

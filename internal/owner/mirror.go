@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/internal/versions"
@@ -36,6 +37,16 @@ func WantedComponents(list []versions.Component) []Wanted {
 	out := make([]Wanted, 0, len(list))
 	for _, c := range list {
 		out = append(out, Wanted{Kind: "component", Source: c.URL, SHA256: c.SHA256, Path: c.Path})
+	}
+	return out
+}
+
+// WantedImages gives what nodes pull, of images by digest.
+func WantedImages(refs []string) []Wanted {
+	out := make([]Wanted, 0, len(refs))
+	for _, ref := range refs {
+		_, sum, _ := strings.Cut(ref, "@sha256:")
+		out = append(out, Wanted{Kind: "image", Source: ref, SHA256: sum})
 	}
 	return out
 }

@@ -34,6 +34,10 @@ type RecoverConfig struct {
 	Machine *attest.MachineID
 	// Disk is the disk that the machine must have; nil: the one that the cluster said last.
 	Disk *keys.DiskID
+	// AcceptEpoch is the epoch that the owner has accepted already, for a machine whose disk is an older copy; nil: none.
+	AcceptEpoch *uint64
+	// Ask lets the owner decide whether a machine goes on with what its disk has; nil: nobody is there to ask.
+	Ask func(Revival) (bool, error)
 	// Report is told of each step.
 	Report progress.Reporter
 	// DialContext opens TCP connections; nil: a [net.Dialer].
@@ -50,6 +54,8 @@ type Recovery struct {
 	DiskID  string `json:"diskID"`
 	// Already says that it was open before this key was tried.
 	Already bool `json:"already"`
+	// Revived is what a machine goes on with whose disk, open already, is an older copy; nil: it is the newest.
+	Revived *Revival `json:"revived,omitempty"`
 }
 
 // Recover gives a control plane that waits for its disk's key that key, and nothing that another would follow from. The
@@ -65,6 +71,10 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	}
 	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.judge(ctx) }); err != nil {
 		return nil, err
+	}
+	if r.revival != nil {
+		err := step(cfg.Report, "accept what its state disk has", func() (string, error) { return r.revive(ctx) })
+		return &Recovery{Machine: r.Machine.String(), Already: true, Revived: r.revival}, err
 	}
 	var out *Recovery
 	err := step(cfg.Report, "open its state disk", func() (_ string, err error) {
@@ -87,6 +97,9 @@ type recoverer struct {
 	key     ed25519.PrivateKey
 	known   *ownerdir.Known
 	target  peerdial.Target
+	// older is the target if the machine's disk is open, and an older copy than its TPM says; revival is what it has, nil if it waits for its disk's key.
+	older   peerdial.Target
+	revival *Revival
 	// disk is the machine's as it named it last; empty: it did not.
 	disk string
 	// trying says that a key was on trial when the machine was heard of last.
@@ -128,6 +141,8 @@ func (r *recoverer) load() error {
 	r.target = peerdial.Target{
 		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
 	}
+	r.older = r.target
+	r.older.Locks = []attest.Lock{attest.LockedTo(r.cluster)}
 	return nil
 }
 
@@ -152,7 +167,13 @@ func (r *recoverer) judge(ctx context.Context) (string, error) {
 		}
 		defer func() { _ = s.Close() }()
 		_, err = s.Exchange(ctx)
-		return err
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+			return err
+		}
+		if lerr := r.look(ctx); lerr != nil { // it is locked: to this cluster, perhaps, with an older disk
+			return errors.Join(err, lerr)
+		}
+		return nil
 	})
 	if err != nil {
 		return "", r.explain(err)
@@ -200,7 +221,11 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
 		return nil, err
 	}
-	key, err := r.root.Disk(disk)
+	salt, err := KnownSalt(r.Dir, r.known, disk)
+	if err != nil {
+		return nil, err
+	}
+	key, err := r.root.Disk(disk, salt)
 	if err != nil {
 		return nil, err
 	}

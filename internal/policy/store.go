@@ -57,7 +57,9 @@ type Report struct {
 // Config lists what a Store needs. All fields are required unless they say otherwise.
 type Config struct {
 	// Owner is the public key that policies are signed with.
-	Owner   ed25519.PublicKey
+	Owner ed25519.PublicKey
+	// Lowest is the least serial that a policy may have by this machine's image (B7); 0: any.
+	Lowest  uint64
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
 	// Tell may be left out: it gets every report in order, for the audit log.
@@ -67,6 +69,7 @@ type Config struct {
 // Store holds the policy in force. It is safe for concurrent use.
 type Store struct {
 	owner    ed25519.PublicKey
+	lowest   uint64 // of this machine's image
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
 	metrics  metrics
@@ -107,7 +110,7 @@ func New(cfg Config) (*Store, error) {
 	if cfg.Tell == nil {
 		cfg.Tell = func(Report) {}
 	}
-	return &Store{owner: cfg.Owner, log: cfg.Log, metrics: m, tellAll: cfg.Tell, reported: make(chan struct{})}, nil
+	return &Store{owner: cfg.Owner, lowest: cfg.Lowest, log: cfg.Log, metrics: m, tellAll: cfg.Tell, reported: make(chan struct{})}, nil
 }
 
 // Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the one
@@ -146,6 +149,9 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 	parsed, err := attest.OpenPolicy(s.owner, signed)
 	if err != nil {
 		return nil, err
+	}
+	if parsed.Serial() < s.lowest { // B7
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, the lowest that this control plane's image accepts (lowestPolicySerial): the cluster was set back, or the policy needs a higher serial", parsed.Serial(), s.lowest)
 	}
 	// The status remembers across restarts what a replica has forgotten.
 	floor, known := s.floor, s.digest

@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"encoding/hex"
 	"log/slog"
+	"strings"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -139,6 +140,23 @@ func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 			t.Error("a lower serial is in force")
 		}
 	})
+}
+
+// A provider who restores all control planes restores the status too (B7).
+func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
+	o := newOwner(t)
+	s, err := policy.New(policy.Config{Owner: o.public, Lowest: 5, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Set(o.object(t, 1, 4))
+	if report, _ := s.Latest(); attest.ReasonOf(report.Err) != attestv1.Reason_REASON_POLICY_INVALID || report.InForce != nil || !strings.Contains(report.Err.Error(), "lowestPolicySerial") {
+		t.Errorf("report %+v", report)
+	}
+	s.Set(o.object(t, 2, 5))
+	if s.Generation() != 2 {
+		t.Error("the lowest serial itself is not accepted")
+	}
 }
 
 // Two policies with one serial would let whoever applies them go back and forth.

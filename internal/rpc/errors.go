@@ -69,6 +69,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
+	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Nothing opens the disk any more. Erase its first MiB: the machine formats it, and has a new disk then. A machine that is enrolled: `muster replace NAME --disk UUID`."},
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with. If the disk was exchanged: `muster replace NAME --disk UUID`."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
@@ -83,12 +84,14 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder of this cluster: its owner.key signs the order."},
+	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have the same TPM state, or an older state was put back: `muster status` shows both addresses. Switch off the one that is a copy; then `muster replace NAME --tpm MACHINE-ID`, with the ID that is enrolled, lets the other one go on."},
 	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "Let the machine attest with the endorsement key that it is enrolled with, or let that node be forgotten with `muster forget NAME`."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root."},
 
+	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Somebody put this control plane's disk back to an earlier copy, or cleared its TPM. Restore the newest disk, or look with `muster recover ADDRESS --machine-id ID` at what would be revived, and accept it."},
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 

@@ -72,8 +72,10 @@ var levels = map[string]Level{
 	kmsv1connect.KeyServiceDeriveDiskKeyProcedure:   Attested,
 	kmsv1connect.KeyServiceDeriveClusterIdProcedure: Attested,
 
-	recoverv1connect.RecoverServiceDescribeProcedure: Session,
-	recoverv1connect.RecoverServiceRecoverProcedure:  Session,
+	recoverv1connect.RecoverServiceDescribeProcedure:    Session,
+	recoverv1connect.RecoverServiceRecoverProcedure:     Session,
+	recoverv1connect.EpochServiceDescribeEpochProcedure: Session,
+	recoverv1connect.EpochServiceAcceptEpochProcedure:   Session,
 }
 
 // streams lists the RPCs whose answer is a stream, so that it may take its time. A test

@@ -65,9 +65,13 @@ type List struct {
 	Kind string `json:"kind"`
 	// Components in the order in which they are installed.
 	Components []Component `json:"components"`
+	// Images are those that [ParseImages] reads.
+	Images []string `json:"images"`
+	// Adopted is set by machines alone: the cluster was there before Muster.
+	Adopted bool `json:"adopted,omitempty"`
 }
 
-// NewList gives a list that [Parse] reads.
+// NewList gives a list that [Parse] reads, once it has images.
 func NewList(components ...Component) List {
 	return List{APIVersion: "muster.dev/v1alpha1", Kind: "ComponentList", Components: components}
 }
@@ -75,6 +79,18 @@ func NewList(components ...Component) List {
 // Parse reads a list, YAML or JSON. A field that does not exist, or a component that the
 // bootstrapper would refuse by its form, is an error that names it.
 func Parse(data []byte) (List, error) {
+	l, err := ParseUnpinned(data)
+	if err != nil {
+		return List{}, err
+	}
+	if _, err := ParseImages(l.Images); err != nil {
+		return List{}, fmt.Errorf("component list: %w", err)
+	}
+	return l, nil
+}
+
+// ParseUnpinned is [Parse] for a list that has no digests of images yet. Nothing but who adds them may use it.
+func ParseUnpinned(data []byte) (List, error) {
 	var l List
 	asJSON, err := yaml.YAMLToJSONStrict(data)
 	if err != nil {
@@ -117,6 +133,16 @@ func (c Component) check() error {
 		return fmt.Errorf("%s: mode: a file needs one, an archive has none", c.URL)
 	}
 	return nil
+}
+
+// FromWire gives a list of what requests carry. It is what [Parse] reads only if both are well formed.
+func FromWire(components []*initv1.Component, images []string) List {
+	l := NewList()
+	for _, c := range components {
+		l.Components = append(l.Components, Component{URL: c.GetUrl(), SHA256: hex.EncodeToString(c.GetSha256()), Path: c.GetPath(), Mode: Mode(c.GetMode()), Extract: c.GetExtract()})
+	}
+	l.Images = images
+	return l
 }
 
 // Wire gives the components as requests carry them.

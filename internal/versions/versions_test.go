@@ -37,6 +37,14 @@ components:
   sha256: 00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff
   path: /opt/cni/bin
   extract: true
+images:
+- registry.example:5000/etcd:v1@sha256:0000000000000000000000000000000000000000000000000000000000000001
+- registry.example:5000/kube-apiserver:v1@sha256:0000000000000000000000000000000000000000000000000000000000000002
+- registry.example:5000/kube-controller-manager:v1@sha256:0000000000000000000000000000000000000000000000000000000000000003
+- registry.example:5000/kube-scheduler:v1@sha256:0000000000000000000000000000000000000000000000000000000000000004
+- registry.example:5000/kube-proxy:v1@sha256:0000000000000000000000000000000000000000000000000000000000000005
+- registry.example:5000/coredns/coredns:v1@sha256:0000000000000000000000000000000000000000000000000000000000000006
+- registry.example:5000/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000007
 `
 
 func TestParse(t *testing.T) {
@@ -63,19 +71,35 @@ func TestParse(t *testing.T) {
 
 func TestParseRefuses(t *testing.T) {
 	for name, change := range map[string][2]string{
-		"another kind":         {"ComponentList", "Components"},
-		"an unknown field":     {"extract: true", "unpack: true"},
-		"a duplicate field":    {"extract: true", "extract: true\n  extract: true"},
-		"no hash":              {"  sha256: 00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff\n  path: /usr", "  path: /usr"},
-		"an upper-case hash":   {"aabbccddeeff00112233445566778899aabbccddeeff\n  path: /usr", "AABBCCDDEEFF00112233445566778899aabbccddeeff\n  path: /usr"},
-		"a relative path":      {"path: /usr/local", "path: usr/local"},
-		"a path that climbs":   {"path: /usr/local", "path: /usr/../local"},
-		"a file without mode":  {"mode: \"0755\"", ""},
-		"an archive with mode": {"extract: true", "extract: true\n  mode: \"0755\""},
-		"setuid":               {`"0755"`, `"4755"`},
-		"a local file":         {"http://mirror.example/kubeadm", "file:///kubeadm"},
-		"credentials":          {"http://mirror.example/kubeadm", "http://user:word@mirror.example/kubeadm"},
-		"a long URL":           {"http://mirror.example/kubeadm", "http://mirror.example/" + strings.Repeat("x", 2048)},
+		"another kind":                     {"ComponentList", "Components"},
+		"an unknown field":                 {"extract: true", "unpack: true"},
+		"a duplicate field":                {"extract: true", "extract: true\n  extract: true"},
+		"no hash":                          {"  sha256: 00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff\n  path: /usr", "  path: /usr"},
+		"an upper-case hash":               {"aabbccddeeff00112233445566778899aabbccddeeff\n  path: /usr", "AABBCCDDEEFF00112233445566778899aabbccddeeff\n  path: /usr"},
+		"a relative path":                  {"path: /usr/local", "path: usr/local"},
+		"a path that climbs":               {"path: /usr/local", "path: /usr/../local"},
+		"a file without mode":              {"mode: \"0755\"", ""},
+		"an archive with mode":             {"extract: true", "extract: true\n  mode: \"0755\""},
+		"setuid":                           {`"0755"`, `"4755"`},
+		"a local file":                     {"http://mirror.example/kubeadm", "file:///kubeadm"},
+		"credentials":                      {"http://mirror.example/kubeadm", "http://user:word@mirror.example/kubeadm"},
+		"an image without a digest":        {"v1@sha256:0000000000000000000000000000000000000000000000000000000000000001", "v1"},
+		"an image without a tag":           {"etcd:v1@", "etcd@"},
+		"an image without its registry":    {"registry.example:5000/etcd", "etcd"},
+		"a digest of another kind":         {"v1@sha256:0000000000000000000000000000000000000000000000000000000000000001", "v1@sha512:00000000000000000000000000000000000000000000000000000000000000010000000000000000000000000000000000000000000000000000000000000001"},
+		"an image that is listed twice":    {"/pause:", "/etcd:"},
+		"an image that nobody asked for":   {"/pause:", "/tool:"},
+		"an image that is not listed":      {"- registry.example:5000/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000007\n", ""},
+		"an image with a second reference": {"/pause:v1", "/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009:v1"},
+		"no images": {`images:
+- registry.example:5000/etcd:v1@sha256:0000000000000000000000000000000000000000000000000000000000000001
+- registry.example:5000/kube-apiserver:v1@sha256:0000000000000000000000000000000000000000000000000000000000000002
+- registry.example:5000/kube-controller-manager:v1@sha256:0000000000000000000000000000000000000000000000000000000000000003
+- registry.example:5000/kube-scheduler:v1@sha256:0000000000000000000000000000000000000000000000000000000000000004
+- registry.example:5000/kube-proxy:v1@sha256:0000000000000000000000000000000000000000000000000000000000000005
+- registry.example:5000/coredns/coredns:v1@sha256:0000000000000000000000000000000000000000000000000000000000000006
+- registry.example:5000/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000007`, ""},
+		"a long URL": {"http://mirror.example/kubeadm", "http://mirror.example/" + strings.Repeat("x", 2048)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			text := strings.Replace(good, change[0], change[1], 1)

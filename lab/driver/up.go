@@ -139,7 +139,7 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 		return cfg, err
 	}
 	done()
-	return cfg, errors.Join(l.ownerFiles(build), l.writeConfig(cfg))
+	return cfg, errors.Join(l.ownerFiles(build, layout), l.writeConfig(cfg))
 }
 
 // newOwnerKey makes the owner's key, which is older than the machines' image.
@@ -214,13 +214,18 @@ func writeJSON(path string, v any) error {
 }
 
 // ownerFiles puts into the owner's folder what an owner of this lab's machines needs.
-func (l *Lab) ownerFiles(build kube.Build) error {
+func (l *Lab) ownerFiles(build kube.Build, layout string) error {
 	files := lan.Files{}
 	var list []versions.Component
 	for _, c := range components {
 		list = append(list, versions.Component{URL: files.URL(c), SHA256: build.Sums[c], Path: "/usr/local/bin/" + c, Mode: 0o755})
 	}
-	j, err := json.MarshalIndent(versions.NewList(list...), "", "  ")
+	all := versions.NewList(list...)
+	var err error
+	if all.Images, err = oci.Digests(layout, versions.ImageNames()); err != nil {
+		return err
+	}
+	j, err := json.MarshalIndent(all, "", "  ")
 	if err != nil {
 		return err
 	}

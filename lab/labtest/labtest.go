@@ -47,14 +47,24 @@ func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
 // UpFor is [Up] with certificates of control planes that live as long as validity says, as "8m".
 func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Cluster {
 	t.Helper()
+	return up(t, prefix, driver.Up{Validity: validity, Preinstalled: preinstalled})
+}
+
+// UpEmpty is [Up] with machines that have no container image yet: they pull all of them from the mirror.
+func UpEmpty(t *testing.T, prefix string) *Cluster {
+	t.Helper()
+	return up(t, prefix, driver.Up{NoPreload: true})
+}
+
+func up(t *testing.T, prefix string, u driver.Up) *Cluster {
+	t.Helper()
 	lab, root := New(t, prefix)
 	c := &Cluster{Lab: lab, Root: root}
 	images := filepath.Join(root, "dist", "images")
-	if err := lab.Up(t.Context(), driver.Up{
-		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: append([]string{"kubelet"}, preinstalled...),
-		Muster: filepath.Join(root, "bin", "muster"),
-		Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")}, Validity: validity,
-	}); err != nil {
+	u.Lab, u.Bootstrapper, u.Muster = filepath.Join(root, "bin", "lab"), filepath.Join(root, "bin", "bootstrapper"), filepath.Join(root, "bin", "muster")
+	u.Preinstalled = append([]string{"kubelet"}, u.Preinstalled...)
+	u.Images = []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")}
+	if err := lab.Up(t.Context(), u); err != nil {
 		t.Fatal(err)
 	}
 	c.Muster(t, "policy", "from-measurements", lab.MeasurementsPath(), "--class", lab.ClassFlag(), "--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator",

@@ -32,10 +32,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -52,6 +54,7 @@ import (
 type TPM interface {
 	PCRs
 	EndorsementKey(ctx context.Context) (tpm.EK, error)
+	epoch.Counter
 }
 
 // Journal is the machine's memory: [journal.File].
@@ -114,6 +117,8 @@ type Config struct {
 	Timing Timing
 	// Metrics takes what docs/metrics.md lists.
 	Metrics prometheus.Registerer
+	// Calls counts connections and calls of the process's servers.
+	Calls *rpc.Metrics
 	// Log is where everything is told that a caller does not learn.
 	Log *slog.Logger
 	// Console is told what a person should know; nil: nobody is.
@@ -137,6 +142,7 @@ type Bootstrapper struct {
 	tries     seek.Tries
 	steps     steps
 	renewing  atomic.Bool // the kubelet's certificates
+	older     atomic.Bool // the state disk is not the newest
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx
@@ -155,7 +161,7 @@ type Bootstrapper struct {
 // of cfg is missing or wrong, or why this machine can't go on.
 func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if cfg.Image == nil || cfg.Metadata == nil || cfg.Journal == nil || cfg.Machine == nil || !filepath.IsAbs(cfg.Root) || cfg.TPM == nil ||
-		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.CleanEtcd == nil || cfg.Metrics == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
+		cfg.Attester == nil || cfg.NewVerifier == nil || cfg.WriteClusterState == nil || cfg.CleanEtcd == nil || cfg.Metrics == nil || cfg.Calls == nil || cfg.Log == nil || cfg.Timing == (Timing{}) || cfg.Components == (component.Limits{}) {
 		return nil, errors.New("bootstrapper: New: every field of Config but Console and Now is required")
 	}
 	if cfg.Now == nil {
@@ -230,6 +236,9 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	}
 	b.log.InfoContext(ctx, "bootstrapper is running", "step", rec.Step.String(), "lock", string(rec.Kind))
 	if rec.Step == journal.StepDone {
+		if err := b.notRolledBack(ctx); err != nil { // B7: before etcd and the API server start
+			return err
+		}
 		if err := b.startNode(ctx); err != nil {
 			return err
 		}
@@ -321,6 +330,9 @@ func (b *Bootstrapper) startNode(ctx context.Context) error {
 	if err := b.renewControlPlane(ctx); err != nil {
 		// Without it the kubelet may still run what needs no certificate of these, and its unit tries again.
 		b.log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
+	}
+	if err := b.checkState(ctx); err != nil {
+		return fmt.Errorf("compare what is on the state disk with the cluster's list: %w", err)
 	}
 	// The attester first: pods that the kubelet starts ask it.
 	if err := b.startUnit(ctx, machine.UnitAttester); err != nil {

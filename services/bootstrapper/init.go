@@ -18,7 +18,6 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -134,7 +133,7 @@ type initOrder struct {
 	root              *keys.Root
 	rawRoot, rawSalt  []byte              // for the Secret that the key service reads
 	request           *initv1.InitRequest // without secrets
-	components        []component.Component
+	software          *software
 	meta              *metadata.Machine
 }
 
@@ -152,12 +151,15 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	if len(req.GetInitSecret()) != secretSize {
 		return nil, invalid("init_secret: want %d bytes, not %d", secretSize, len(req.GetInitSecret()))
 	}
-	root, err := keys.ParseRoot(req.GetRootSecret(), req.GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, req.GetRootSecret(), req.GetSalt())
 	if err != nil {
 		return nil, invalid("root_secret, salt: %w", err)
 	}
 	if len(req.GetMeasurementSalt()) != secretSize {
 		return nil, invalid("measurement_salt: want %d bytes, not %d", secretSize, len(req.GetMeasurementSalt()))
+	}
+	if len(req.GetDiskSalt()) != secretSize || keys.DiskSalt(req.GetDiskSalt()) == (keys.DiskSalt{}) {
+		return nil, invalid("disk_salt: want %d bytes that are not all zero, not %d", secretSize, len(req.GetDiskSalt()))
 	}
 	if !dnsLabel.MatchString(req.GetClusterName()) {
 		return nil, invalid("cluster_name: want a DNS label of at most 63 characters")
@@ -179,7 +181,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 			return nil, invalid("api_server_sans: %q is neither a name nor an address", s)
 		}
 	}
-	list, err := component.Parse(req.GetComponents())
+	list, err := parseSoftware(req.GetComponents(), req.GetImages())
 	if err != nil {
 		return nil, err
 	}
@@ -191,7 +193,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	}
 	return &initOrder{
 		kind: kind, keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
-		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, components: list,
+		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, software: list,
 	}, nil
 }
 

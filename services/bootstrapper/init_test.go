@@ -43,7 +43,7 @@ func TestAnInitMakesTheFirstNodeAndTellsSo(t *testing.T) {
 		t.Fatal(err)
 	}
 	res, rec := out.result, w.record()
-	root, err := keys.ParseRoot(w.request().GetRootSecret(), w.request().GetSalt())
+	root, err := keys.ParseRoot(keys.FirstVersion, w.request().GetRootSecret(), w.request().GetSalt())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -121,6 +121,8 @@ func TestARequestIsRefusedBeforeAnythingHappens(t *testing.T) {
 		"a short root secret":      {func(q *initv1.InitRequest) { q.RootSecret = q.GetRootSecret()[1:] }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a root secret of zeroes":  {func(q *initv1.InitRequest) { q.RootSecret = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no salt":                  {func(q *initv1.InitRequest) { q.Salt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk salt":             {func(q *initv1.InitRequest) { q.DiskSalt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk salt of zeroes":    {func(q *initv1.InitRequest) { q.DiskSalt = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no measurement salt":      {func(q *initv1.InitRequest) { q.MeasurementSalt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a cluster name with dots": {func(q *initv1.InitRequest) { q.ClusterName = "a.b" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a minor version":          {func(q *initv1.InitRequest) { q.KubernetesVersion = "1.36" }, attestv1.Reason_REASON_REQUEST_INVALID},

@@ -2,7 +2,6 @@ package bootstrapper
 
 import (
 	"context"
-	"encoding/hex"
 	"fmt"
 	"log/slog"
 	"os"
@@ -10,13 +9,13 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -188,7 +187,7 @@ func (b *Bootstrapper) becomeFirst(ctx context.Context, r *initRun) (*initv1.Ini
 
 func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, salt [32]byte, changed bool) error {
 	o := r.order
-	key, err := o.root.Disk(b.diskID)
+	key, err := o.root.Disk(b.diskID, keys.DiskSalt(o.request.GetDiskSalt()))
 	if err != nil {
 		return err
 	}
@@ -197,6 +196,12 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 	}
 	if o.kind == journal.KindInit {
 		if err := b.makeCluster(ctx, r, changed); err != nil {
+			return err
+		}
+	}
+	var proxy []runtime.Object
+	if o.kind == journal.KindInit {
+		if proxy, err = b.proxy(ctx, o); err != nil {
 			return err
 		}
 	}
@@ -212,8 +217,9 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		Info: clusterinfo.Info{
 			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
 			ControlPlaneEndpoint: o.request.GetControlPlaneEndpoint(), APIServerSANs: kubeadm.APIServerSANs(b.image, o.request.GetApiServerSans()),
-			Components: clusterComponents(o.request.GetComponents()),
+			Components: o.software.list.Components, Images: o.software.list.Images, Adopted: o.kind == journal.KindAdopt,
 		},
+		Proxy: proxy,
 	})
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's own objects: %w", err)
@@ -224,7 +230,7 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 
 // makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before.
 func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool) error {
-	if err := b.install(ctx, r.order.components, r.tell); err != nil {
+	if err := b.install(ctx, r.order.software, true, r.tell); err != nil {
 		return err
 	}
 	if b.lock.record().Step >= journal.StepKubeadmRan && !changed {
@@ -236,12 +242,16 @@ func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool
 	return b.kubeadmInit(ctx, r.order, r.tell)
 }
 
-func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
-	config, err := kubeadm.Init(b.image, kubeadm.Cluster{
+func (b *Bootstrapper) initConfig(o *initOrder) ([]byte, error) {
+	return kubeadm.Init(b.image, kubeadm.Cluster{
 		Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
 		PodCIDRs: o.request.GetPodCidrs(), ServiceCIDRs: o.request.GetServiceCidrs(), APIServerSANs: o.request.GetApiServerSans(),
-		ControlPlaneNode: kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses},
+		ControlPlaneNode: nodeOf(o.meta), Images: o.software.images,
 	})
+}
+
+func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) error {
+	config, err := b.initConfig(o)
 	if err != nil {
 		return err
 	}
@@ -262,16 +272,5 @@ func (b *Bootstrapper) kubeadmInit(ctx context.Context, o *initOrder, tell say) 
 	if err := b.firstKubelet(ctx, o, config); err != nil {
 		return err
 	}
-	return b.runKubeadm(ctx, "init", config, tell, stayOut)
-}
-
-// clusterComponents is how joining machines will be told what to install.
-func clusterComponents(list []*initv1.Component) []versions.Component {
-	out := make([]versions.Component, 0, len(list))
-	for _, c := range list {
-		out = append(out, versions.Component{
-			URL: c.GetUrl(), SHA256: hex.EncodeToString(c.GetSha256()), Path: c.GetPath(), Mode: versions.Mode(c.GetMode()), Extract: c.GetExtract(),
-		})
-	}
-	return out
+	return b.runKubeadm(ctx, "init", config, o.software.images, tell, stayOut)
 }

@@ -11,7 +11,7 @@ import (
 // K3: an ended init lingers for an hour, and must not hold the cluster's root that long.
 func TestAnEndedInitHoldsNoSecret(t *testing.T) {
 	raw, salt := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
-	root, err := keys.ParseRoot(raw, salt)
+	root, err := keys.ParseRoot(keys.FirstVersion, raw, salt)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -141,6 +142,11 @@ func (b *Bootstrapper) joinBy(ctx context.Context, endpoint string, first net.Co
 	if err != nil {
 		return err
 	}
+	secret, err := bootsecret.Load(b.cfg.Root)
+	if err != nil {
+		return err
+	}
+	req.BootSecret = secret.Expose() // J11
 	ask, cancel := context.WithTimeout(ctx, b.cfg.Timing.Ticket)
 	defer cancel()
 	tell(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
@@ -193,7 +199,7 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 	if err := b.openDisk(ctx, t.diskKey, tell); err != nil {
 		return err
 	}
-	if err := b.install(ctx, t.components, tell); err != nil {
+	if err := b.install(ctx, t.software, t.controlPlane, tell); err != nil {
 		return err
 	}
 	before, after := stayOut, stayOut
@@ -216,7 +222,7 @@ func (b *Bootstrapper) useTicket(ctx context.Context, t *ticket, meta *metadata.
 		return err
 	}
 	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
-	if err := b.runKubeadm(ctx, "join", config, tell, after); err != nil {
+	if err := b.runKubeadm(ctx, "join", config, t.software.images, tell, after); err != nil {
 		return err
 	}
 	if err := b.finish(ctx); err != nil {

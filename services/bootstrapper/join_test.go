@@ -314,6 +314,8 @@ func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
 		"a certificate of another authority": {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.CaCertificate = r.GetKubeletClientCertificate() }},
 		"no authority":                       {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.CaCertificate = []byte("x") }},
 		"a component elsewhere":              {want: attestv1.Reason_REASON_COMPONENT_PATH, change: func(r *joinv1.IssueJoinTicketResponse) { r.Components[0].Path = "/etc/ld.so.preload" }},
+		"an image by its tag":                {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.Images[0], _, _ = strings.Cut(r.GetImages()[0], "@") }},
+		"no images":                          {want: attestv1.Reason_REASON_REQUEST_INVALID, change: func(r *joinv1.IssueJoinTicketResponse) { r.Images = nil }},
 		"a worker with files": {want: attestv1.Reason_REASON_TICKET_FILE, change: func(r *joinv1.IssueJoinTicketResponse) {
 			r.ControlPlaneFiles = []*joinv1.ControlPlaneFile{{Path: "ca.crt", Content: []byte("x")}}
 		}},

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -205,7 +206,7 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 	}
 	resp := &joinv1.IssueJoinTicketResponse{
 		TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: bytes.Repeat([]byte{0xD1}, 32), ClusterId: clusterID[:], KubernetesVersion: "1.36.1",
-		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: certPEM(j.ca), Components: j.world.components(),
+		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: certPEM(j.ca), Components: j.world.components(), Images: machinetest.Images().References(),
 		KubeletClientCertificate:  j.issue(req.GetKubeletClientCsr(), x509.ExtKeyUsageClientAuth),
 		KubeletServingCertificate: j.issue(req.GetKubeletServingCsr(), x509.ExtKeyUsageServerAuth),
 	}

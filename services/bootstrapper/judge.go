@@ -20,6 +20,6 @@ func (b *Bootstrapper) open(ctx context.Context, endpoint string, first net.Conn
 	}
 	return seek.Open(ctx, seek.SessionConfig{
 		Attester: b.cfg.Attester, Lock: lock, Dial: b.cfg.Timing.Dial, Log: b.log,
-		Judges: seek.Judges{OwnerKey: b.ownerKey, NoOwnerKey: b.cfg.Image.NoOwnerKey, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest},
+		Judges: seek.Judges{OwnerKey: b.ownerKey, NoOwnerKey: b.cfg.Image.NoOwnerKey, Lowest: b.cfg.Image.LowestPolicySerial, EKRoots: b.cfg.Image.EKRoots, Bank: b.bank, PCRs: b.cfg.TPM, NewVerifier: b.cfg.NewVerifier, Newest: b.lock.newest},
 	}, endpoint, first)
 }

@@ -195,3 +195,40 @@ func (b *Bootstrapper) firstKubelet(ctx context.Context, o *initOrder, config []
 	}
 	return b.placeKubelet(client, serving)
 }
+
+// checkKubeconfig writes the kubelet's kubeconfig anew if it has more than a server, its authority and the kubelet's own certificate: a user of one can name a program
+// to run (B8).
+func (b *Bootstrapper) checkKubeconfig(ctx context.Context) error {
+	text, err := os.ReadFile(b.on(kubeadm.KubeletConf))
+	if err != nil {
+		return err
+	}
+	c, err := clientcmd.Load(text)
+	if err != nil {
+		return fmt.Errorf("%s: %w", kubeadm.KubeletConf, err)
+	}
+	plain := true
+	for _, u := range c.AuthInfos {
+		plain = plain && u.Exec == nil && u.AuthProvider == nil
+	}
+	for _, s := range c.Clusters {
+		plain = plain && s.ProxyURL == "" && !s.InsecureSkipTLSVerify
+	}
+	if plain {
+		return nil
+	}
+	current := c.Contexts[c.CurrentContext]
+	if current == nil || c.Clusters[current.Cluster] == nil {
+		return fmt.Errorf("%s: it has no current context with a cluster", kubeadm.KubeletConf)
+	}
+	server := c.Clusters[current.Cluster]
+	right, err := kubeletConf(strings.TrimPrefix(server.Server, "https://"), server.CertificateAuthorityData)
+	if err != nil {
+		return err
+	}
+	if err := machine.WriteFile(b.on(kubeadm.KubeletConf), right, 0o600, 0o755); err != nil {
+		return err
+	}
+	b.found(ctx, kubeadm.KubeletConf, "written anew")
+	return nil
+}

@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -178,7 +179,11 @@ func (b *Bootstrapper) renewAt(ctx context.Context, s *seek.Session, node string
 	if err != nil {
 		return err
 	}
-	req := &joinv1.RenewNodeCertificatesRequest{}
+	secret, err := bootsecret.Load(b.cfg.Root)
+	if err != nil {
+		return err
+	}
+	req := &joinv1.RenewNodeCertificatesRequest{BootSecret: secret.Expose()} // J11
 	if req.KubeletClientCsr, req.KubeletServingCsr, err = k.requests(node, meta.Addresses); err != nil {
 		return err
 	}

@@ -27,7 +27,7 @@ func newMetrics(r prometheus.Registerer) (*metrics, error) {
 			Name: "muster_init_attempts_total", Help: "Inits that were asked for or ended, by reason; ACCEPTED: the machine became the first node.",
 		}, []string{"reason"}),
 		joins: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_join_attempts_total", Help: "Tries to join, by reason; ACCEPTED: the machine became a node.",
+			Name: "muster_join_attempts_total", Help: "Tries to join, and starts of a control plane whose state disk is not the newest, by reason; ACCEPTED: the machine became a node.",
 		}, []string{"reason"}),
 		locked: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "muster_node_locked", Help: "1 once an init or a join has taken the node lock.",

@@ -18,6 +18,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
@@ -152,7 +153,7 @@ func (r *Reattester) Run(ctx context.Context) error {
 // refusesNode are the reasons with which a cluster says that a machine is not fit to be a node.
 var refusesNode = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_NOT_ENROLLED: true,
-	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
+	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_MACHINE_CLONED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
 }
 
 // labelOf gives the metric's reason. Alerts take a bare name of [refusesNode] for the cluster's word about this machine, so nobody
@@ -261,7 +262,7 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 	client, err := seek.Open(ctx, seek.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
 		Judges: seek.Judges{
-			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
+			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: seek.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)
@@ -269,7 +270,13 @@ func (r *Reattester) by(ctx context.Context, endpoint string, first net.Conn, re
 		return 0, err
 	}
 	defer client.Close()
-	resp, err := client.Reattest(ctx, kubeletCertificates(r.cfg.Root))
+	req := kubeletCertificates(r.cfg.Root)
+	secret, err := bootsecret.Load(r.cfg.Root)
+	if err != nil {
+		return 0, err
+	}
+	req.BootSecret = secret.Expose() // J11
+	resp, err := client.Reattest(ctx, req)
 	if err != nil {
 		return 0, err
 	}

@@ -74,6 +74,36 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 	}
 }
 
+// What the image accepts is measured, so no copy of a disk has a lower one, and a machine without any memory knows it (B7).
+func TestNoPolicyBelowTheLowestSerialOfTheImageIsAccepted(t *testing.T) {
+	w := newWorld(t, "node2")
+	w.meta.Role = "worker"
+	pub, priv := ownerKey(t)
+	w.image.OwnerKey, w.image.LowestPolicySerial = pub, 5
+	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
+	present := func(serial uint64) {
+		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial })))
+	}
+	w.meta.JoinEndpoints = []string{j.addr}
+	present(4)
+	r := w.start(attestv1.Reason_REASON_POLICY_INVALID)
+	r.kill(t)
+	if j.asked() != 0 || w.record().Locked() || w.record().Policy != nil {
+		t.Errorf("something was sent, or done, or remembered: %+v", w.record())
+	}
+	present(5)
+	r = w.boot()
+	eventually(t, "joined", func() bool { return w.record().Step == journal.StepDone })
+	r.kill(t)
+	w.image.LowestPolicySerial = 6 // the next image
+	metrics := w.reattest()
+	eventually(t, "refused", func() bool { return counter(t, metrics, reattestations, "POLICY_INVALID") > 0 })
+	w.stopReattesting()
+	if len(j.reattested()) != 0 {
+		t.Error("it attested all the same")
+	}
+}
+
 // A node that attests again keeps what it accepted, over restarts of its attester, and shows itself to no joinservice that presents
 // what is older.
 func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {

@@ -23,7 +23,7 @@ import (
 
 // Options are what the process around a Bootstrapper needs.
 type Options struct {
-	// Config is the Bootstrapper's, without Metrics.
+	// Config is the Bootstrapper's, without Metrics and Calls.
 	Config
 	// Public makes evidence of the purpose public, for GetEvidence.
 	Public rpc.PublicAttester
@@ -57,11 +57,12 @@ func Serve(ctx context.Context, o Options) error {
 		return err
 	}
 	o.Metrics, o.Attester = registry, measureQuotes(o.Attester, attest.PurposeMachine, quotes)
-	b, err := New(ctx, o.Config)
+	calls, err := rpc.NewMetrics(registry)
 	if err != nil {
 		return err
 	}
-	calls, err := rpc.NewMetrics(registry)
+	o.Calls = calls
+	b, err := New(ctx, o.Config)
 	if err != nil {
 		return err
 	}

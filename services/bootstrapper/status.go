@@ -58,7 +58,7 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 		out.Taker = initv1.Taker_TAKER_JOIN
 	case journal.KindNone:
 	}
-	b.tries.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.renewing.Load())
+	b.tries.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.renewing.Load() || b.older.Load())
 	b.steps.mu.Lock()
 	if since := b.steps.since; !since.IsZero() {
 		out.Since = timestamppb.New(since)

@@ -11,6 +11,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -47,11 +48,17 @@ func (b *Bootstrapper) openDisk(ctx context.Context, key keys.Disk, tell say) er
 	return nil
 }
 
-// install installs components.
-func (b *Bootstrapper) install(ctx context.Context, list []component.Component, tell say) error {
+// install installs components and images.
+func (b *Bootstrapper) install(ctx context.Context, s *software, controlPlane bool, tell say) error {
 	in := component.New(b.cfg.Root, b.cfg.Components, b.log)
 	defer in.Close()
-	if err := in.Install(ctx, list, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+	if err := in.Install(ctx, s.components, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+		return err
+	}
+	if err := b.prepareImages(ctx, s.images, controlPlane, tell); err != nil {
+		return err
+	}
+	if err := component.ListFile(b.on(component.KeptList)).Save(s.list); err != nil {
 		return err
 	}
 	if err := b.lock.advance(journal.StepComponents); err != nil {
@@ -103,9 +110,12 @@ func (b *Bootstrapper) reset(ctx context.Context, leave func(context.Context) er
 	return b.lock.cleaned()
 }
 
-// runKubeadm writes the configuration and runs kubeadm with it. The journal says so
+// runKubeadm writes the configuration and runs kubeadm with it, whose static pods name the images. The journal says so
 // before, since a run that was cut off can't be continued, and after.
-func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byte, tell say, leave func(context.Context) error) error {
+func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, tell say, leave func(context.Context) error) error {
+	if err := b.writePatches(images); err != nil {
+		return err
+	}
 	if err := machine.WriteFile(b.on(configFile), config, 0o600, 0o755); err != nil {
 		return err
 	}
@@ -130,6 +140,9 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 		if rerr := os.Remove(b.on(file)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
 			return rerr
 		}
+	}
+	if rerr := os.RemoveAll(b.on(kubeadm.PatchesFolder)); rerr != nil {
+		return rerr
 	}
 	if err != nil {
 		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
@@ -187,6 +200,9 @@ func namedDisk(err error) error {
 
 // finish starts what a node needs and notes that all is done.
 func (b *Bootstrapper) finish(ctx context.Context) error {
+	if err := b.beginEpoch(ctx); err != nil {
+		return err
+	}
 	if err := b.startNode(ctx); err != nil {
 		return err
 	}

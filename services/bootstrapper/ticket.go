@@ -16,7 +16,6 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/etcdencryption"
-	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -57,7 +56,7 @@ type ticket struct {
 	ca           []byte
 	client       []byte // certificate and key, PEM
 	serving      []byte
-	components   []component.Component
+	software     *software
 	controlPlane bool
 	own          string // HOST:PORT of the API server that a control plane runs itself
 	files        []*joinv1.ControlPlaneFile
@@ -90,7 +89,7 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Mach
 	if err := checkHostPort(out.endpoint); err != nil {
 		return nil, badTicket("control_plane_endpoint: %w", err)
 	}
-	if out.components, err = component.Parse(t.GetComponents()); err != nil {
+	if out.software, err = parseSoftware(t.GetComponents(), t.GetImages()); err != nil {
 		return nil, err
 	}
 	if err := checkFiles(out.files, out.controlPlane, out.ca); err != nil {

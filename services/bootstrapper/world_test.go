@@ -29,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -62,6 +63,8 @@ type world struct {
 	etcdDown func() error
 	// adopted says that the administrator\'s kubeconfig names the address of a real control plane; the API server is ours.
 	adopted bool
+	// counter is the TPM's that counts; nil: tpm.
+	counter epoch.Counter
 	// linger is for tests that call again once a result was sent; 0: that of timing.
 	linger time.Duration
 	// stopReattesting ends what reattest began last.
@@ -173,6 +176,32 @@ func (d dyingTPM) Measure(ctx context.Context, pcr int, data []byte) error {
 	return d.w.step("after PCR 15 is extended")
 }
 
+// counted is the TPM that has the world's counter.
+func (d dyingTPM) counted() epoch.Counter {
+	if d.w.counter != nil {
+		return d.w.counter
+	}
+	return d.Machine
+}
+
+func (d dyingTPM) Counter(ctx context.Context) (uint64, error) { return d.counted().Counter(ctx) }
+
+func (d dyingTPM) DefineCounter(ctx context.Context) (uint64, error) {
+	if err := d.w.step("before the counter is defined"); err != nil {
+		return 0, err
+	}
+	n, err := d.counted().DefineCounter(ctx)
+	return n, errors.Join(err, d.w.step("after the counter is defined"))
+}
+
+func (d dyingTPM) IncrementCounter(ctx context.Context) (uint64, error) {
+	if err := d.w.step("before the counter is incremented"); err != nil {
+		return 0, err
+	}
+	n, err := d.counted().IncrementCounter(ctx)
+	return n, errors.Join(err, d.w.step("after the counter is incremented"))
+}
+
 func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 	if err := w.step("before the cluster's objects"); err != nil {
 		return err
@@ -238,10 +267,14 @@ func (w *world) boot() *running {
 		w.t.Fatal(err)
 	}
 	w.t.Cleanup(func() { _ = screen.Close() })
+	calls, err := rpc.NewMetrics(r.metrics)
+	if err != nil {
+		w.t.Fatal(err)
+	}
 	b, err := bootstrapper.New(ctx, bootstrapper.Config{
 		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, unreadable }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
 		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd,
-		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Log: log, Now: w.now, Console: screen,
+		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Calls: calls, Log: log, Now: w.now, Console: screen,
 	})
 	if err != nil {
 		w.t.Fatal(err)
@@ -251,10 +284,6 @@ func (w *world) boot() *running {
 		w.t.Fatal(err)
 	}
 	r.addr = l.Addr().String()
-	calls, err := rpc.NewMetrics(r.metrics)
-	if err != nil {
-		w.t.Fatal(err)
-	}
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: log, Grace: time.Second,
 		ATLS: atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
@@ -369,9 +398,9 @@ func (w *world) allowInit() {
 
 func (w *world) request() *initv1.InitRequest {
 	return &initv1.InitRequest{
-		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32),
+		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32), DiskSalt: bytes.Repeat([]byte{0xDF}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
-		ApiServerSans: []string{"api.example.com"}, Components: w.components(),
+		ApiServerSans: []string{"api.example.com"}, Components: w.components(), Images: machinetest.Images().References(),
 	}
 }
 

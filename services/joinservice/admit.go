@@ -109,6 +109,12 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
 	}
+	if claim, err = s.cfg.Kube.AwaitEarlier(ctx, claim); err != nil { // J11
+		return nil, err
+	}
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
+		return nil, err
+	}
 	turn, err := s.turn(ctx, a, claim)
 	if err != nil {
 		return nil, err
@@ -122,7 +128,11 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	disk, err := s.cfg.Keys.Disk(ctx, w.disk)
+	salt, err := s.cfg.Kube.SaltOf(ctx, claim)
+	if err != nil {
+		return nil, err
+	}
+	disk, err := s.cfg.Keys.Disk(ctx, w.disk, salt)
 	if err != nil {
 		return nil, err
 	}
@@ -132,7 +142,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.write(a, "ticket decided"); err != nil {
 		return nil, err
 	}
-	t := &ticket{id: a.id, disk: disk, info: info, ca: ca, files: files}
+	t := &ticket{id: a.id, disk: disk, salt: salt, info: info, ca: ca, files: files}
 	if turn != nil {
 		done = s.stage("lease")
 		if err := turn.Take(ctx); err != nil { // J8: before anything else is written
@@ -160,12 +170,16 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, cla
 	}
 	// The enrolment comes first: a machine has one at a time, so it can't collect disks. A claim outlives a ticket
 	// that fails after it.
-	if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2: before certificates are asked for, and long before the key leaves
+	if err := s.cfg.Kube.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are asked for, and long before the key leaves
 		enrolment.Undo(ctx)
 		return err
 	}
 	done()
-	if err := s.finish(ctx, a, t, w, enrolment); err != nil {
+	err = s.finish(ctx, a, t, w, enrolment)
+	if err == nil {
+		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all that takes time
+	}
+	if err != nil {
 		if t.token != nil {
 			s.cfg.Kube.DropToken(ctx, t.id)
 		}
@@ -233,9 +247,13 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 			return nil, none, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is in none of the policy's nodeCidrs", ip)
 		}
 	}
+	boot, err := bootOf(ctx, peer, req.GetBootSecret())
+	if err != nil {
+		return nil, none, err
+	}
 	claim := kube.Claim{
 		Machine: peer.Machine(), Node: w.node, Role: w.role, Disk: w.disk.String(), DiskMode: w.mode, // J1: the peer's
-		Addresses: w.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount,
+		Addresses: w.serving.Addresses, Boot: boot,
 		AK: hex.EncodeToString(peer.Claims().AKName()),
 	}
 	if err := s.cfg.Kube.Check(ctx, claim); err != nil {
@@ -287,7 +305,6 @@ func (s *Service) stage(name string) func() {
 // statusOf is what the AttestedNode says of the evidence that the ticket is given for.
 func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	claims := peer.Claims()
-	resets := int64(claims.Clock().ResetCount)
 	out := v1alpha1.AttestedNodeStatus{
 		LastVerdict:      &v1alpha1.Verdict{Accepted: true, Reason: reasonOf(nil), Time: metav1.NewTime(peer.VerifiedAt())},
 		PolicyGeneration: a.record.PolicyGeneration,
@@ -295,7 +312,6 @@ func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 		EvidenceDigest:   a.record.Evidence,
 		PCRs:             map[string]string{},
 		AKName:           hex.EncodeToString(claims.AKName()),
-		ResetCount:       &resets,
 		Ticket:           &v1alpha1.Ticket{ID: a.id, IssuedAt: metav1.NewTime(a.began)},
 	}
 	for i := range attest.LockPCR + 1 {

@@ -16,6 +16,7 @@ import (
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -42,15 +43,18 @@ func NewKeyService(client *http.Client, url, tokenFile string) *KeyService {
 }
 
 // Disk gives the key of a disk.
-func (k *KeyService) Disk(ctx context.Context, id keys.DiskID) (keys.Disk, error) {
+func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt kube.Salt) (keys.Disk, error) {
 	ctx, done, err := k.call(ctx)
 	if err != nil {
 		return keys.Disk{}, err
 	}
 	defer done()
-	resp, err := k.kms.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: id.String()})
+	resp, err := k.kms.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: id.String(), DiskSalt: salt.Salt[:], RootVersion: uint32(salt.Root)})
 	if err != nil {
 		return keys.Disk{}, keyRefused(err)
+	}
+	if resp.GetRootVersion() != uint32(salt.Root) { // K4: it did not use the salt either
+		return keys.Disk{}, attest.RefuseFor(retryKey, attestv1.Reason_REASON_KMS_UNAVAILABLE, "the key service's answer is of version %d of the root secret, not %d: it is of an older version of Muster", resp.GetRootVersion(), salt.Root)
 	}
 	disk, err := keys.ParseDisk(resp.GetKey())
 	if err != nil {
@@ -66,7 +70,7 @@ func (k *KeyService) ClusterID(ctx context.Context, measurementSalt [32]byte) (k
 		return keys.ClusterID{}, err
 	}
 	defer done()
-	resp, err := k.kms.DeriveClusterId(ctx, &kmsv1.DeriveClusterIdRequest{MeasurementSalt: measurementSalt[:]})
+	resp, err := k.kms.DeriveClusterId(ctx, &kmsv1.DeriveClusterIdRequest{MeasurementSalt: measurementSalt[:], RootVersion: uint32(keys.FirstVersion)})
 	if err != nil {
 		return keys.ClusterID{}, keyRefused(err)
 	}

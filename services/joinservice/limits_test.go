@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -108,7 +109,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 // ticketRequest is what the machine asks for, with all that it takes to get as far as the key of its disk.
 func ticketRequest(t *testing.T) *joinv1.IssueJoinTicketRequest {
 	t.Helper()
-	req := &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, DiskMode: joinv1.DiskMode_DISK_MODE_LUKS}
+	req := &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, DiskMode: joinv1.DiskMode_DISK_MODE_LUKS, BootSecret: bytes.Repeat([]byte{1}, 32)}
 	for _, c := range []struct {
 		to    *[]byte
 		names []string

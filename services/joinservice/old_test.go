@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"log/slog"
@@ -110,12 +111,12 @@ func (l *lone) places(event, metric string) refusaltest.Places {
 }
 
 func (l *lone) rejoin(t *testing.T) error {
-	_, err := l.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+	_, err := l.IssueRejoinTicket(t.Context(), &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: bytes.Repeat([]byte{1}, 32)})
 	return err
 }
 
 func (l *lone) reattest(t *testing.T) error {
-	_, err := l.Reattest(t.Context(), &joinv1.ReattestRequest{})
+	_, err := l.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: bytes.Repeat([]byte{1}, 32)})
 	return err
 }
 
@@ -124,11 +125,11 @@ func (l *lone) reattest(t *testing.T) error {
 func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 	l := newLone(t, false, func(*attesttest.Machine) {})
 	ticket := func(t *testing.T) error {
-		_, err := l.IssueJoinTicket(t.Context(), &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1})
+		_, err := l.IssueJoinTicket(t.Context(), &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: bytes.Repeat([]byte{1}, 32)})
 		return err
 	}
 	wanted := ticketRequest(t)
-	requests := &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: wanted.GetKubeletClientCsr(), KubeletServingCsr: wanted.GetKubeletServingCsr()}
+	requests := &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: wanted.GetKubeletClientCsr(), KubeletServingCsr: wanted.GetKubeletServingCsr(), BootSecret: bytes.Repeat([]byte{1}, 32)}
 	renew := func(t *testing.T) error {
 		_, err := l.RenewNodeCertificates(t.Context(), requests)
 		return err

@@ -11,6 +11,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -45,6 +46,10 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		return err
 	}
 	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
+	var boot kube.Boot
+	if err == nil {
+		boot, err = bootOf(ctx, peer, req.GetBootSecret())
+	}
 	if err == nil {
 		err = s.limits.verdicts.Take(peer.Machine(), a.began)
 	}
@@ -53,7 +58,7 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
 		status.Certificates = reported(req)
-		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), status)
+		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), boot, status)
 	}
 	s.undoVerdict(ctx, a, peer, err)
 	return err

@@ -7,14 +7,15 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that the disk is its
-// machine's from now on, if that was not said yet.
+// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that of the machine's boot.
 func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.rejoin(ctx, a, req)
@@ -31,14 +32,17 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 
 // rejoinTicket is what a machine gets that has rebooted.
 type rejoinTicket struct {
-	id      string
-	disk    keys.Disk
-	cluster keys.ClusterID
+	id   string
+	disk keys.Disk
+	info *clusterinfo.Info
 }
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	id, _ := hex.DecodeString(t.id) // our own digits
-	return &joinv1.IssueRejoinTicketResponse{TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.cluster[:]}
+	return &joinv1.IssueRejoinTicketResponse{
+		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
+		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Adopted: t.info.Adopted, // B8
+	}
 }
 
 // parseRejoin says what is wrong with the form of a request: REQUEST_INVALID.
@@ -76,9 +80,12 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	a.record.Disk = claim.Disk
-	claim.Machine, claim.ResetCount = peer.Machine(), peer.Claims().Clock().ResetCount // J1: the peer's
+	claim.Machine = peer.Machine() // J1: the peer's
+	if claim.Boot, err = bootOf(ctx, peer, req.GetBootSecret()); err != nil {
+		return nil, err
+	}
 	claim.AK = hex.EncodeToString(peer.Claims().AKName())
-	held, err := s.mayRejoin(ctx, a, peer, claim)
+	rejoining, err := s.mayRejoin(ctx, a, peer, claim)
 	if err != nil {
 		s.undoVerdict(ctx, a, peer, err)
 		return nil, err
@@ -93,44 +100,47 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	if !held {
-		if err := s.write(a, "disk claim decided"); err != nil { // J3
-			return nil, err
-		}
-		if err := s.cfg.Kube.ClaimDisk(ctx, claim); err != nil { // J2
-			return nil, err
-		}
+	if err := rejoining.AwaitEarlier(ctx); err != nil { // J11
+		return nil, err
 	}
-	key, err := s.cfg.Keys.Disk(ctx, disk)
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
+		return nil, err
+	}
+	if err := rejoining.Record(ctx); err != nil { // J11: before the key leaves
+		return nil, err
+	}
+	key, err := s.cfg.Keys.Disk(ctx, disk, rejoining.Salt)
 	if err != nil {
 		return nil, err
 	}
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
+	if err := s.cfg.Kube.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all that takes time
+		return nil, err
+	}
 	s.cfg.Kube.Rejoined(peer.Machine())
-	return &rejoinTicket{id: a.id, disk: key, cluster: info.ClusterID}, nil
+	return &rejoinTicket{id: a.id, disk: key, info: info}, nil
 }
 
-// mayRejoin compares the machine with the policy in force and with its enrolment, and says whether its disk is held
-// for it already.
-func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (held bool, err error) {
+// mayRejoin compares the machine with the policy in force and with its enrolment.
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (*kube.Rejoining, error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
-		return false, err
+		return nil, err
 	}
 	appraisal, err := s.cfg.Rejoiners.Appraise(ctx, peer.Claims())
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 	p, err := s.cfg.Policy.Current()
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	if !p.Policy.AllowsRole(string(claim.Role)) {
-		return false, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+		return nil, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
 	}
 	return s.cfg.Kube.Rejoin(ctx, claim)
 }

@@ -39,7 +39,7 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 		return client, serving, err
 	}
 	a.record.Node = asked.client.Node
-	renewal, err := s.mayRenew(ctx, a, peer, asked)
+	renewal, err := s.mayRenew(ctx, a, peer, asked, req.GetBootSecret())
 	s.undoVerdict(ctx, a, peer, err)
 	if err != nil {
 		return client, serving, err
@@ -86,7 +86,7 @@ func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, e
 }
 
 // mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this very session (J7).
-func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest) (*kube.Renewal, error) {
+func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest, secret []byte) (*kube.Renewal, error) {
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
 		return nil, err
 	}
@@ -96,6 +96,10 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r 
 	}
 	a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 	a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
-	claim := kube.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, ResetCount: peer.Claims().Clock().ResetCount} // J1: the peer's
+	boot, err := bootOf(ctx, peer, secret)
+	if err != nil {
+		return nil, err
+	}
+	claim := kube.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, Boot: boot} // J1: the peer's
 	return s.cfg.Kube.Renewable(ctx, claim, statusOf(a, peer))
 }

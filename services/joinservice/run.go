@@ -35,6 +35,8 @@ type Options struct {
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
+	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	LowestSerial uint64
 	// API is how to reach the Kubernetes API. Its CA is the one that tickets name.
 	API *rest.Config
 	// KMS is the URL of the key service, Token the file of the projected token for it.
@@ -71,7 +73,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if o.VerdictMaxAge < time.Minute {
 		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
 	}
-	m, err := member.New(member.Config{Service: "joinservice", Attester: o.Attester, Owner: o.Owner, API: o.API, Audit: o.Audit, Log: o.Log})
+	m, err := member.New(member.Config{Service: "joinservice", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}

@@ -13,7 +13,9 @@
 //	J5  a ticket's credentials are useless without the machine's own keys;
 //	J6  CA keys go to enrolled control planes only;
 //	J7  a node's certificate is renewed on a recent verdict on its machine only;
-//	J8  one machine at a time becomes a control plane.
+//	J8  one machine at a time becomes a control plane;
+//	J11 of a machine and its copies, one gets the key: that of the latest boot;
+//	K4  no key leaves for a disk whose salt was deleted.
 //
 // Who did not attest gets one thing only, and by the owner's signature:
 //
@@ -223,6 +225,9 @@ func (s *Service) write(a *attempt, event string) error {
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
+	if c, ok := errors.AsType[*kube.Clone](err); ok { // J11
+		s.cfg.Kube.ReportClone(ctx, c)
+	}
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
 	if werr := s.cfg.Rations.Write(r.Machine, r); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)
@@ -242,6 +247,7 @@ func newTicketID() string {
 type ticket struct {
 	id              string
 	disk            keys.Disk
+	salt            kube.Salt
 	info            *clusterinfo.Info
 	ca              []byte
 	client, serving kube.Certificate
@@ -262,7 +268,7 @@ func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
 		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
 		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
 		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
-		ControlPlaneAddresses: t.controlPlanes,
+		ControlPlaneAddresses: t.controlPlanes, Images: t.info.Images,
 	}
 	if t.token != nil {
 		out.BootstrapToken = t.token.Expose()

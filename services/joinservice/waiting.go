@@ -28,9 +28,7 @@ func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 		return
 	}
 	e := waiting.Entry{Machine: peer.Machine().String(), Node: a.record.Node, Role: a.record.Role, Reason: reasonOf(err), Last: time.Now()}
-	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
-		e.Address = host(call.Peer().Addr)
-	}
+	e.Address = caller(ctx)
 	s.cfg.Kube.Refused(e)
 }
 
@@ -39,6 +37,15 @@ func (s *Service) admitted(ctx context.Context, a *attempt, t *ticket) {
 	if peer, ok := attest.PeerFrom(ctx); ok {
 		s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)
 	}
+}
+
+// caller returns the address that a request came from; empty if it is not known.
+func caller(ctx context.Context) string {
+	call, ok := connect.CallInfoForHandlerContext(ctx)
+	if !ok {
+		return ""
+	}
+	return host(call.Peer().Addr)
 }
 
 func host(addr string) string {

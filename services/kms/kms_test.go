@@ -163,31 +163,79 @@ func with(ctx context.Context, token string) context.Context {
 
 const disk = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
 
+// asks is a request for the key of a disk, with its salt.
+func asks(disk string) *kmsv1.DeriveDiskKeyRequest {
+	salt := keys.DiskSalt{3}
+	return &kmsv1.DeriveDiskKeyRequest{DiskId: disk, DiskSalt: salt[:], RootVersion: 1}
+}
+
 func (s *stage) want(t *testing.T) []byte {
 	t.Helper()
 	id, err := keys.ParseDiskID(disk)
 	if err != nil {
 		t.Fatal(err)
 	}
-	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id)
+	key, err := keys.NewRoot(s.Root, s.Salt).Disk(id, keys.DiskSalt{3})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return key.Expose()
 }
 
+// K4, and the version that a key follows from.
+func TestAKeyFollowsFromItsDisksSaltAndAVersionOfTheRoot(t *testing.T) {
+	s := setUp(t)
+	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
+	token := s.token(t, "joinservice", kms.Audience, s.pod)
+	for name, tt := range map[string]struct {
+		change func(*kmsv1.DeriveDiskKeyRequest)
+		want   attestv1.Reason
+	}{
+		"no salt":                     {func(r *kmsv1.DeriveDiskKeyRequest) { r.DiskSalt = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a salt of zeroes":            {func(r *kmsv1.DeriveDiskKeyRequest) { r.DiskSalt = make([]byte, 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a short salt":                {func(r *kmsv1.DeriveDiskKeyRequest) { r.DiskSalt = r.GetDiskSalt()[:31] }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a long salt":                 {func(r *kmsv1.DeriveDiskKeyRequest) { r.DiskSalt = append(r.GetDiskSalt(), 1) }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"no version":                  {func(r *kmsv1.DeriveDiskKeyRequest) { r.RootVersion = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"a version that is not there": {func(r *kmsv1.DeriveDiskKeyRequest) { r.RootVersion = 2 }, attestv1.Reason_REASON_ROOT_SEALED},
+	} {
+		r := asks(disk)
+		tt.change(r)
+		if resp, err := client.DeriveDiskKey(with(t.Context(), token), r); rpc.ReasonFrom(err) != tt.want {
+			t.Errorf("%s: %v, %v, want %s", name, resp, err, attest.ReasonName(tt.want))
+		}
+	}
+	if _, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:]}); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID {
+		t.Errorf("a cluster ID of no version: %v", err)
+	}
+	// Version 2 lies beside the first.
+	for name, b := range map[string][]byte{"root-2": bytes.Repeat([]byte{2}, 32), "salt-2": s.Salt[:]} {
+		if err := os.WriteFile(filepath.Join(s.rootDir, "..data", name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := asks(disk)
+	r.RootVersion = 2
+	second, err := client.DeriveDiskKey(with(t.Context(), token), r)
+	if err != nil || second.GetRootVersion() != 2 || bytes.Equal(second.GetKey(), s.want(t)) {
+		t.Errorf("%v, %v", second, err)
+	}
+	if first, err := client.DeriveDiskKey(with(t.Context(), token), asks(disk)); err != nil || first.GetRootVersion() != 1 || !bytes.Equal(first.GetKey(), s.want(t)) {
+		t.Errorf("%v, %v", first, err)
+	}
+}
+
 func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
 	token := s.token(t, "joinservice", kms.Audience, s.pod)
-	resp, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+	resp, err := client.DeriveDiskKey(with(t.Context(), token), asks(disk))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(resp.GetKey(), s.want(t)) {
 		t.Error("another key than package keys derives")
 	}
-	id, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:]})
+	id, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:], RootVersion: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -271,12 +319,12 @@ func TestWhoGetsNoKey(t *testing.T) {
 				s.mount(t, root, salt)
 			}
 			refusaltest.Refused(t, s.witnesses(), tt.reason, s.keyRefused(), func() error {
-				_, err := client.DeriveDiskKey(with(t.Context(), tt.token), &kmsv1.DeriveDiskKeyRequest{DiskId: id})
+				_, err := client.DeriveDiskKey(with(t.Context(), tt.token), asks(id))
 				return err
 			})
 			// Repaired, and without a restart.
 			s.mount(t, s.Root[:], s.Salt[:])
-			resp, err := client.DeriveDiskKey(with(t.Context(), good), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+			resp, err := client.DeriveDiskKey(with(t.Context(), good), asks(disk))
 			if err != nil || !bytes.Equal(resp.GetKey(), s.want(t)) {
 				t.Errorf("repaired: %v", err)
 			}
@@ -312,7 +360,7 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			client := s.dial(t, tt.attester)
 			refusaltest.Refused(t, s.witnesses(), tt.reason, refusaltest.Connection(), func() error {
-				_, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+				_, err := client.DeriveDiskKey(with(t.Context(), token), asks(disk))
 				return err
 			})
 		})
@@ -321,7 +369,7 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		refusaltest.EveryProcedure(t, s.witnesses(), refusaltest.Plain(t), "https://"+s.kms.Addr, attestv1.Reason_REASON_SESSION_REQUIRED, kmsv1connect.KeyServiceName)
 	})
 	t.Run("only the offending input was wrong", func(t *testing.T) {
-		if _, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk}); err != nil {
+		if _, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(with(t.Context(), token), asks(disk)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -331,7 +379,7 @@ func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
 	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
-	if _, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk}); err != nil {
+	if _, err := client.DeriveDiskKey(ctx, asks(disk)); err != nil {
 		t.Fatal(err)
 	}
 	ban := func(banned bool) {
@@ -343,16 +391,16 @@ func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 	}
 	ban(true)
 	membertest.Eventually(t, func() error {
-		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
 	})
 	refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_BANNED, s.keyRefused(), func() error {
-		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return err
 	})
 	ban(false)
 	membertest.Eventually(t, func() error {
-		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return err
 	})
 }
@@ -368,7 +416,7 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
 	err := refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
-		_, err := client.DeriveDiskKey(ctx, &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return err
 	})
 	if rpc.RetryAfterFrom(err) == 0 {
@@ -385,7 +433,7 @@ func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
 	token := s.token(t, "joinservice", kms.Audience, s.pod)
 	ask := func() error {
-		_, err := client.DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := client.DeriveDiskKey(with(t.Context(), token), asks(disk))
 		return err
 	}
 	if err := ask(); err != nil {
@@ -411,7 +459,7 @@ func TestAWorkersTokenIsNotEnough(t *testing.T) {
 		t.Fatal(err)
 	}
 	ask := func(a attest.Attester, token string) error {
-		_, err := s.dial(t, a).DeriveDiskKey(with(t.Context(), token), &kmsv1.DeriveDiskKeyRequest{DiskId: disk})
+		_, err := s.dial(t, a).DeriveDiskKey(with(t.Context(), token), asks(disk))
 		return err
 	}
 	token := s.token(t, "joinservice", kms.Audience, pod)

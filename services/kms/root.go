@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strconv"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -16,19 +17,24 @@ import (
 // retrySealed is what a caller is told to wait for a root secret that may still be mounted.
 const retrySealed = 10 * time.Second
 
-// MountedRoot reads the root secret from the folder that the Secret muster-kms-root is mounted
-// at: files root and salt of exactly 32 bytes. Whatever else is there gives ROOT_SEALED.
-func MountedRoot(dir string) func() (*keys.Root, error) {
-	return func() (*keys.Root, error) {
-		r, err := readRoot(dir)
+// MountedRoot reads a version of the root secret from the folder that the Secret muster-kms-root is mounted
+// at. The files are root and salt of exactly 32 bytes for the first version, and root-N and salt-N for version N. Whatever
+// else is there gives ROOT_SEALED.
+func MountedRoot(dir string) func(keys.Version) (*keys.Root, error) {
+	return func(v keys.Version) (*keys.Root, error) {
+		r, err := readRoot(dir, v)
 		if err != nil {
-			return nil, attest.RefuseFor(retrySealed, attestv1.Reason_REASON_ROOT_SEALED, "%w: is the Secret muster-system/muster-kms-root there?", err)
+			return nil, attest.RefuseFor(retrySealed, attestv1.Reason_REASON_ROOT_SEALED, "%w: does the Secret muster-system/muster-kms-root have version %d?", err, v)
 		}
 		return r, nil
 	}
 }
 
-func readRoot(dir string) (*keys.Root, error) {
+func readRoot(dir string, v keys.Version) (*keys.Root, error) {
+	suffix := ""
+	if v != keys.FirstVersion {
+		suffix = "-" + strconv.FormatUint(uint64(v), 10)
+	}
 	// A mounted Secret changes by swapping the link ..data. Both files must come from the same
 	// side of that swap.
 	if target, err := filepath.EvalSymlinks(filepath.Join(dir, "..data")); err == nil {
@@ -36,16 +42,16 @@ func readRoot(dir string) (*keys.Root, error) {
 	} else if !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	root, err := readSecret(filepath.Join(dir, "root"))
+	root, err := readSecret(filepath.Join(dir, "root"+suffix))
 	if err != nil {
 		return nil, err
 	}
 	defer clear(root)
-	salt, err := readSecret(filepath.Join(dir, "salt"))
+	salt, err := readSecret(filepath.Join(dir, "salt"+suffix))
 	if err != nil {
 		return nil, err
 	}
-	return keys.ParseRoot(root, salt)
+	return keys.ParseRoot(v, root, salt)
 }
 
 // readSecret reads at most one byte more than a secret has, which is enough to refuse it.

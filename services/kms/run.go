@@ -29,6 +29,8 @@ type Options struct {
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
+	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	LowestSerial uint64
 	// RootDir is where the Secret muster-kms-root is mounted.
 	RootDir string
 	// API is how to reach the Kubernetes API.
@@ -47,7 +49,7 @@ func Run(ctx context.Context, o Options) error {
 	if o.Audit == nil {
 		o.Audit = audit.NewStream(os.Stdout)
 	}
-	m, err := member.New(member.Config{Service: "kms", Attester: o.Attester, Owner: o.Owner, API: o.API, Audit: o.Audit, Log: o.Log})
+	m, err := member.New(member.Config{Service: "kms", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}

@@ -61,8 +61,8 @@ type Enrolled struct {
 
 // Config lists what a Service needs. All fields are required.
 type Config struct {
-	// Root gives the root secret, or why it cannot be had.
-	Root func() (*keys.Root, error)
+	// Root gives a version of the root secret, or why it cannot be had.
+	Root func(keys.Version) (*keys.Root, error)
 	// Review asks Kubernetes whose token this is. Its error is a refusal with
 	// WORKLOAD_IDENTITY or API_UNAVAILABLE.
 	Review func(ctx context.Context, token string) (Workload, error)
@@ -101,47 +101,59 @@ func New(cfg Config) (*Service, error) {
 // DeriveDiskKey implements the RPC.
 func (s *Service) DeriveDiskKey(ctx context.Context, req *kmsv1.DeriveDiskKeyRequest) (*kmsv1.DeriveDiskKeyResponse, error) {
 	c := call{purpose: purposeDisk}
-	key, err := s.diskKey(ctx, &c, req.GetDiskId())
+	key, err := s.diskKey(ctx, &c, req)
 	if err = s.conclude(ctx, c, err); err != nil {
 		return nil, err
 	}
-	return &kmsv1.DeriveDiskKeyResponse{Key: key.Expose()}, nil
+	return &kmsv1.DeriveDiskKeyResponse{Key: key.Expose(), RootVersion: req.GetRootVersion()}, nil
 }
 
-func (s *Service) diskKey(ctx context.Context, c *call, disk string) (keys.Disk, error) {
+func (s *Service) diskKey(ctx context.Context, c *call, req *kmsv1.DeriveDiskKeyRequest) (keys.Disk, error) {
 	if err := s.authorize(ctx, c); err != nil {
 		return keys.Disk{}, err
 	}
-	id, err := keys.ParseDiskID(disk)
+	id, err := keys.ParseDiskID(req.GetDiskId())
 	if err != nil {
 		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_id: %w", err)
 	}
 	c.disk = id.String()
-	root, err := s.cfg.Root()
+	var salt keys.DiskSalt
+	if n := copy(salt[:], req.GetDiskSalt()); n != keys.Size || n != len(req.GetDiskSalt()) || salt == (keys.DiskSalt{}) { // K4
+		return keys.Disk{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_salt: want %d bytes that are not all zero, not %d", keys.Size, len(req.GetDiskSalt()))
+	}
+	root, err := s.root(req.GetRootVersion())
 	if err != nil {
 		return keys.Disk{}, err
 	}
-	return root.Disk(id) // K1
+	return root.Disk(id, salt) // K1
+}
+
+func (s *Service) root(version uint32) (*keys.Root, error) {
+	if keys.Version(version) < keys.FirstVersion {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "root_version is 0")
+	}
+	return s.cfg.Root(keys.Version(version))
 }
 
 // DeriveClusterId implements the RPC.
 func (s *Service) DeriveClusterId(ctx context.Context, req *kmsv1.DeriveClusterIdRequest) (*kmsv1.DeriveClusterIdResponse, error) {
 	c := call{purpose: purposeClusterID}
-	id, err := s.clusterID(ctx, &c, req.GetMeasurementSalt())
+	id, err := s.clusterID(ctx, &c, req)
 	if err = s.conclude(ctx, c, err); err != nil {
 		return nil, err
 	}
 	return &kmsv1.DeriveClusterIdResponse{ClusterId: id[:]}, nil
 }
 
-func (s *Service) clusterID(ctx context.Context, c *call, salt []byte) (keys.ClusterID, error) {
+func (s *Service) clusterID(ctx context.Context, c *call, req *kmsv1.DeriveClusterIdRequest) (keys.ClusterID, error) {
 	if err := s.authorize(ctx, c); err != nil {
 		return keys.ClusterID{}, err
 	}
+	salt := req.GetMeasurementSalt()
 	if len(salt) != keys.Size {
 		return keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "measurement_salt has %d bytes, want %d", len(salt), keys.Size)
 	}
-	root, err := s.cfg.Root()
+	root, err := s.root(req.GetRootVersion())
 	if err != nil {
 		return keys.ClusterID{}, err
 	}

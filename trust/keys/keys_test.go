@@ -2,6 +2,7 @@ package keys_test
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/gob"
 	"encoding/hex"
 	"encoding/json"
@@ -26,7 +27,10 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var vectors []struct{ Root, Salt, DiskID, DiskKey, EtcdEncryptionKey, MeasurementSalt, ClusterID string }
+	var vectors []struct {
+		Version                                                                              keys.Version
+		Root, Salt, DiskID, DiskSalt, DiskKey, EtcdEncryptionKey, MeasurementSalt, ClusterID string
+	}
 	if err := json.Unmarshal(raw, &vectors); err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +38,7 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 		t.Fatalf("%d vectors, want at least 3", len(vectors))
 	}
 	for _, v := range vectors {
-		root, err := keys.ParseRoot(unhex(t, v.Root), unhex(t, v.Salt))
+		root, err := keys.ParseRoot(v.Version, unhex(t, v.Root), unhex(t, v.Salt))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -42,7 +46,11 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		disk, err := root.Disk(id)
+		salt, err := keys.ParseDiskSalt(v.DiskSalt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk, err := root.Disk(id, salt)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -93,7 +101,7 @@ func TestEveryDiskHasItsOwnKey(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		disk, err := root.Disk(id)
+		disk, err := root.Disk(id, keys.DiskSalt{3})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -105,26 +113,74 @@ func TestEveryDiskHasItsOwnKey(t *testing.T) {
 	})
 }
 
+// K4: each part of what a disk's key follows from changes it, so without one of them there is no key.
+func TestEachPartOfADisksKeyCounts(t *testing.T) {
+	id, err := keys.ParseDiskID("5f0c95b6-2a3d-4c7e-9f10-0123456789ab")
+	if err != nil {
+		t.Fatal(err)
+	}
+	root := [32]byte{1}
+	keyOf := func(version keys.Version, salt keys.DiskSalt) (disk, etcd, cluster string) {
+		r, err := keys.ParseRoot(version, root[:], root[:])
+		if err != nil {
+			t.Fatal(err)
+		}
+		key, err := r.Disk(id, salt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(key.Expose()), string(r.EtcdEncryption().Expose()), r.ClusterID(root).String()
+	}
+	disk, etcd, cluster := keyOf(1, keys.DiskSalt{3})
+	if other, _, _ := keyOf(1, keys.DiskSalt{4}); other == disk {
+		t.Error("another salt gives the same key")
+	}
+	if d, e, c := keyOf(2, keys.DiskSalt{3}); d == disk || e == etcd || c == cluster {
+		t.Error("another version gives the same disk key, etcd's key or cluster ID")
+	}
+	if _, err := keys.NewRoot(root, root).Disk(id, keys.DiskSalt{}); !errors.Is(err, keys.ErrDiskSalt) {
+		t.Errorf("a key without a salt: %v", err)
+	}
+}
+
+func TestADisksSaltHasOneSpelling(t *testing.T) {
+	a, b := keys.NewDiskSalt(), keys.NewDiskSalt()
+	if a == b || a == (keys.DiskSalt{}) {
+		t.Fatalf("%s and %s", a, b)
+	}
+	if got, err := keys.ParseDiskSalt(a.String()); err != nil || got != a {
+		t.Fatalf("%s, %v", got, err)
+	}
+	for _, s := range []string{"", strings.Repeat("0", 64), strings.ToUpper(keys.DiskSalt{0xab}.String()), a.String() + "00", a.String()[:62], strings.Repeat("g", 64)} {
+		if got, err := keys.ParseDiskSalt(s); !errors.Is(err, keys.ErrDiskSalt) || got != (keys.DiskSalt{}) {
+			t.Errorf("%q gave %s, %v", s, got, err)
+		}
+	}
+}
+
 func TestWrongLengthsAreRefused(t *testing.T) {
 	full := bytes.Repeat([]byte{7}, 32)
 	for _, n := range []int{0, 1, 31, 33, 64} {
-		if _, err := keys.ParseRoot(bytes.Repeat([]byte{7}, n), full); !errors.Is(err, keys.ErrLength) {
+		if _, err := keys.ParseRoot(1, bytes.Repeat([]byte{7}, n), full); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("root of %d bytes: %v", n, err)
 		}
-		if _, err := keys.ParseRoot(full, bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
+		if _, err := keys.ParseRoot(1, full, bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("salt of %d bytes: %v", n, err)
 		}
 		if _, err := keys.ParseDisk(bytes.Repeat([]byte{7}, n)); !errors.Is(err, keys.ErrLength) {
 			t.Errorf("disk key of %d bytes: %v", n, err)
 		}
 	}
-	if _, err := keys.ParseRoot(make([]byte, 32), full); err == nil {
+	if _, err := keys.ParseRoot(1, make([]byte, 32), full); err == nil {
 		t.Error("a root secret of zeroes was accepted")
 	}
-	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}); !errors.Is(err, keys.ErrDiskID) {
+	if _, err := keys.ParseRoot(0, full, full); err == nil {
+		t.Error("a root secret without a version was accepted")
+	}
+	if _, err := keys.NewRoot([32]byte{1}, [32]byte{}).Disk(keys.DiskID{}, keys.DiskSalt{1}); !errors.Is(err, keys.ErrDiskID) {
 		t.Errorf("a key for no disk: %v", err)
 	}
-	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil {
+	if (keys.Disk{}).Expose() != nil || (keys.EtcdEncryption{}).Expose() != nil || (keys.BootSecret{}).Expose() != nil {
 		t.Error("a zero value has a key")
 	}
 }
@@ -152,6 +208,10 @@ func TestSecretsNeverPrint(t *testing.T) {
 	// No method makes one of chosen bytes: what is derived is looked for below.
 	etcd := root.EtcdEncryption()
 	derived := etcd.Expose()
+	boot, err := keys.ParseBootSecret(raw[:])
+	if err != nil {
+		t.Fatal(err)
+	}
 	type exported struct {
 		Root *keys.Root
 		Disk keys.Disk
@@ -163,7 +223,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 	}
 	values := map[string]any{
 		"root": root, "root value": reflect.ValueOf(root).Elem().Interface(), "disk": disk, "pointer to a disk": &disk,
-		"etcd key": etcd, "etcd key inside": struct{ key keys.EtcdEncryption }{etcd},
+		"boot secret": boot, "boot secret inside": struct{ secret keys.BootSecret }{boot}, "etcd key": etcd, "etcd key inside": struct{ key keys.EtcdEncryption }{etcd},
 		"struct": exported{root, disk}, "pointer to a struct": &exported{root, disk},
 		"unexported fields": unexported{root, disk, map[string][]any{"x": {disk, root}}},
 		"slice":             []keys.Disk{disk}, "error": fmt.Errorf("wrapped: %v", disk),
@@ -206,7 +266,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 }
 
 func TestSecretsAreNotComparable(t *testing.T) {
-	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk](), reflect.TypeFor[keys.EtcdEncryption]()} {
+	for _, typ := range []reflect.Type{reflect.TypeFor[keys.Root](), reflect.TypeFor[keys.Disk](), reflect.TypeFor[keys.EtcdEncryption](), reflect.TypeFor[keys.BootSecret]()} {
 		if typ.Comparable() {
 			t.Errorf("%s is comparable with ==", typ)
 		}
@@ -230,4 +290,19 @@ func FuzzParseDiskID(f *testing.F) {
 			t.Errorf("%q was read as %q", s, id)
 		}
 	})
+}
+
+func TestABootSecretHasOneForm(t *testing.T) {
+	for name, b := range map[string][]byte{"none": nil, "a short one": make([]byte, 31), "a long one": bytes.Repeat([]byte{1}, 33), "one that nobody filled in": make([]byte, 32)} {
+		if _, err := keys.ParseBootSecret(b); err == nil {
+			t.Errorf("%s is accepted", name)
+		}
+	}
+	one, two := keys.NewBootSecret(), keys.NewBootSecret()
+	if one.Hash() == two.Hash() || one.Hash() != sha256.Sum256(one.Expose()) {
+		t.Error("two are the same, or the hash is another one")
+	}
+	if again, err := keys.ParseBootSecret(one.Expose()); err != nil || again.Hash() != one.Hash() {
+		t.Errorf("it does not come back: %v", err)
+	}
 }

@@ -87,3 +87,23 @@ func (e EtcdEncryption) MarshalBinary() ([]byte, error) { return nil, errHidden 
 
 // GobEncode refuses.
 func (e EtcdEncryption) GobEncode() ([]byte, error) { return nil, errHidden }
+
+// Format implements [fmt.Formatter]: all verbs print the type's name only.
+func (b BootSecret) Format(w fmt.State, _ rune) {
+	_, _ = io.WriteString(w, "keys.BootSecret"+hidden)
+}
+
+// LogValue implements [slog.LogValuer].
+func (b BootSecret) LogValue() slog.Value { return slog.StringValue("keys.BootSecret" + hidden) }
+
+// MarshalJSON refuses.
+func (b BootSecret) MarshalJSON() ([]byte, error) { return nil, errHidden }
+
+// MarshalText refuses.
+func (b BootSecret) MarshalText() ([]byte, error) { return nil, errHidden }
+
+// MarshalBinary refuses.
+func (b BootSecret) MarshalBinary() ([]byte, error) { return nil, errHidden }
+
+// GobEncode refuses.
+func (b BootSecret) GobEncode() ([]byte, error) { return nil, errHidden }

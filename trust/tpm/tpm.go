@@ -1,6 +1,7 @@
 // Package tpm speaks the few TPM 2.0 commands that Muster needs: who is this TPM
 // (its endorsement key and certificate), what has this machine booted (a quote), is
-// this attestation key yours (activation), and one PCR extension, the node lock.
+// this attestation key yours (activation), one PCR extension, the node lock, and one NV
+// counter, by which an older copy of the machine's disk is found.
 //
 // Think of it as a device that is never held. Each call is one sequence: take the
 // machine-wide lock file, open the TPM, run the commands, flush what they loaded,
@@ -54,6 +55,14 @@ type Device interface {
 	// ReadPCR reads one PCR, unsigned: good for looking at oneself, never for
 	// judging somebody else (A2).
 	ReadPCR(ctx context.Context, bank Bank, pcr int) ([]byte, error)
+	// Counter reads the counter at [CounterIndex], which only goes up. Errors wrap
+	// [ErrNoCounter] or [ErrForeignCounter] where they apply.
+	Counter(ctx context.Context) (uint64, error)
+	// IncrementCounter adds one to the counter and returns its value.
+	IncrementCounter(ctx context.Context) (uint64, error)
+	// DefineCounter makes the counter and returns its first value, which is larger than
+	// that of any counter that this TPM has had. What is at its index is deleted.
+	DefineCounter(ctx context.Context) (uint64, error)
 }
 
 // EK is an endorsement key.

@@ -1,6 +1,7 @@
 package floods
 
 import (
+	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -28,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const (
@@ -124,6 +126,7 @@ func (s *stage) joiner(t *testing.T, source string, n int) func(context.Context)
 		KubeletServingCsr: csr(t, &x509.CertificateRequest{
 			Subject: subject, DNSNames: []string{name}, IPAddresses: []net.IP{net.IPv4(10, byte(n>>16), byte(n>>8), byte(n)).To4()},
 		}),
+		BootSecret: bytes.Repeat([]byte{1}, keys.Size),
 	}
 	cfg := atls.ClientConfig{
 		Attester: m.Attester(attest.PurposeMachine), Verifier: s.verifier(t), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{}, DialContext: from(source),

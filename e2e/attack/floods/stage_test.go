@@ -208,13 +208,19 @@ func (s *stage) kubeconfig(t *testing.T, account string) string {
 
 func owner() string { return "--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public) }
 
+// anySerial is the flag of a service whose image accepts policies of any serial.
+func (s *stage) anySerial(t *testing.T) string {
+	t.Helper()
+	return "--image=" + s.write(t, "image.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"))
+}
+
 func (s *stage) kms(t *testing.T) *process {
 	t.Helper()
 	root := filepath.Dir(s.write(t, "root/root", shared.Root[:]))
 	s.write(t, "root/salt", shared.Salt[:])
 	return start(t, "kms", chart(t, "kms"), s.ports["kms-metrics"],
 		filepath.Join(*bin, "kms"), "--listen="+s.ports["kms"], "--metrics="+s.ports["kms-metrics"], "--node-name=cp1",
-		"--attester="+attester.Socket(s.sockets(), attest.PurposeKMS), owner(), "--root-dir="+root, "--kubeconfig="+s.kubeconfig(t, "kms"))
+		"--attester="+attester.Socket(s.sockets(), attest.PurposeKMS), owner(), s.anySerial(t), "--root-dir="+root, "--kubeconfig="+s.kubeconfig(t, "kms"))
 }
 
 func (s *stage) joinservice(t *testing.T) *process {
@@ -232,7 +238,7 @@ func (s *stage) joinservice(t *testing.T) *process {
 	}
 	return start(t, "joinservice", chart(t, "joinservice"), s.ports["joinservice-metrics"],
 		filepath.Join(*bin, "joinservice"), "--listen="+s.ports["joinservice"], "--metrics="+s.ports["joinservice-metrics"], "--node-name=cp1",
-		"--attester="+attester.Socket(s.sockets(), attest.PurposeJoinservice), owner(), "--kms=https://"+s.ports["kms"],
+		"--attester="+attester.Socket(s.sockets(), attest.PurposeJoinservice), owner(), s.anySerial(t), "--kms=https://"+s.ports["kms"],
 		"--kms-token="+s.write(t, "token", []byte(token+"\n")), "--pki="+filepath.Join(s.dir, "pki"), "--audit="+filepath.Join(s.dir, "audit.jsonl"),
 		"--kubeconfig="+s.kubeconfig(t, "joinservice"))
 }

@@ -49,6 +49,9 @@ func (s *Status) attention(now time.Time) []Attention {
 	case !p.Accepted:
 		add("policy", "Look at the pods of muster-joinservice: they judge it within seconds.", "generation %d is not yet judged by the services", p.Newest)
 	}
+	if behind := s.Behind(); behind != "" {
+		add("cluster", BehindRemedy, "%s", behind)
+	}
 	for _, n := range s.Nodes {
 		s.nodeAttention(n, now, add)
 	}
@@ -94,6 +97,9 @@ func whatKeeps(node string) string {
 
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
 	about := "node " + n.Name
+	if n.Cloned != "" && !n.Deleting { // J11
+		add(about, "Find out which machine is genuine and switch the other one off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on.", "MACHINE_CLONED: %s", n.Cloned)
+	}
 	switch {
 	case !n.Enrolled:
 		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")

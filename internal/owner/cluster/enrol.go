@@ -17,11 +17,12 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enrol gives a name to a machine (J4), and with it the disk, if spec names one (J2). An enrolment that is there
-// and says the same is left; one that says otherwise is an error and stays as it is.
-func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) (created bool, err error) {
+// Enrol gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
+// without one gets a new one. An enrolment that is there and says the same is left; one that says otherwise is an error and stays as it is.
+func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		if spec.DiskID != "" { // before anything is written
 			d, err := c.diskOf(ctx, spec.DiskID)
@@ -53,7 +54,7 @@ func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedN
 	if err != nil {
 		return created, err
 	}
-	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID)
+	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID, salt)
 }
 
 // leaving refuses what is to be done with an enrollment that somebody has deleted.

@@ -122,6 +122,16 @@ func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
 	return out, err
 }
 
+// Knowledge returns what control planes' machines and the cluster say of its epoch, as far as [Status.Behind] needs it.
+func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
+	s := &Status{}
+	var err error
+	if s.Nodes, err = c.nodes(ctx); err != nil {
+		return nil, err
+	}
+	return s, c.epoch(ctx, s, time.Time{})
+}
+
 // maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
 const maxReported = 32
 

@@ -12,6 +12,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -21,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Presence is what a cluster has of one node name, each part of which may be missing.
@@ -28,8 +30,6 @@ type Presence struct {
 	Name      string
 	Node      *corev1.Node
 	Enrolment *v1alpha1.AttestedNode
-	// DiskOf is the machine that the enrolment's disk belongs to; empty: none.
-	DiskOf string
 	// Listed is the machine that may write under the name; empty: none may.
 	Listed string
 	// Requests are certificate requests that were filed under the name.
@@ -91,15 +91,6 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 		p.Enrolment, p.ControlPlane = &own, own.Spec.Role == v1alpha1.RoleControlPlane
 	} else if !Absent(err) {
 		return nil, err
-	}
-	if p.Enrolment != nil && own.Spec.DiskID != "" {
-		d, err := c.diskOf(ctx, own.Spec.DiskID)
-		if err != nil {
-			return nil, err
-		}
-		if d != nil {
-			p.DiskOf = d.Spec.MachineID
-		}
 	}
 	list, err := c.enrolled(ctx)
 	if err != nil && !Absent(err) {
@@ -184,7 +175,7 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 //
 // The order makes every interruption safe, and calling it again finish the work: first the enrolment is
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
-// enrolment itself goes last. Its disk stays the machine's (J2), also if no service has said so yet.
+// enrolment itself goes last. Its disk stays the machine's (J2).
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
 		return retired, err
@@ -201,11 +192,6 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		return retired, err
 	}
 	if p.Enrolment != nil {
-		if p.DiskOf == "" {
-			if err := c.claimDisk(ctx, p.Enrolment.Spec.DiskID, p.Enrolment.Spec.MachineID); err != nil {
-				return retired, err
-			}
-		}
 		// Everything that the finalizer is for is done; perhaps no joinservice runs that would see that.
 		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Retires()
@@ -257,7 +243,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
 	}
 	disk, machine := to.of(p)
-	if err := c.claimDisk(ctx, disk, machine, p.Enrolment.Spec.MachineID); err != nil {
+	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrolment.Spec.MachineID); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
@@ -279,11 +265,18 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	return retired, nil
 }
 
-// ForgetResets lets the name's machine begin to count its TPM's resets anew. Nothing else changes: it is the same machine.
+// HasBoots says whether anything is known of the boots of the enrollment's machine, or of a copy of it.
+func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
+	return s.ResetCount != nil || s.Boot != nil || meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionCloned) != nil
+}
+
+// ForgetResets lets the name's machine begin to count its TPM's resets anew: whichever boot attests next is believed (J11).
+// Nothing else changes: it is the same machine.
 func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
 	if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		was := n.Status.ResetCount != nil
-		n.Status.ResetCount = nil
+		was := HasBoots(&n.Status)
+		n.Status.ResetCount, n.Status.Boot = nil, nil
+		meta.RemoveStatusCondition(&n.Status.Conditions, v1alpha1.ConditionCloned)
 		return was
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)

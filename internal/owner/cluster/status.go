@@ -10,6 +10,8 @@ import (
 	"unicode"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -23,6 +25,8 @@ type Status struct {
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
+	// Epoch is the cluster's, which goes up with each change of the policy, of enrollments, bans and disks; 0: nobody has counted yet.
+	Epoch uint64 `json:"epoch,omitempty"`
 	// Services by name: empty if ready, else what they wait for.
 	Services map[string]string `json:"services"`
 	// Chart is the installed release; nil if there is none.
@@ -84,24 +88,28 @@ type NodeStatus struct {
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
 	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
-	Enrolled   bool       `json:"enrolled"`
-	Role       string     `json:"role,omitempty"`
-	MachineID  string     `json:"machineID,omitempty"`
-	DiskMode   string     `json:"diskMode,omitempty"`
-	Banned     bool       `json:"banned,omitempty"`
-	Deleting   bool       `json:"deleting,omitempty"`
-	Accepted   *bool      `json:"accepted,omitempty"`
-	Reason     string     `json:"reason,omitempty"`
-	JudgedAt   *time.Time `json:"judgedAt,omitempty"`
-	Serial     int64      `json:"policySerial,omitempty"`
-	Generation int64      `json:"policyGeneration,omitempty"`
-	Kubelet    string     `json:"kubelet,omitempty"`
+	Enrolled  bool       `json:"enrolled"`
+	Role      string     `json:"role,omitempty"`
+	MachineID string     `json:"machineID,omitempty"`
+	DiskMode  string     `json:"diskMode,omitempty"`
+	Banned    bool       `json:"banned,omitempty"`
+	Deleting  bool       `json:"deleting,omitempty"`
+	Accepted  *bool      `json:"accepted,omitempty"`
+	Reason    string     `json:"reason,omitempty"`
+	JudgedAt  *time.Time `json:"judgedAt,omitempty"`
+	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
+	Cloned     string `json:"cloned,omitempty"`
+	Serial     int64  `json:"policySerial,omitempty"`
+	Generation int64  `json:"policyGeneration,omitempty"`
+	Kubelet    string `json:"kubelet,omitempty"`
 	// ClientExpires and ServingExpires are when the kubelet's certificates end, as its
 	// machine reports them.
 	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
 	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
 	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
+	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it.
+	Epoch uint64 `json:"epoch,omitempty"`
 }
 
 // PolicyStatus is the policy as the services see it.
@@ -155,7 +163,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates, c.epoch} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}
@@ -196,7 +204,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range nodes.Items {
 		s := at(n.Name)
 		s.see(&n)
-		s.ControlPlane = certificatesOf(&n)
+		s.ControlPlane, s.Epoch = certificatesOf(&n), epochOf(&n)
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {
@@ -209,6 +217,9 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
 		if c := n.Status.Certificates; c != nil {
 			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)
+		}
+		if c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionCloned); c != nil && c.Status == metav1.ConditionTrue {
+			s.Cloned = c.Message
 		}
 		if v := n.Status.LastVerdict; v != nil {
 			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time

@@ -259,12 +259,19 @@ func (d *doctor) known(ctx context.Context) error {
 	if !d.Clean(CheckFolder) || !d.Clean(CheckOwnerKey) {
 		return nil // their checks have said why
 	}
+	s, err := d.kube.Knowledge(ctx)
+	if err != nil {
+		return err
+	}
+	if behind := s.Behind(); behind != "" {
+		d.Add(CheckKnown, checkup.Fail, cluster.BehindRemedy, "%s", behind)
+	}
 	switch err := owner.Remember(ctx, d.dir, d.kube); {
 	case errors.Is(err, owner.ErrBehind):
-		d.Err(CheckKnown, "Somebody restored the disks of control planes, or etcd, from an earlier copy: docs/recovery.md#a-cluster-that-was-set-back says what to do.", err)
+		d.Err(CheckKnown, cluster.BehindRemedy, err)
 	case err != nil:
 		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)
-	default:
+	case s.Behind() == "":
 		d.OK(CheckKnown, "the cluster is not older than what it said before; %s says what it says now", d.dir.File(ownerdir.KnownFile))
 	}
 	return nil

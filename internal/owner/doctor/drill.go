@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"crypto/subtle"
+	"fmt"
 	"log/slog"
 
 	corev1 "k8s.io/api/core/v1"
@@ -64,7 +65,7 @@ func (d *doctor) derived() {
 		return // the folder's check has said so
 	}
 	c := d.dir.Cluster()
-	root, err := keys.ParseRoot(s.Root[:], s.Salt[:])
+	root, err := keys.ParseRoot(keys.FirstVersion, s.Root[:], s.Salt[:])
 	if err != nil {
 		d.Err(CheckClusterID, restoreFolder, err)
 		return
@@ -105,7 +106,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 	if err != nil {
 		return nil //nolint:nilerr // the folder's check has said so
 	}
-	theirs, err := keys.ParseRoot(s.Data["root"], s.Data["salt"])
+	theirs, err := keys.ParseRoot(keys.FirstVersion, s.Data["root"], s.Data["salt"])
 	if err != nil {
 		d.Err(CheckDiskKeys, "If this is the cluster's folder, put its root-secret and salt back into the Secret muster-kms-root: kms will not start with what is there.", err)
 		return nil
@@ -125,15 +126,37 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 			continue
 		}
 		compared++
-		ours, err := keys.NewRoot(own.Root, own.Salt).Disk(id)
+		disk, err := d.kube.Disk(ctx, n.Spec.DiskID)
 		if err != nil {
 			return err
 		}
-		given, err := theirs.Disk(id)
+		if disk == nil || disk.Spec.Erased {
+			d.Add(CheckDiskKeys, checkup.Fail, "Its machine can't open it after the next reboot. Put the salt of known.json back, as docs/leaving.md says, or drain the node and let it join anew with a new disk.",
+				"%s: the cluster has no salt of disk %s", n.Name, id)
+			continue
+		}
+		known, err := d.dir.Known()
 		if err != nil {
 			return err
 		}
-		if subtle.ConstantTimeCompare(ours.Expose(), given.Expose()) != 1 {
+		salt, err := owner.KnownSalt(d.dir, known, id)
+		if err != nil {
+			d.Add(CheckDiskKeys, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: %v", n.Name, err)
+			continue
+		}
+		given, err := keys.ParseDiskSalt(disk.Spec.Salt)
+		if err != nil {
+			return fmt.Errorf("AttestedDisk %s: %w", id, err)
+		}
+		ours, err := keys.NewRoot(own.Root, own.Salt).Disk(id, salt)
+		if err != nil {
+			return err
+		}
+		has, err := theirs.Disk(id, given)
+		if err != nil {
+			return err
+		}
+		if subtle.ConstantTimeCompare(ours.Expose(), has.Expose()) != 1 {
 			d.Add(CheckDiskKeys, checkup.Fail, otherFolder, "%s: the folder leads to another key for disk %s than the cluster", n.Name, id)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -20,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const enrolledDisk = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
@@ -56,6 +58,10 @@ func testDrill(t *testing.T, p *patient) {
 	machine, _, _ := unstructured.NestedString(node.Object, "spec", "machineID")
 	disk := edited(node, enrolledDisk, "spec", "diskID")(t)
 	defer disk(t)
+	salted := created(&v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: enrolledDisk}, Spec: v1alpha1.AttestedDiskSpec{MachineID: machine, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}})(t)
+	defer salted(t)
+	try(t, p.dir.Remember(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"node1": {MachineID: machine, Disk: ownerdir.KnownDisk{ID: enrolledDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}}))
+	defer func() { try(t, os.Remove(p.dir.File(ownerdir.KnownFile))) }()
 	p.examine(t) // notes the disk
 
 	sound := func(t *testing.T) {

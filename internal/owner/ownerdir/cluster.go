@@ -46,6 +46,8 @@ type Cluster struct {
 	APIServerSANs []string `json:"apiServerSANs,omitempty"`
 	// Components are what nodes install.
 	Components []versions.Component `json:"components,omitempty"`
+	// Images are Kubernetes' own, by digest.
+	Images []string `json:"images,omitempty"`
 	// OwnerID is SHA-256 of the owner's public key.
 	OwnerID string `json:"ownerID"`
 
@@ -70,6 +72,8 @@ type Machine struct {
 	NodeName  string   `json:"nodeName,omitempty"`
 	DiskID    string   `json:"diskID,omitempty"`
 	Addresses []string `json:"addresses,omitempty"`
+	// DiskSalt is that of the machine's disk, written before anything is sent; empty once the disk was erased (K4).
+	DiskSalt string `json:"diskSalt,omitempty"`
 	// Verdict is what the owner saw before sending anything.
 	Verdict Verdict `json:"verdict"`
 }
@@ -125,6 +129,7 @@ func (c Cluster) differences(other Cluster) []string {
 		{"--service-cidr", c.ServiceCIDRs, other.ServiceCIDRs},
 		{"--api-server-san", slices.Concat(c.APIServerSANs), slices.Concat(other.APIServerSANs)},
 		{"--components", slices.Concat(c.Components), slices.Concat(other.Components)},
+		{"--components (images)", slices.Concat(c.Images), slices.Concat(other.Images)},
 	} {
 		if !reflect.DeepEqual(f.a, f.b) {
 			diff = append(diff, f.flag)

@@ -8,6 +8,9 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"os"
+	"path/filepath"
+	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -24,6 +27,8 @@ type Known struct {
 	Nodes map[string]KnownNode `json:"nodes"`
 	// Bans are the banned enrollments: the generation that each had, by its UID. They stay when an enrollment goes.
 	Bans map[string]int64 `json:"bans,omitempty"`
+	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has one's salt again is noticed.
+	Erased []string `json:"erased,omitempty"`
 }
 
 // KnownPolicy is a signed policy.
@@ -44,6 +49,9 @@ type KnownNode struct {
 type KnownDisk struct {
 	// ID is the disk's UUID; empty: the enrollment names none.
 	ID string `json:"id,omitempty"`
+	// Salt and RootVersion are what its key follows from beside the root secret; empty: there is none.
+	Salt        string `json:"salt,omitempty"`
+	RootVersion int32  `json:"rootVersion,omitempty"`
 }
 
 // Open verifies the owner's signature and returns the policy. It refuses with POLICY_SIGNATURE or POLICY_INVALID.
@@ -135,5 +143,55 @@ func (k *Known) Keep(seen *Known) *Known {
 	for uid, generation := range seen.Bans {
 		out.Bans[uid] = max(out.Bans[uid], generation)
 	}
+	for _, disk := range k.Erased {
+		out.erase(disk)
+	}
 	return &out
+}
+
+// erase forgets a disk's salt and notes that it was erased (K4).
+func (k *Known) erase(disk string) {
+	for name, n := range k.Nodes {
+		if n.Disk.ID == disk {
+			n.Disk.Salt, n.Disk.RootVersion = "", 0
+			k.Nodes[name] = n
+		}
+	}
+	if !slices.Contains(k.Erased, disk) {
+		k.Erased = slices.Sorted(slices.Values(append(slices.Clone(k.Erased), disk)))
+	}
+}
+
+// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that have it still.
+func (d *Dir) EraseDisk(disk string) (left []string, err error) {
+	k, err := d.Known()
+	if err != nil {
+		return nil, err
+	}
+	if k.Version != 0 {
+		k.erase(disk)
+		if err := d.Remember(k); err != nil {
+			return nil, err
+		}
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk && c.FirstMachine.DiskSalt != "" {
+		c.FirstMachine.DiskSalt = ""
+		if err := d.Save(c); err != nil {
+			return nil, err
+		}
+	}
+	backups, err := filepath.Glob(filepath.Join(d.File(backupFolder), "*", "*.yaml"))
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range backups {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		if bytes.Contains(text, []byte("name: "+disk)) {
+			left = append(left, file)
+		}
+	}
+	return left, nil
 }

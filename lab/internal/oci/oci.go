@@ -241,6 +241,22 @@ func Refs(dir string) ([]string, error) {
 	return refs, nil
 }
 
+// Digests returns those images of a layout whose paths end in one of names, as NAME:TAG@DIGEST.
+func Digests(dir string, names []string) ([]string, error) {
+	descs, _, err := open(dir)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	for _, d := range descs {
+		repository, _, _ := strings.Cut(refOf(d), ":") // the lab's registries have no port
+		if slices.Contains(names, path.Base(repository)) {
+			out = append(out, refOf(d)+"@"+d.Digest.String())
+		}
+	}
+	return out, nil
+}
+
 // Push puts each image of a layout into the registry at host, under its repository path
 // without its own registry's name, and its tag or digest.
 func Push(ctx context.Context, dir, host string) error {

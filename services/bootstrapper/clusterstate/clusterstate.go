@@ -14,11 +14,13 @@ import (
 	"fmt"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -39,6 +41,8 @@ const (
 type State struct {
 	Info       clusterinfo.Info
 	Root, Salt []byte
+	// Proxy has kube-proxy's objects, its image by digest (B9).
+	Proxy []runtime.Object
 }
 
 // requestTimeout bounds one request to the API server.
@@ -73,6 +77,7 @@ func Write(ctx context.Context, kubeconfig []byte, s State) error {
 	}{
 		{"let the API server use kubelets", w.apiServerMayUseKubelets},
 		{"let nodes read kube-proxy's configuration", w.nodesMayReadKubeProxy},
+		{"kube-proxy", func(ctx context.Context) error { return w.proxy(ctx, s.Proxy) }},
 		{"namespace " + clusterinfo.Namespace, w.namespace},
 		{"secret " + RootSecret, func(ctx context.Context) error { return w.rootSecret(ctx, s) }},
 		{"config map " + clusterinfo.ConfigMap, func(ctx context.Context) error { return w.clusterConfig(ctx, s.Info) }},
@@ -145,6 +150,53 @@ func (w writer) nodesMayReadKubeProxy(ctx context.Context) error {
 	}
 	_, err := w.RbacV1().RoleBindings(binding.Namespace).Create(ctx, binding, metav1.CreateOptions{})
 	return ifNew(err)
+}
+
+// proxy writes what kubeadm's phase would have written.
+func (w writer) proxy(ctx context.Context, objects []runtime.Object) error {
+	for _, o := range objects {
+		var err error
+		switch o := o.DeepCopyObject().(type) {
+		case *corev1.ServiceAccount:
+			err = put(ctx, w.CoreV1().ServiceAccounts(o.Namespace), o)
+		case *corev1.ConfigMap:
+			err = put(ctx, w.CoreV1().ConfigMaps(o.Namespace), o)
+		case *rbacv1.ClusterRoleBinding:
+			err = put(ctx, w.RbacV1().ClusterRoleBindings(), o)
+		case *rbacv1.Role:
+			err = put(ctx, w.RbacV1().Roles(o.Namespace), o)
+		case *rbacv1.RoleBinding:
+			err = put(ctx, w.RbacV1().RoleBindings(o.Namespace), o)
+		case *appsv1.DaemonSet:
+			err = put(ctx, w.AppsV1().DaemonSets(o.Namespace), o)
+		default:
+			err = fmt.Errorf("an object that kube-proxy does not have: %T", o)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// put creates an object, or brings the one that is there to the same content.
+func put[T metav1.Object](ctx context.Context, api interface {
+	Create(ctx context.Context, o T, options metav1.CreateOptions) (T, error)
+	Get(ctx context.Context, name string, options metav1.GetOptions) (T, error)
+	Update(ctx context.Context, o T, options metav1.UpdateOptions) (T, error)
+}, o T,
+) error {
+	_, err := api.Create(ctx, o, metav1.CreateOptions{})
+	if !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	have, err := api.Get(ctx, o.GetName(), metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	o.SetResourceVersion(have.GetResourceVersion())
+	_, err = api.Update(ctx, o, metav1.UpdateOptions{})
+	return err
 }
 
 func (w writer) namespace(ctx context.Context) error {

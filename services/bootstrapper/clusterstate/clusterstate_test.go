@@ -7,10 +7,15 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"strings"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/versions"
@@ -31,7 +36,32 @@ func state() State {
 			ClusterID: [32]byte{3}, MeasurementSalt: [32]byte{4}, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443",
 			APIServerSANs: []string{"api.example.com", "203.0.113.9"},
 			Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: fmt.Sprintf("%064x", 1), Path: "/usr/local/bin/kubelet", Mode: 0o755}},
+			Images:        machinetest.Images().References(),
 		},
+		Proxy: []runtime.Object{
+			&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy", Namespace: "kube-system"}},
+			&appsv1.DaemonSet{
+				ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy", Namespace: "kube-system"},
+				Spec:       appsv1.DaemonSetSpec{Template: corev1.PodTemplateSpec{Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "kube-proxy", Image: machinetest.Images()[versions.Proxy].String()}}}}},
+			},
+		},
+	}
+}
+
+const proxyPath = "/apis/apps/v1/namespaces/kube-system/daemonsets/kube-proxy"
+
+// B9: a repeated init, of a list that was corrected, leaves no other image.
+func TestKubeProxyRunsTheListedImage(t *testing.T) {
+	a := machinetest.NewAPIServer(t)
+	for _, image := range []string{"registry.example/kube-proxy:v0@sha256:00", machinetest.Images()[versions.Proxy].String()} {
+		s := state()
+		s.Proxy[1].(*appsv1.DaemonSet).Spec.Template.Spec.Containers[0].Image = image
+		if err := write(t, a, s); err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprint(a.Object(proxyPath)["spec"]); !strings.Contains(got, image+" ") && !strings.Contains(got, image+"]") {
+			t.Errorf("%s, want %s", got, image)
+		}
 	}
 }
 

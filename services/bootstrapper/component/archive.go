@@ -3,9 +3,9 @@ package component
 import (
 	"archive/tar"
 	"bufio"
+	"bytes"
 	"compress/gzip"
-	"encoding/hex"
-	"encoding/json"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -18,42 +18,42 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// receipt stands in the folder of an unpacked archive: what it put there.
-type receipt struct {
-	SHA256 string            `json:"sha256"`
-	Files  map[string]string `json:"files"` // path below the folder → SHA-256
-}
+// archiveName is where the archive itself stays, in the folder that it was unpacked into: what it has put there is compared with it, for nothing else that
+// lies on the disk says what is right (B8).
+func archiveName(c Component) string { return fmt.Sprintf(".muster-archive-%x", c.sha256[:16]) }
 
-// maxReceipt bounds a receipt, in bytes.
-const maxReceipt = 16 << 20
-
-func receiptName(c Component) string { return fmt.Sprintf(".muster-archive-%x", c.sha256[:16]) }
-
-// unpacked says whether all that the archive holds is in place.
-func unpacked(root *os.Root, c Component) (bool, error) {
-	f, err := root.Open(path.Join(c.rel, receiptName(c)))
+// unpacked says whether all that the archive holds is in place, and nothing of it was changed.
+func (in *Installer) unpacked(root *os.Root, c Component) (bool, error) {
+	name := path.Join(c.rel, archiveName(c))
+	sum, _, err := digest(root, name)
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
 	if err != nil {
 		return false, refusePath(err)
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxReceipt))
+	if sum != c.sha256 {
+		return false, nil // another archive, or what somebody made of it
+	}
+	f, err := root.Open(name)
 	if err != nil {
 		return false, err
 	}
-	var r receipt
-	if json.Unmarshal(b, &r) != nil || r.SHA256 != hex.EncodeToString(c.sha256[:]) {
-		return false, nil // unpack anew
-	}
-	for name, want := range r.Files {
-		sum, _, err := digest(root, path.Join(c.rel, name))
-		if err != nil || hex.EncodeToString(sum[:]) != want {
-			return false, nil // missing or changed: unpack anew
+	defer f.Close()
+	same := true
+	err = in.walk(f, func(name string, h *tar.Header, content io.Reader) error {
+		if h.Typeflag != tar.TypeReg || !same {
+			return nil
 		}
-	}
-	return true, nil
+		want := sha256.New()
+		if _, err := io.Copy(want, content); err != nil {
+			return err
+		}
+		have, mode, err := digest(root, path.Join(c.rel, name))
+		same = err == nil && bytes.Equal(want.Sum(nil), have[:]) && mode == fs.FileMode(h.Mode).Perm()
+		return nil
+	})
+	return same && err == nil, err
 }
 
 // unpack places the files of the verified archive tmp. The first pass reads every header
@@ -71,7 +71,6 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 	if err := root.MkdirAll(c.rel, 0o755); err != nil {
 		return refusePath(err)
 	}
-	r := receipt{SHA256: hex.EncodeToString(c.sha256[:]), Files: map[string]string{}}
 	err = in.walk(f, func(name string, h *tar.Header, content io.Reader) error {
 		full := path.Join(c.rel, name)
 		if h.Typeflag == tar.TypeDir {
@@ -85,33 +84,12 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 			return err
 		}
 		defer func() { _ = root.Remove(t) }()
-		if err := settle(root, t, full, fs.FileMode(h.Mode).Perm()); err != nil {
-			return err
-		}
-		sum, _, err := digest(root, full)
-		r.Files[name] = hex.EncodeToString(sum[:])
-		return err
+		return settle(root, t, full, fs.FileMode(h.Mode).Perm())
 	})
 	if err != nil {
 		return err
 	}
-	return writeReceipt(root, c, r)
-}
-
-func writeReceipt(root *os.Root, c Component, r receipt) error {
-	b, err := json.Marshal(r)
-	if err != nil {
-		return err
-	}
-	f, tmp, err := create(root)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	return settle(root, tmp, path.Join(c.rel, receiptName(c)), 0o644)
+	return settle(root, tmp, path.Join(c.rel, archiveName(c)), 0o600)
 }
 
 // walk calls visit for each file and folder. Anything else, and any name that is not

@@ -126,7 +126,7 @@ func (in *Installer) one(ctx context.Context, c Component, progress func(string)
 // present says whether the content is installed.
 func (in *Installer) present(root *os.Root, c Component) (bool, error) {
 	if c.extract {
-		return unpacked(root, c)
+		return in.unpacked(root, c)
 	}
 	sum, mode, err := digest(root, c.rel)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"path"
 	"slices"
 	"strconv"
 	"strings"
@@ -33,6 +34,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/etcdencryption"
 	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/versions"
 )
 
 const (
@@ -44,6 +46,8 @@ const (
 	AuthzFile = AuthzFolder + "/config.yaml"
 	// AdmissionFile is what --admission-control-config-file names. Its content is podsecurity.Config.
 	AdmissionFile = AuthzFolder + "/admission.yaml"
+	// PatchesFolder is where kubeadm finds what [Patches] returns, while it runs.
+	PatchesFolder = "/run/muster/kubeadm-patches"
 	// KubeletConf is the kubelet's kubeconfig.
 	KubeletConf = "/etc/kubernetes/kubelet.conf"
 	// DiscoveryConf is the kubeconfig by which a join discovers the cluster: the kubelet's certificate at the cluster's endpoint, which
@@ -126,6 +130,7 @@ type Cluster struct {
 	ServiceCIDRs     []string
 	APIServerSANs    []string
 	ControlPlaneNode Node
+	Images           versions.Images
 }
 
 // The first API server of a cluster answers late and unsteadily on a small machine. kubeadm would give up after 4 minutes
@@ -140,7 +145,9 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 	init := v1beta4.InitConfiguration{
 		TypeMeta: typeMeta("InitConfiguration"),
 		// No bearer token: J5. Skipping the first phase alone fails.
-		SkipPhases:       []string{"bootstrap-token", "show-join-command"},
+		// Kube-proxy's image has no field: [Proxy] has its objects (B9).
+		SkipPhases:       []string{"bootstrap-token", "show-join-command", "addon/kube-proxy"},
+		Patches:          &v1beta4.Patches{Directory: PatchesFolder},
 		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
 		NodeRegistration: registration(img, c.ControlPlaneNode),
 		Timeouts:         &v1beta4.Timeouts{ControlPlaneComponentHealthCheck: &metav1.Duration{Duration: healthCheck}, KubernetesAPICall: &metav1.Duration{Duration: apiCall}},
@@ -182,6 +189,7 @@ func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte,
 	join.NodeRegistration.IgnorePreflightErrors = union(join.NodeRegistration.IgnorePreflightErrors, "FileAvailable--etc-kubernetes-kubelet.conf")
 	if controlPlane {
 		join.ControlPlane = &v1beta4.JoinControlPlane{LocalAPIEndpoint: localEndpoint(n)}
+		join.Patches = &v1beta4.Patches{Directory: PatchesFolder}
 	}
 	return marshal(&join)
 }
@@ -209,7 +217,7 @@ func registration(img *Image, n Node) v1beta4.NodeRegistrationOptions {
 	return v1beta4.NodeRegistrationOptions{
 		Name:                  n.Name,
 		CRISocket:             img.criSocket,
-		ImagePullPolicy:       corev1.PullIfNotPresent,
+		ImagePullPolicy:       corev1.PullNever, // B9: kubeadm's preflight would pull by tag
 		IgnorePreflightErrors: slices.Clone(img.ignoreChecks),
 		KubeletExtraArgs:      []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}},
 	}
@@ -280,6 +288,8 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		"cluster-signing-duration": "24h",
 	})
 	boundRewrites(out)
+	dns := c.Images[versions.CoreDNS] // B9
+	out.DNS.ImageRepository, out.DNS.ImageTag = path.Dir(dns.Repository), dns.Tag+"@"+dns.Digest
 	return out
 }
 

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"crypto/x509"
 	"flag"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -13,7 +14,10 @@ import (
 
 	"go.uber.org/goleak"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+	kubeadmimages "k8s.io/kubernetes/cmd/kubeadm/app/images"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
+
+	"github.com/muster-k8s/muster/internal/versions"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -52,8 +56,17 @@ func first() Cluster {
 	return Cluster{
 		Name: "demo", Version: "1.36.1", Endpoint: "192.168.77.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
 		APIServerSANs:    []string{"api.example"},
-		ControlPlaneNode: Node{Name: "node1", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}},
+		ControlPlaneNode: Node{Name: "node1", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}, Images: images(),
 	}
+}
+
+// images are those that an owner lists.
+func images() versions.Images {
+	out := versions.Images{}
+	for i, name := range versions.ImageNames() {
+		out[name] = versions.Image{Repository: "registry.example/mirror/" + name, Tag: "v1.2.3", Digest: fmt.Sprintf("sha256:%064x", i+1)}
+	}
+	return out
 }
 
 // An image that asks for the opposite of each hardened setting.
@@ -92,21 +105,25 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 		}
 		api, ctl := cfg.APIServer.ExtraArgs, cfg.ControllerManager.ExtraArgs
 		for what, got := range map[string]bool{
-			"no bootstrap token":   strings.Join(cfg.SkipPhases, " ") == "bootstrap-token show-join-command",
-			"authorization":        strings.Join(arg(api, "authorization-config"), " ") == AuthzFile && len(arg(api, "authorization-mode")) == 0,
-			"encryption":           strings.Join(arg(api, "encryption-provider-config"), " ") == "/etc/kubernetes/pki/encryption.yaml",
-			"token authentication": strings.Join(arg(api, "enable-bootstrap-token-auth"), " ") == "false",
-			"kubelet's CA":         strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
-			"pods' tokens":         strings.Join(arg(api, "service-account-extend-token-expiration"), " ") == "false",
-			"tokens' lives":        strings.Join(arg(api, "service-account-max-token-expiration"), " ") == "24h",
-			"admission plugins":    strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs,EventRateLimit",
-			"pods":                 strings.Join(arg(api, "admission-control-config-file"), " ") == AdmissionFile,
-			"controllers":          strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
-			"signing duration":     strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
-			"version":              cfg.KubernetesVersion == "v1.36.1",
-			"endpoint":             cfg.ControlPlaneEndpoint == "192.168.77.1:6443",
-			"image's etcd":         cfg.Etcd.Local.ImageTag == "3.6.16-0",
-			"default taint":        len(cfg.NodeRegistration.Taints) == 1,
+			"no bootstrap token":    strings.HasPrefix(strings.Join(cfg.SkipPhases, " "), "bootstrap-token show-join-command"),
+			"kube-proxy's image":    slices.Contains(cfg.SkipPhases, "addon/kube-proxy"),
+			"CoreDNS's image":       kubeadmimages.GetDNSImage(&cfg.ClusterConfiguration) == images()[versions.CoreDNS].String(),
+			"static pods' images":   cfg.Patches != nil && cfg.Patches.Directory == PatchesFolder,
+			"nothing pulled by tag": cfg.NodeRegistration.ImagePullPolicy == "Never",
+			"authorization":         strings.Join(arg(api, "authorization-config"), " ") == AuthzFile && len(arg(api, "authorization-mode")) == 0,
+			"encryption":            strings.Join(arg(api, "encryption-provider-config"), " ") == "/etc/kubernetes/pki/encryption.yaml",
+			"token authentication":  strings.Join(arg(api, "enable-bootstrap-token-auth"), " ") == "false",
+			"kubelet's CA":          strings.Join(arg(api, "kubelet-certificate-authority"), " ") == "/etc/kubernetes/pki/ca.crt",
+			"pods' tokens":          strings.Join(arg(api, "service-account-extend-token-expiration"), " ") == "false",
+			"tokens' lives":         strings.Join(arg(api, "service-account-max-token-expiration"), " ") == "24h",
+			"admission plugins":     strings.TrimPrefix(strings.Join(arg(api, "enable-admission-plugins"), " "), "AlwaysPullImages,") == "NodeRestriction,DenyServiceExternalIPs,EventRateLimit",
+			"pods":                  strings.Join(arg(api, "admission-control-config-file"), " ") == AdmissionFile,
+			"controllers":           strings.Join(arg(ctl, "controllers"), " ") == "*,-certificatesigningrequest-approving-controller",
+			"signing duration":      strings.Join(arg(ctl, "cluster-signing-duration"), " ") == "24h",
+			"version":               cfg.KubernetesVersion == "v1.36.1",
+			"endpoint":              cfg.ControlPlaneEndpoint == "192.168.77.1:6443",
+			"image's etcd":          cfg.Etcd.Local.ImageTag == "3.6.16-0",
+			"default taint":         len(cfg.NodeRegistration.Taints) == 1,
 		} {
 			if !got {
 				t.Errorf("%s: %s", name, what)

@@ -28,6 +28,8 @@ type Machine interface {
 	// Kubeadm runs kubeadm to its end and hands each line of its output to line, from one
 	// goroutine at a time. If ctx ends, kubeadm is killed.
 	Kubeadm(ctx context.Context, line func(string), args ...string) error
+	// Pull has the container runtime at socket, a unix:// URL, pull an image by its digest, unless it has it.
+	Pull(ctx context.Context, socket, image string) error
 }
 
 // Verbs are what may be asked of a unit.
@@ -39,6 +41,7 @@ const (
 	UnitKubelet      = "kubelet.service"
 	UnitAttester     = "muster-attester.service"
 	UnitRenewal      = "muster-renewal.service"
+	UnitContainerd   = "containerd.service"
 )
 
 // unitTimeout bounds one systemctl.

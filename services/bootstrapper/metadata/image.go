@@ -67,6 +67,8 @@ type Image struct {
 	// NoOwnerKey is insecure: without OwnerKey, a machine believes a joinservice on any machine that booted the same as
 	// itself, under one of EKRoots. Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
 	NoOwnerKey bool
+	// LowestPolicySerial is the least serial that a policy of this owner may have (B7); 0: any.
+	LowestPolicySerial uint64
 	// EKRoots are the EK roots for NoOwnerKey.
 	EKRoots []*x509.Certificate
 	// Kubeadm is what the image adds to kubeadm's configuration.
@@ -134,9 +136,11 @@ type imageFile struct {
 	TPM        TPM       `json:"tpm,omitempty"`
 	OwnerKey   string    `json:"ownerKey,omitempty"`
 	EKRoots    string    `json:"ekRoots,omitempty"`
-	Kubeadm    Kubeadm   `json:"kubeadm,omitempty"`
-	Listen     Listen    `json:"listen,omitempty"`
-	Insecure   struct {
+	// LowestPolicySerial is read by the cluster's services too: internal/member.
+	LowestPolicySerial uint64  `json:"lowestPolicySerial,omitempty"`
+	Kubeadm            Kubeadm `json:"kubeadm,omitempty"`
+	Listen             Listen  `json:"listen,omitempty"`
+	Insecure           struct {
 		NoOwnerKey bool `json:"noOwnerKey,omitempty"`
 	} `json:"insecure,omitzero"`
 }
@@ -150,7 +154,7 @@ func ParseImage(b []byte) (*Image, error) {
 	if err := strict(b, &f, "ImageConfiguration", func() (string, string) { return f.APIVersion, f.Kind }); err != nil {
 		return nil, err
 	}
-	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen, NoOwnerKey: f.Insecure.NoOwnerKey}
+	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen, NoOwnerKey: f.Insecure.NoOwnerKey, LowestPolicySerial: f.LowestPolicySerial}
 	if img.StateDisk.Mode == DiskLUKS {
 		setDefault(&img.StateDisk.Integrity, IntegrityHMAC)
 	}
@@ -174,6 +178,9 @@ func ParseImage(b []byte) (*Image, error) {
 	}
 	if img.OwnerKey != nil && img.NoOwnerKey {
 		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
+	}
+	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
+		return nil, errors.New("lowestPolicySerial: without an ownerKey no policy is judged by: write the owner's key, or take this out")
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {

@@ -49,6 +49,7 @@ func TestParseImage(t *testing.T) {
 stateDisk: {mode: plain, path: /var/lib/muster/state}
 tpm: {device: /run/muster/tpm.sock, eventLog: /run/muster/log, bank: sha256}
 ownerKey: ` + key + `
+lowestPolicySerial: 7
 ekRoots: |
 ` + indent(rootPEM(t, true)) + `
 kubeadm:
@@ -58,7 +59,7 @@ kubeadm:
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(img.OwnerKey) != 32 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
+	if len(img.OwnerKey) != 32 || img.LowestPolicySerial != 7 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
 		t.Fatalf("got %+v", img)
 	}
 }
@@ -105,26 +106,28 @@ func TestAnImageKnowsItsOwnerUnlessTold(t *testing.T) {
 func TestAnImageIsRefused(t *testing.T) {
 	disk := "stateDisk: {mode: plain, path: /state}\n"
 	for name, tt := range map[string]struct{ yaml, want string }{
-		"empty":                     {"", "want apiVersion"},
-		"another kind":              {"apiVersion: muster.dev/v1alpha1\nkind: Pod\n" + disk, "ImageConfiguration"},
-		"an unknown field":          {imageHead + disk + "stateDisc: {}\n", "stateDisc"},
-		"an unknown inner field":    {imageHead + "stateDisk: {mode: plain, path: /state, key: x}\n", "key"},
-		"a doubled field":           {imageHead + disk + disk, "already set"},
-		"a disk without a mode":     {imageHead + "stateDisk: {path: /state}\n", "no default"},
-		"another disk mode":         {imageHead + "stateDisk: {mode: zfs, path: /state}\n", "zfs"},
-		"integrity of a folder":     {imageHead + "stateDisk: {mode: plain, path: /state, integrity: none}\n", "stateDisk.integrity"},
-		"another integrity":         {imageHead + "stateDisk: {mode: luks, path: /dev/sda, integrity: crc32}\n", "crc32"},
-		"a relative path":           {imageHead + "stateDisk: {mode: plain, path: state}\n", "stateDisk.path"},
-		"a path that climbs":        {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
-		"another bank":              {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},
-		"an owner's key cut short":  {imageHead + disk + "ownerKey: AAAA\n", "ownerKey"},
-		"an owner and none":         {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\ninsecure: {noOwnerKey: true}\n", "insecure.noOwnerKey"},
-		"an unknown switch":         {imageHead + disk + "insecure: {anything: true}\n", "anything"},
-		"roots that are no PEM":     {imageHead + disk + "ekRoots: hello\n", "ekRoots"},
-		"a root that is no CA":      {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
-		"a runtime over TCP":        {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},
-		"a listener without a port": {imageHead + disk + "listen: {init: localhost}\n", "listen.init"},
-		"recovery without a port":   {imageHead + disk + "listen: {recover: localhost}\n", "listen.recover"},
+		"empty":                      {"", "want apiVersion"},
+		"another kind":               {"apiVersion: muster.dev/v1alpha1\nkind: Pod\n" + disk, "ImageConfiguration"},
+		"a lowest serial and no key": {imageHead + disk + "lowestPolicySerial: 7\n", "lowestPolicySerial: "},
+		"a lowest serial below 0":    {imageHead + disk + "lowestPolicySerial: -1\n", "lowestPolicySerial"},
+		"an unknown field":           {imageHead + disk + "stateDisc: {}\n", "stateDisc"},
+		"an unknown inner field":     {imageHead + "stateDisk: {mode: plain, path: /state, key: x}\n", "key"},
+		"a doubled field":            {imageHead + disk + disk, "already set"},
+		"a disk without a mode":      {imageHead + "stateDisk: {path: /state}\n", "no default"},
+		"another disk mode":          {imageHead + "stateDisk: {mode: zfs, path: /state}\n", "zfs"},
+		"integrity of a folder":      {imageHead + "stateDisk: {mode: plain, path: /state, integrity: none}\n", "stateDisk.integrity"},
+		"another integrity":          {imageHead + "stateDisk: {mode: luks, path: /dev/sda, integrity: crc32}\n", "crc32"},
+		"a relative path":            {imageHead + "stateDisk: {mode: plain, path: state}\n", "stateDisk.path"},
+		"a path that climbs":         {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
+		"another bank":               {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},
+		"an owner's key cut short":   {imageHead + disk + "ownerKey: AAAA\n", "ownerKey"},
+		"an owner and none":          {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\ninsecure: {noOwnerKey: true}\n", "insecure.noOwnerKey"},
+		"an unknown switch":          {imageHead + disk + "insecure: {anything: true}\n", "anything"},
+		"roots that are no PEM":      {imageHead + disk + "ekRoots: hello\n", "ekRoots"},
+		"a root that is no CA":       {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
+		"a runtime over TCP":         {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},
+		"a listener without a port":  {imageHead + disk + "listen: {init: localhost}\n", "listen.init"},
+		"recovery without a port":    {imageHead + disk + "listen: {recover: localhost}\n", "listen.recover"},
 	} {
 		if _, err := ParseImage([]byte(tt.yaml)); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s: got %v, want an error with %q", name, err, tt.want)

@@ -119,7 +119,7 @@ func TestARequestHoldsNoRootSecret(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	key, err := root.Disk(id)
+	key, err := root.Disk(id, keys.DiskSalt{3})
 	if err != nil {
 		t.Fatal(err)
 	}

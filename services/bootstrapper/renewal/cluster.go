@@ -2,6 +2,7 @@ package renewal
 
 import (
 	"context"
+	"crypto/ed25519"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -18,7 +19,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
@@ -29,6 +29,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 )
 
 // Cluster is what a renewal needs of the API.
@@ -48,6 +49,10 @@ type Cluster interface {
 	Evicted(ctx context.Context, node string) (bool, error)
 	// Publish writes this control plane's certificates to where the owner's program looks.
 	Publish(ctx context.Context, list []Certificate) error
+	// Epoch returns the cluster's epoch, its policy's serial and its bans, and counts the epoch up if they changed.
+	Epoch(ctx context.Context) (epoch.Record, error)
+	// PublishEpoch writes the epoch that this machine's TPM knows to where the owner's program looks.
+	PublishEpoch(ctx context.Context, number uint64) error
 	// SignAdministrators decides on requests for an administrator's certificate.
 	SignAdministrators(ctx context.Context, cfg Config) error
 	Close()
@@ -65,13 +70,14 @@ const (
 type cluster struct {
 	kubernetes.Interface
 	node  string
+	owner ed25519.PublicKey
 	log   *slog.Logger
 	close func()
 }
 
 // Connect returns the cluster with the rights of this control plane's admin.conf: by its own API server, which nobody on the network stands before, or
 // while that does not answer by the address that admin.conf names.
-func Connect(root, node string, log *slog.Logger) (Cluster, error) {
+func Connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (Cluster, error) {
 	config, err := kubeconfig(root, "admin.conf")
 	if err != nil {
 		return nil, err
@@ -92,7 +98,7 @@ func Connect(root, node string, log *slog.Logger) (Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &cluster{Interface: k, node: node, log: log, close: client.CloseIdleConnections}, nil
+	return &cluster{Interface: k, node: node, owner: owner, log: log, close: client.CloseIdleConnections}, nil
 }
 
 func kubeconfig(root, name string) (*rest.Config, error) {
@@ -277,14 +283,5 @@ func (c *cluster) Publish(ctx context.Context, list []Certificate) error {
 	if err != nil {
 		return err
 	}
-	node, err := c.CoreV1().Nodes().Get(ctx, c.node, metav1.GetOptions{})
-	if err != nil || node.Annotations[clusterinfo.CertificatesAnnotation] == string(value) {
-		return err
-	}
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]string{clusterinfo.CertificatesAnnotation: string(value)}}})
-	if err != nil {
-		return err
-	}
-	_, err = c.CoreV1().Nodes().Patch(ctx, c.node, types.MergePatchType, patch, metav1.PatchOptions{})
-	return err
+	return c.annotate(ctx, clusterinfo.CertificatesAnnotation, string(value))
 }

@@ -66,7 +66,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 	}
 	connect := func(node string) Cluster {
 		t.Helper()
-		c, err := Connect(root, node, slog.New(slog.DiscardHandler))
+		c, err := Connect(root, node, nil, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}

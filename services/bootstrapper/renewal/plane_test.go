@@ -21,6 +21,8 @@ import (
 	kubeconfigphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/kubeconfig"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -120,6 +122,9 @@ type memoryCluster struct {
 	stays  string
 	order  []string // what happened
 	list   []Certificate
+	// epoch is the cluster's, published what this machine says of it.
+	epoch     epoch.Record
+	published uint64
 }
 
 func (c *memoryCluster) note(what string) {
@@ -210,6 +215,19 @@ func (c *memoryCluster) Publish(_ context.Context, list []Certificate) error {
 	return nil
 }
 
+func (c *memoryCluster) Epoch(context.Context) (epoch.Record, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.epoch, nil
+}
+
+func (c *memoryCluster) PublishEpoch(_ context.Context, number uint64) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.published = number
+	return nil
+}
+
 func (*memoryCluster) SignAdministrators(context.Context, Config) error { return nil }
 
 func (*memoryCluster) Close() {}
@@ -219,7 +237,7 @@ var quick = Timing{Interval: time.Hour, RetryMin: time.Millisecond, RetryMax: ti
 func newRenewer(t *testing.T, c *memoryCluster, now time.Time) *Renewer {
 	t.Helper()
 	r, err := New(Config{
-		Root: c.root, Kubeadm: image, Cluster: keys.ClusterID{1}, Timing: quick, Now: func() time.Time { return now }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+		Root: c.root, Kubeadm: image, Cluster: keys.ClusterID{1}, Epoch: epoch.Keeper{Dir: t.TempDir(), TPM: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})}, Timing: quick, Now: func() time.Time { return now }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 		Connect: func() (Cluster, error) { return c, nil },
 	})
 	if err != nil {

@@ -44,6 +44,8 @@ type Config struct {
 	Cluster keys.ClusterID
 	// Owner is the owner's public key as the image names it; nil: it names none, and nobody's orders count.
 	Owner ed25519.PublicKey
+	// Epoch is what this machine knows of the cluster's epoch.
+	Epoch Keeper
 	// Connect returns the cluster, with the administrator's kubeconfig as it is on the disk when it is called.
 	Connect func() (Cluster, error)
 	Timing  Timing
@@ -61,7 +63,7 @@ type Renewer struct {
 
 // New returns a Renewer, or an error that says that a part of cfg is missing.
 func New(cfg Config) (*Renewer, error) {
-	if !filepath.IsAbs(cfg.Root) || cfg.Cluster == (keys.ClusterID{}) || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
+	if !filepath.IsAbs(cfg.Root) || cfg.Cluster == (keys.ClusterID{}) || cfg.Epoch == nil || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
 		return nil, errors.New("renewal: New: every field of Config is required")
 	}
 	return &Renewer{Config: cfg, plane: newPlane(cfg.Root, cfg.Kubeadm)}, nil

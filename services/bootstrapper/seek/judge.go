@@ -28,6 +28,8 @@ type Judges struct {
 	Bank        tpm.Bank
 	PCRs        PCRReader
 	NewVerifier func([]*x509.Certificate) (attest.Verifier, error)
+	// Lowest is the least serial that a policy may have, as [metadata.Image] has it; 0: any.
+	Lowest uint64
 	// Newest refuses a policy that is older than the newest that was accepted, and keeps it if keep.
 	Newest func(p journal.Policy, keep bool) error
 }
@@ -40,7 +42,7 @@ type PCRReader interface {
 // Of gives those for joinservices whose node lock is in the state.
 func (j Judges) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
 	if j.OwnerKey != nil {
-		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, newest: j.Newest}
+		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
 		v, err := j.NewVerifier(nil) // for its formats; each evidence brings its own roots
 		if err != nil {
 			return nil, nil, err
@@ -78,6 +80,7 @@ type ownersPolicy struct {
 	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
 	lock        attest.Lock
 	formats     []attestv1.Format
+	lowest      uint64
 	// newest refuses policies that are older than what was accepted, and remembers p if asked.
 	newest func(p journal.Policy, keep bool) error
 }
@@ -127,6 +130,9 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 	p, err := attest.OpenPolicy(o.key, s)
 	if err != nil {
 		return nil, err
+	}
+	if p.Serial() < o.lowest { // B7
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, and this machine's image accepts %d or more (lowestPolicySerial): the cluster was set back, or needs a policy with a higher serial", p.Serial(), o.lowest)
 	}
 	return p, o.newest(o.name(s, p), false)
 }

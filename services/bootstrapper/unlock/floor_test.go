@@ -30,6 +30,21 @@ func (j judgedFirst) Save(r journal.Record) error {
 	return j.File.Save(r)
 }
 
+// The initramfs can't read the journal, and the image can't be put back to one that accepts less (B7).
+func TestNoDiskIsOpenedUnderAPolicyBelowTheLowestSerialOfTheImage(t *testing.T) {
+	w := newWorld(t)
+	w.image.LowestPolicySerial = 8
+	j := w.cluster(w.like(), w.owner, func(p *attestv1.Policy) { p.Serial = 7 })
+	r := w.told(attestv1.Reason_REASON_POLICY_INVALID)
+	if j.asked() != 0 || w.disk.tried > 0 {
+		t.Errorf("asked %d times, tried %d keys", j.asked(), w.disk.tried)
+	}
+	w.cluster(w.like(), w.owner, func(p *attestv1.Policy) { p.Serial = 8 })
+	if err := r.end(t); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // The running system compares its journal with the policy that opened the disk: which it was is kept before that
 // happens, and a recovery, which is judged by none, leaves none of a joinservice that gave no key.
 func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {

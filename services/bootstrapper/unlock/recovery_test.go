@@ -155,7 +155,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	key, err := keys.NewRoot([32]byte(root), [32]byte(salt)).Disk(id)
+	key, err := keys.NewRoot([32]byte(root), [32]byte(salt)).Disk(id, keys.DiskSalt{3})
 	if err != nil {
 		t.Fatal(err)
 	}

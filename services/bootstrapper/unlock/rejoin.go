@@ -10,6 +10,9 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -126,7 +129,7 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 		// compared with its own machine's lock once it has answered.
 		Lock: attest.AnyLock(),
 		Judges: seek.Judges{
-			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
+			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
 		},
 	}, endpoint, first)
 	if err != nil {
@@ -139,11 +142,15 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	if meta.Role == metadata.RoleControlPlane {
 		role = joinv1.Role_ROLE_CONTROL_PLANE
 	}
-	resp, err := client.IssueRejoinTicket(asking, &joinv1.IssueRejoinTicketRequest{NodeName: meta.Name, Role: role, DiskId: s.id.String()})
+	secret, err := bootsecret.Load(s.cfg.Root)
 	if err != nil {
 		return err
 	}
-	key, cluster, err := parse(resp)
+	resp, err := client.IssueRejoinTicket(asking, &joinv1.IssueRejoinTicketRequest{NodeName: meta.Name, Role: role, DiskId: s.id.String(), BootSecret: secret.Expose() /* J11 */})
+	if err != nil {
+		return err
+	}
+	key, cluster, list, err := parse(resp)
 	if err != nil {
 		return err
 	}
@@ -151,24 +158,35 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 		return err
 	}
 	s.cfg.Log.InfoContext(ctx, "got the key of the state disk", "endpoint", endpoint, "ticket", fmt.Sprintf("%x", resp.GetTicketId()), "cluster", fmt.Sprintf("%x", resp.GetClusterId()))
-	return s.use(ctx, key, cluster)
+	return s.use(ctx, key, cluster, list)
 }
 
 // parse checks an answer: REQUEST_INVALID.
-func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, error) {
+func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, *versions.List, error) {
+	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, *versions.List, error) {
+		return keys.Disk{}, keys.ClusterID{}, nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: "+format, args...)
+	}
 	if len(resp.GetTicketId()) != 16 || len(resp.GetClusterId()) != len(keys.ClusterID{}) {
-		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
+		return refuse("its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
 	}
 	key, err := keys.ParseDisk(resp.GetDiskKey())
 	if err != nil {
-		return keys.Disk{}, keys.ClusterID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: %w", err)
+		return refuse("%w", err)
 	}
-	return key, keys.ClusterID(resp.GetClusterId()), nil
+	if _, err := component.Parse(resp.GetComponents()); err != nil { // B8
+		return refuse("%w", err)
+	}
+	if _, err := versions.ParseImages(resp.GetImages()); err != nil { // B9
+		return refuse("the cluster's list: %w", err)
+	}
+	list := versions.FromWire(resp.GetComponents(), resp.GetImages())
+	list.Adopted = resp.GetAdopted()
+	return key, keys.ClusterID(resp.GetClusterId()), &list, nil
 }
 
 // use tries the key of a ticket.
-func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-	err := s.try(ctx, key, cluster, s.memory.Policy())
+func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID, list *versions.List) error {
+	err := s.try(ctx, key, cluster, s.memory.Policy(), list)
 	switch {
 	case err == nil:
 		s.end()
@@ -189,7 +207,7 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 	s.serving = true
 	s.recovery.Go(func() {
 		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-			err := s.try(ctx, key, cluster, nil)
+			err := s.try(ctx, key, cluster, nil, nil)
 			if err == nil {
 				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
 				s.end()

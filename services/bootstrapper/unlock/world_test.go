@@ -28,9 +28,11 @@ import (
 	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -147,6 +149,8 @@ type world struct {
 	recovery unlock.Recovery
 	timing   unlock.Timing
 	judged   *journal.File // the policy that the key came under
+	list     component.ListFile
+	root     string
 
 	planes []*attesttest.Machine // that the cluster's policy lists as control planes
 	next   int                   // which of them like gives next
@@ -167,7 +171,7 @@ func newWorld(t testing.TB) *world {
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
-		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")),
+		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), list: component.ListFile(filepath.Join(t.TempDir(), "list")),
 		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
@@ -203,8 +207,8 @@ func (w *world) config() unlock.Config {
 	}
 	w.t.Cleanup(func() { _ = c.Close() })
 	return unlock.Config{
-		Image: w.image, Metadata: w.metadata, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
-		Policy: w.judged, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
+		Image: w.image, Metadata: w.metadata, Root: w.root, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
+		Policy: w.judged, List: w.list, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
 	}
 }
 
@@ -332,7 +336,7 @@ func (j *joinservice) asked() int {
 
 func gives(key []byte) func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	return func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
-		return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: key, ClusterId: clusterID[:]}, nil
+		return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: key, ClusterId: clusterID[:], Images: machinetest.Images().References()}, nil
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // disks is the view of whose each disk is. It may be behind, so it says when to ask, and decides nothing.
@@ -41,28 +42,53 @@ func (d *disks) of(disk string) string {
 	return d.owner[disk]
 }
 
-// holdsDisk asks the API whether the disk is the machine's already; if it is another one's, DISK_MISMATCH.
-func (k *Kube) holdsDisk(ctx context.Context, c Claim) (bool, error) {
-	d := &v1alpha1.AttestedDisk{}
-	err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Disk}, d)
-	switch {
-	case apierrors.IsNotFound(err):
-		return false, nil
-	case err != nil:
-		return false, unavailable("read AttestedDisk "+c.Disk, err)
-	case d.Spec.MachineID != c.Machine.String(): // J2
-		return false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `kubectl delete attesteddisk %s` frees it for any", c.Disk, d.Spec.MachineID, c.Disk)
-	}
-	return true, nil
+// Salt is what a disk's key follows from beside its ID: the disk's salt, and which root secret.
+type Salt struct {
+	Salt keys.DiskSalt
+	Root keys.Version
 }
 
-// ClaimDisk makes the disk the machine's, or finds that it is. Of any number of machines that ask at any
+// holdsDisk asks the API whether the disk is the machine's already, and for its salt. If it is another one's: DISK_MISMATCH. If it was
+// erased: DISK_ERASED.
+func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, err error) {
+	d := &v1alpha1.AttestedDisk{}
+	err = k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Disk}, d)
+	switch {
+	case apierrors.IsNotFound(err):
+		return Salt{}, false, nil
+	case err != nil:
+		return Salt{}, false, unavailable("read AttestedDisk "+c.Disk, err)
+	case d.Spec.Erased: // K4
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: nobody gets its key any more", c.Disk)
+	case d.Spec.MachineID != c.Machine.String(): // J2
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `muster forget --erase --disk %s` ends its key", c.Disk, d.Spec.MachineID, c.Disk)
+	}
+	salt.Root = keys.Version(d.Spec.RootVersion) //nolint:gosec // the schema has a minimum of 1
+	if salt.Salt, err = keys.ParseDiskSalt(d.Spec.Salt); err != nil {
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "AttestedDisk %s: %w", c.Disk, err)
+	}
+	return salt, true, nil
+}
+
+// SaltOf gives the salt of the machine's disk, or a new one if the disk is nobody's yet; [Kube.ClaimDisk] writes that down. Its
+// errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
+func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
+	salt, held, err := k.holdsDisk(ctx, c)
+	if held || err != nil {
+		return salt, err
+	}
+	return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
+}
+
+// ClaimDisk makes the disk the machine's, with this salt, or finds that it is. Of any number of machines that ask at any
 // number of replicas one gets it, since the API server creates an object once. It is never taken back: what
 // was given to a machine once is given to no other, whatever becomes of its enrolment (J2). Its errors are
-// refusals: DISK_MISMATCH, API_UNAVAILABLE.
-func (k *Kube) ClaimDisk(ctx context.Context, c Claim) error {
+// refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
+func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range writeAttempts {
-		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{MachineID: c.Machine.String()}}
+		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
+			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root), //nolint:gosec // far below its end
+		}}
 		err := k.cluster.Client.Create(ctx, d)
 		if err == nil {
 			return nil
@@ -70,9 +96,29 @@ func (k *Kube) ClaimDisk(ctx context.Context, c Claim) error {
 		if !apierrors.IsAlreadyExists(err) {
 			return unavailable("create AttestedDisk "+c.Disk, err)
 		}
-		if held, err := k.holdsDisk(ctx, c); held || err != nil {
+		have, held, err := k.holdsDisk(ctx, c)
+		switch {
+		case err != nil:
 			return err
+		case held && have != salt: // K4: the key that was derived is not the disk's
+			return unavailable("create AttestedDisk "+c.Disk, errors.New("another ticket of the machine did so meanwhile, with another salt"))
+		case held:
+			return nil
 		}
 	}
 	return unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
+}
+
+// StillHas says whether the disk has its salt still, and is the machine's: the last thing to be asked before its key leaves, so that
+// none leaves for a disk that was erased while the key was being derived (K4). Its errors are refusals: DISK_ERASED,
+// DISK_MISMATCH, API_UNAVAILABLE.
+func (k *Kube) StillHas(ctx context.Context, c Claim, salt Salt) error {
+	have, held, err := k.holdsDisk(ctx, c)
+	if err != nil {
+		return err
+	}
+	if !held || have != salt {
+		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the salt of disk %s was deleted meanwhile", c.Disk)
+	}
+	return nil
 }

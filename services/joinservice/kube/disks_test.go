@@ -7,10 +7,10 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // J2: the API server creates an object once, so of machines that claim a disk at once at two replicas, which know
@@ -22,9 +22,12 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 	for range 10 {
 		shared.FreeDisk(t, diskOne)
 		var all sync.WaitGroup
-		errs := make([]error, 6)
+		errs, salts := make([]error, 6), make([]Salt, 6)
+		for i := range salts {
+			salts[i] = Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}
+		}
 		for i := range errs {
-			all.Go(func() { errs[i] = []*Kube{a, b}[i%2].ClaimDisk(t.Context(), claim(byte(1+i))) })
+			all.Go(func() { errs[i] = []*Kube{a, b}[i%2].ClaimDisk(t.Context(), claim(byte(1+i)), salts[i]) })
 		}
 		all.Wait()
 		owner := shared.DiskOf(t, diskOne)
@@ -33,7 +36,7 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 			if reason := attest.ReasonOf(err); mine != (err == nil) || !mine && reason != attestv1.Reason_REASON_DISK_MISMATCH {
 				t.Errorf("machine %d, whose the disk is: %v: %v", 1+i, mine, err)
 			}
-			if again := b.ClaimDisk(t.Context(), claim(byte(1+i))); mine != (again == nil) {
+			if again := b.ClaimDisk(t.Context(), claim(byte(1+i)), salts[i]); mine != (again == nil) {
 				t.Errorf("machine %d, whose the disk is: %v: again: %v", 1+i, mine, again)
 			}
 		}
@@ -44,9 +47,7 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 	shared.Reset(t)
 	k, _ := replica(t)
-	if err := k.ClaimDisk(t.Context(), claim(1)); err != nil {
-		t.Fatal(err)
-	}
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	membertest.Eventually(t, func() error {
 		return membertest.Want(k.disks.of(diskOne) == claim(1).Machine.String(), "the replica does not see the claim")
 	})
@@ -62,52 +63,11 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 	}
 }
 
-// Enrolments of before say whose a disk is, as long as they are there: so the first look at them makes it last.
-func TestAnEnrolledDiskOfBeforeBecomesItsMachinesForGood(t *testing.T) {
-	for name, tt := range map[string]struct {
-		status v1alpha1.AttestedNodeStatus
-		spec   func(*v1alpha1.AttestedNodeSpec)
-		begun  bool // a ticket is being made
-		want   bool
-	}{
-		"a worker's":                        {status: ticket("1"), want: true},
-		"a banned machine's":                {status: ticket("1"), spec: func(s *v1alpha1.AttestedNodeSpec) { s.Banned = true }, want: true},
-		"one that the owner named":          {want: true},
-		"one without a disk yet":            {spec: func(s *v1alpha1.AttestedNodeSpec) { s.DiskID = "" }},
-		"one whose first ticket is at work": {begun: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
-			spec := claim(1).spec()
-			if tt.spec != nil {
-				tt.spec(&spec)
-			}
-			if tt.begun {
-				half(t, b.Kube, claim(1), "1")
-			} else {
-				shared.Enrol(t, "w1", spec)
-				n := shared.Node(t, "w1")
-				n.Status = tt.status
-				if err := shared.Client.Status().Update(t.Context(), n); err != nil {
-					t.Fatal(err)
-				}
-			}
-			b.after(t, 0)
-			want := ""
-			if tt.want {
-				want = spec.MachineID
-			}
-			if owner := shared.DiskOf(t, diskOne); owner != want || b.recorded(t, "disk claim decided") != tt.want { // J3
-				t.Errorf("the disk is %q's, want %q; on record: %v", owner, want, b.recorded(t, "disk claim decided"))
-			}
-		})
-	}
-}
-
 // A released enrolment that is deleted takes its name along, and not the disk.
 func TestADeletedEnrolmentLeavesItsDiskToItsMachine(t *testing.T) {
 	b := newBroom(t)
 	shared.Enrol(t, "w1", claim(1).spec())
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	n := shared.Node(t, "w1")
 	released := b.clock.now().Add(-25 * time.Hour)
 	n.Status.ReleasedAt = &metav1.Time{Time: released}
@@ -122,5 +82,31 @@ func TestADeletedEnrolmentLeavesItsDiskToItsMachine(t *testing.T) {
 	})
 	if err := b.Check(t.Context(), claim(1)); err != nil {
 		t.Errorf("its own machine: %v", err)
+	}
+}
+
+// K4: two tickets of one machine that make up two salts leave one, and the other's key, which is not the disk's, does not leave.
+func TestOfTwoSaltsForADiskOneStays(t *testing.T) {
+	shared.Reset(t)
+	a, _ := replica(t)
+	one, err := a.SaltOf(t.Context(), claim(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := a.SaltOf(t.Context(), claim(1))
+	if err != nil || one == two {
+		t.Fatalf("the same salt twice, %v", err)
+	}
+	if err := a.ClaimDisk(t.Context(), claim(1), one); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.ClaimDisk(t.Context(), claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("%v, want API_UNAVAILABLE", err)
+	}
+	if have, err := a.SaltOf(t.Context(), claim(1)); err != nil || have != one {
+		t.Errorf("another salt than the first, %v", err)
+	}
+	if err := a.StillHas(t.Context(), claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED {
+		t.Errorf("%v, want DISK_ERASED", err)
 	}
 }

@@ -27,13 +27,14 @@ const writeAttempts = 4
 
 // Claim is what a machine asks to be enrolled with. Its machine comes from attestation alone (J1).
 type Claim struct {
-	Machine    attest.MachineID
-	Node       string
-	Role       v1alpha1.Role
-	Disk       string
-	DiskMode   v1alpha1.DiskMode
-	Addresses  []netip.Addr
-	ResetCount uint32
+	Machine   attest.MachineID
+	Node      string
+	Role      v1alpha1.Role
+	Disk      string
+	DiskMode  v1alpha1.DiskMode
+	Addresses []netip.Addr
+	// Boot is what the evidence says of the machine's boot.
+	Boot Boot
 	// AK is the name of the attestation key that the machine attested with, in hexadecimal digits.
 	AK string
 }
@@ -55,7 +56,7 @@ func (k *Kube) Check(ctx context.Context, c Claim) error {
 	if owner := k.disks.of(c.Disk); owner == "" || owner == c.Machine.String() {
 		return nil // ClaimDisk decides; this is for before anything is written
 	}
-	_, err := k.holdsDisk(ctx, c) // J2
+	_, _, err := k.holdsDisk(ctx, c) // J2
 	return err
 }
 
@@ -172,10 +173,9 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with disk %s, and asks for the key of %s", own.Spec.DiskID, c.Disk)
 	case own.Spec.DiskMode != "" && own.Spec.DiskMode != c.DiskMode:
 		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled with a %s disk, and has a %s one now", own.Spec.DiskMode, c.DiskMode)
-	case own.Status.ResetCount != nil && int64(c.ResetCount) < *own.Status.ResetCount:
-		return clockWentBack(own, int64(c.ResetCount), *own.Status.ResetCount)
 	}
-	return nil
+	_, err := checkBoot(own, &own.Status, c.Boot) // J11: recording it decides
+	return err
 }
 
 func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
@@ -350,6 +350,9 @@ func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.Atteste
 	}
 	if err := k.writeStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) error {
 		e.replaced = *s.DeepCopy()
+		if err := c.Boot.record(e.node, s, true); err != nil { // J11: long before the key leaves
+			return err
+		}
 		t := status.Ticket.DeepCopy()
 		t.Standing, t.Enrolled, t.Reclaims = standing(s.Ticket)+1, byTicket(e.node), s.ReleasedAt
 		if s.Ticket != nil && t.Reclaims == nil {

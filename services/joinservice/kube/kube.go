@@ -52,6 +52,7 @@ type Kube struct {
 	requests  *requests
 	records   *records
 	turns     leaseView
+	waits     leaseWaits
 	services  serviceAddresses
 	cleanups  sync.WaitGroup
 	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end

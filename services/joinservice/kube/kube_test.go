@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -95,7 +96,7 @@ const (
 func claim(machine byte) Claim {
 	return Claim{
 		Machine: attest.MachineID{machine}, Node: "w1", Role: v1alpha1.RoleWorker, Disk: diskOne,
-		DiskMode: v1alpha1.DiskModePlain, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")},
+		DiskMode: v1alpha1.DiskModePlain, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, Boot: Boot{Verified: time.Now()},
 	}
 }
 

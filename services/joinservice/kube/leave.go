@@ -21,7 +21,6 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrolled"
-	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
@@ -345,18 +344,13 @@ func (k *Kube) retire(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
-// finish lets an enrollment go whose certificates are retired. Its disk stays its machine's (J2), and what its kubelet asked for
-// is nobody else's (J4).
+// finish lets an enrollment go whose certificates are retired. What its kubelet asked for is nobody
+// else's (J4).
 func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	asked := k.requests.of(n.Name)
 	now, err := k.shutOut(ctx, n.Name, n.UID)
 	if now == nil || err != nil {
 		return err
-	}
-	if machine, err := attest.ParseMachineID(now.Spec.MachineID); err == nil && now.Spec.DiskID != "" && k.disks.of(now.Spec.DiskID) == "" {
-		if err := k.ClaimDisk(ctx, Claim{Machine: machine, Disk: now.Spec.DiskID}); err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
-			return err
-		}
 	}
 	for _, o := range asked {
 		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {

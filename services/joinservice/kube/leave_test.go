@@ -254,6 +254,7 @@ func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
 	enrol(t, a, claim(1), "a")
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	p, token := pod(t, "proxy", "w1")
 	before := time.Now()
 	remove(t, "w1")
@@ -297,9 +298,12 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 	stale := b.cluster.Nodes.ByName("w1") // what a replica knows that is behind
 	remove(t, "w1")
 	for name, try := range map[string]func(k *Kube) error{
-		"a ticket":         func(k *Kube) error { _, err := k.Enrol(t.Context(), claim(1), ticket("b")); return err },
-		"a rejoin":         func(k *Kube) error { _, err := k.Rejoin(t.Context(), claim(1)); return err },
-		"a verdict":        func(k *Kube) error { _, err := k.Reattest(t.Context(), claim(1).Machine, ticket("b")); return err },
+		"a ticket": func(k *Kube) error { _, err := k.Enrol(t.Context(), claim(1), ticket("b")); return err },
+		"a rejoin": func(k *Kube) error { _, err := k.Rejoin(t.Context(), claim(1)); return err },
+		"a verdict": func(k *Kube) error {
+			_, err := k.Reattest(t.Context(), claim(1).Machine, claim(1).Boot, ticket("b"))
+			return err
+		},
 		"new certificates": func(k *Kube) error { _, err := k.Renewable(t.Context(), claim(1), ticket("b")); return err },
 		"a return":         func(k *Kube) error { _, err := k.Withdraw(t.Context(), claim(1).Machine, "a"); return err },
 		"a renewal": func(k *Kube) error {

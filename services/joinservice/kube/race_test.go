@@ -161,7 +161,10 @@ type trial struct {
 
 // disk is what a service does between the two: the claim, or nothing of the ticket.
 func (r *trial) disk(ctx context.Context, e *Enrolment) error {
-	err := r.k.ClaimDisk(ctx, r.claim)
+	salt, err := r.k.SaltOf(ctx, r.claim)
+	if err == nil {
+		err = r.k.ClaimDisk(ctx, r.claim, salt)
+	}
 	if err != nil {
 		e.Undo(ctx)
 	}
@@ -202,6 +205,7 @@ func race(rng *rand.Rand, seed uint64, replicas []*Kube) []*trial {
 				Machine: machine, Node: fmt.Sprintf("w%d-%x", rng.IntN(2), seed), Role: v1alpha1.RoleWorker, DiskMode: v1alpha1.DiskModePlain,
 				Disk:      fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f1%d-%012x", rng.IntN(2), seed&0xffffffffffff),
 				Addresses: []netip.Addr{netip.AddrFrom4([4]byte{10, byte(seed >> 8), byte(seed), byte(1 + rng.IntN(2))})},
+				Boot:      Boot{Verified: time.Now()},
 			},
 		}
 		if len(out) > 0 && rng.IntN(2) == 0 { // the same machine asks again, elsewhere

@@ -14,35 +14,42 @@ import (
 // Rejoin says whether the claim, whose addresses are ignored, is what the machine is enrolled as. The
 // enrolment is read from the API, so that a name that the owner has just given away opens no disk any
 // more, whichever replica is asked. An enrolment that was released counts for as long as it is held
-// for its machine, which could get the same key by joining. If the disk is not held for the machine yet, since it
-// was enrolled by a version that did not know of that, [Kube.ClaimDisk] has to come first. Its errors are refusals:
-// NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED, ROLE_REFUSED, DISK_MISMATCH, CLOCK_WENT_BACK, API_UNAVAILABLE.
-// It changes nothing.
-func (k *Kube) Rejoin(ctx context.Context, c Claim) (held bool, err error) {
+// for its machine, which could get the same key by joining. A disk without an AttestedDisk has no salt, and so no key that could
+// open it. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED, ROLE_REFUSED, DISK_MISMATCH,
+// DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes nothing: [Rejoining.Record] has to come
+// before the key leaves.
+func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	own := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
 		own = nil
 	} else if err != nil {
-		return false, unavailable("read AttestedNode "+c.Node, err)
+		return nil, unavailable("read AttestedNode "+c.Node, err)
 	}
 	if k.vacant(own) || own != nil && k.begun(own) {
 		own = nil
 	}
 	if own == nil || own.Spec.MachineID != c.Machine.String() {
-		return false, k.notAs(c, own)
+		return nil, k.notAs(c, own)
 	}
 	if own.Spec.DiskID == "" && !own.ShutOut() { // J2: its disk is not known, so none is its own
-		return false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled, but has not joined with a disk yet; it asks for the key of %s", c.Disk)
+		return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled, but has not joined with a disk yet; it asks for the key of %s", c.Disk)
 	}
 	if err := checkOwn(c, own); err != nil { // J2
-		return false, err
+		return nil, err
 	}
 	for _, other := range k.cluster.Nodes.ByDisk(c.Disk) { // J2
 		if other.Name != c.Node && !k.vacant(other) {
-			return false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q as well", c.Disk, other.Name)
+			return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q as well", c.Disk, other.Name)
 		}
 	}
-	return k.holdsDisk(ctx, c) // J2
+	salt, held, err := k.holdsDisk(ctx, c) // J2
+	if err == nil && !held {               // K4: a new salt would lead to a key that opens nothing
+		err = attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s has no AttestedDisk, so its salt is gone; your known.json may have it", c.Disk)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Rejoining{kube: k, node: own, claim: c, Salt: salt}, nil
 }
 
 // notAs refuses a machine that is not enrolled under the name; own is whoever is, or nil.

@@ -20,7 +20,7 @@ type Renewal struct{ enrolment *Enrolment }
 // Renewable says whether the claim, of which role and disk are ignored, is what the machine is enrolled as, and records
 // the verdict of now that the certificates will be given on (J7). The enrollment is read from the API, so that a ban or a name
 // that the owner has just taken counts at whichever replica. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH,
-// BANNED, ADDRESS_REFUSED, CLOCK_WENT_BACK, API_UNAVAILABLE.
+// BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
 func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
 	own := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
@@ -49,8 +49,8 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 		}
 	}
 	if err := k.writeStatus(ctx, own, func(s *v1alpha1.AttestedNodeStatus) error {
-		if s.ResetCount != nil && int64(c.ResetCount) < *s.ResetCount {
-			return clockWentBack(own, int64(c.ResetCount), *s.ResetCount)
+		if err := c.Boot.record(own, s, false); err != nil { // J11
+			return err
 		}
 		judged(s, status)
 		return nil

@@ -49,7 +49,7 @@ type SweepConfig struct {
 	VerdictMaxAge time.Duration
 	// Audit keeps the records of releases.
 	Audit *audit.Log
-	// Metrics takes muster_nodes_vanished and muster_nodes_refused.
+	// Metrics takes muster_nodes_vanished, muster_nodes_refused and muster_nodes_cloned.
 	Metrics prometheus.Registerer
 }
 
@@ -59,7 +59,6 @@ type SweepConfig struct {
 //     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
 //   - so is one that was released, because its machine returned the ticket;
 //   - a retirement that has lapsed is taken away, since it keeps nobody out any more;
-//   - the disk of an enrolment that an earlier version made, which did not say whose a disk is, is made its machine's;
 //   - one whose ticket failed before it stood is deleted after 5 minutes;
 //   - an enrollment that the owner or an earlier version made gets the finalizer, so that its deletion retires its certificates;
 //   - a place in the list of who may write that no enrolment accounts for is taken away;
@@ -71,6 +70,7 @@ type Sweeper struct {
 	cfg      SweepConfig
 	vanished *prometheus.GaugeVec
 	refused  *prometheus.GaugeVec
+	cloned   prometheus.Gauge
 	// missing is since when a node has no Node, as far as we have looked; stray is what stood in the list
 	// without an enrolment the last time.
 	missing map[string]time.Time
@@ -93,8 +93,9 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 		kube: k, cfg: cfg, missing: map[string]time.Time{}, stray: map[string]string{},
 		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
 		refused:  prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_refused", Help: "Enrolled nodes, not banned, whose machine's last genuine evidence was refused, by reason."}, []string{"reason"}),
+		cloned:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_nodes_cloned", Help: "Enrolled nodes whose TPM a second machine has shown, until the owner has decided which is genuine."}),
 	}
-	if err := errors.Join(cfg.Metrics.Register(s.vanished), cfg.Metrics.Register(s.refused)); err != nil {
+	if err := errors.Join(cfg.Metrics.Register(s.vanished), cfg.Metrics.Register(s.refused), cfg.Metrics.Register(s.cloned)); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
 	return s, nil
@@ -130,9 +131,9 @@ func (s *Sweeper) pass(ctx context.Context) {
 			continue // the Enforcer is at it
 		}
 		n = n.DeepCopy()
-		err := errors.Join(k.mark(ctx, n), s.claim(ctx, n))
+		err := k.mark(ctx, n)
 		how := ""
-		if err == nil { // an enrolment that ends leaves its disk to its machine
+		if err == nil {
 			how, err = s.look(ctx, n)
 		}
 		if how != "" {
@@ -180,36 +181,22 @@ func (s *Sweeper) lapse(ctx context.Context) {
 	}
 }
 
-// claim makes an enrolled disk its machine's for good, if that was not said yet (J2).
-func (s *Sweeper) claim(ctx context.Context, n *v1alpha1.AttestedNode) error {
-	k := s.kube
-	if n.Spec.DiskID == "" || k.begun(n) || k.disks.of(n.Spec.DiskID) != "" {
-		return nil
-	}
-	machine, err := attest.ParseMachineID(n.Spec.MachineID)
-	if err != nil {
-		return err
-	}
-	if err := s.record("disk claim decided", n, "the disk was enrolled and nobody's"); err != nil {
-		return err
-	}
-	if err := k.ClaimDisk(ctx, Claim{Machine: machine, Disk: n.Spec.DiskID}); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
-		return err
-	}
-	return nil // somebody was faster, and whoever asks for the key is told
-}
-
-// countRefused counts nodes that no longer fit. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
+// countRefused counts nodes that no longer fit, and those that were cloned. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
 	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
 		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // none is a value too: without it nobody can tell that from a joinservice that does not count
 	}
+	cloned := 0.0
 	for _, n := range nodes {
+		if meta.IsStatusConditionTrue(n.Status.Conditions, v1alpha1.ConditionCloned) {
+			cloned++
+		}
 		if v := n.Status.LastVerdict; v != nil && !v.Accepted && !n.ShutOut() {
 			s.refused.WithLabelValues(v.Reason).Inc()
 		}
 	}
+	s.cloned.Set(cloned)
 }
 
 // look deals with one enrolment, and says how its node vanished; empty: it has not.

@@ -183,6 +183,7 @@ func (b *broom) object(t *testing.T, there bool) {
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b := newBroom(t)
 	enrol(t, b.Kube, claim(1), "a")
+	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
 	b.attests(t)
@@ -334,7 +335,7 @@ func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
 	if shared.Node(t, "w1") == nil || shared.Listed(t)["w1"] == "" {
 		t.Error("it is gone")
 	}
-	if _, err := b.Reattest(t.Context(), claim(1).Machine, ticket("")); err != nil {
+	if _, err := b.Reattest(t.Context(), claim(1).Machine, claim(1).Boot, ticket("")); err != nil {
 		t.Errorf("its machine cannot attest: %v", err)
 	}
 }

@@ -16,8 +16,8 @@ import (
 
 // Reattest records a verdict of now on an enrolled machine, whose ID comes from attestation alone
 // (J1), and gives its node's name. What of status is not about evidence is ignored. Its errors are
-// refusals: NOT_ENROLLED, BANNED, CLOCK_WENT_BACK, API_UNAVAILABLE.
-func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1.AttestedNodeStatus) (node string, err error) {
+// refusals: NOT_ENROLLED, BANNED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
+func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, boot Boot, status v1alpha1.AttestedNodeStatus) (node string, err error) {
 	// Nothing has come of those that a ticket only began; its replica may have ended.
 	own := slices.DeleteFunc(k.cluster.Nodes.ByMachine(m), k.begun)
 	switch {
@@ -31,8 +31,8 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, status v1alpha1
 	}
 	n := own[0].DeepCopy()
 	return n.Name, k.writeStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
-		if s.ResetCount != nil && status.ResetCount != nil && *status.ResetCount < *s.ResetCount {
-			return clockWentBack(n, *status.ResetCount, *s.ResetCount)
+		if err := boot.record(n, s, false); err != nil { // J11
+			return err
 		}
 		judged(s, status)
 		return nil
@@ -75,7 +75,7 @@ func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 	}
 	n := next.DeepCopy()
 	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
-	s.EvidenceDigest, s.PCRs, s.AKName, s.ResetCount = n.EvidenceDigest, n.PCRs, n.AKName, n.ResetCount
+	s.EvidenceDigest, s.PCRs, s.AKName = n.EvidenceDigest, n.PCRs, n.AKName
 	if n.Certificates != nil { // those that its kubelet has, whatever was made for it
 		s.Certificates = n.Certificates
 	}

@@ -111,7 +111,7 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 
 // A node that booted something else is counted here, by those who saw its evidence: what it counts itself may be the word of anybody on the network.
 func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
-	s := &Sweeper{refused: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "refused"}, []string{"reason"})}
+	s := &Sweeper{refused: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "refused"}, []string{"reason"}), cloned: prometheus.NewGauge(prometheus.GaugeOpts{Name: "cloned"})}
 	node := func(accepted bool, reason string, banned bool) *v1alpha1.AttestedNode {
 		return &v1alpha1.AttestedNode{
 			Spec:   v1alpha1.AttestedNodeSpec{Banned: banned},

@@ -87,6 +87,7 @@ type Machine struct {
 	clock    time.Duration // when it was switched on
 	since    time.Time
 	quotes   int
+	counter  uint64 // 0: there is none
 }
 
 var _ tpm.Device = (*Machine)(nil)
@@ -379,6 +380,35 @@ func cloneAll(in [][]byte) [][]byte {
 		out[i] = bytes.Clone(b)
 	}
 	return out
+}
+
+// Counter implements [tpm.Device].
+func (m *Machine) Counter(ctx context.Context) (uint64, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.counter == 0 {
+		return 0, tpm.ErrNoCounter
+	}
+	return m.counter, ctx.Err()
+}
+
+// IncrementCounter implements [tpm.Device].
+func (m *Machine) IncrementCounter(ctx context.Context) (uint64, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.counter == 0 {
+		return 0, tpm.ErrNoCounter
+	}
+	m.counter++
+	return m.counter, ctx.Err()
+}
+
+// DefineCounter implements [tpm.Device].
+func (m *Machine) DefineCounter(ctx context.Context) (uint64, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.counter++
+	return m.counter, ctx.Err()
 }
 
 // boot starts the TPM and measures as firmware does.

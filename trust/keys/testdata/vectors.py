@@ -25,14 +25,19 @@ for i, disk in enumerate((
     root = hashlib.sha256(b"root %d" % i).digest()
     salt = hashlib.sha256(b"salt %d" % i).digest()
     measurement_salt = hashlib.sha256(b"measurement salt %d" % i).digest()
-    measurement = hkdf(root, salt, b"muster/v1/measurement-secret", 32)
+    version = (1, 2, 0x01020304)[i]
+    disk_salt = hashlib.sha256(b"disk salt %d" % i).digest()
+    of_version = b"\x00" + version.to_bytes(4, "big")
+    measurement = hkdf(root, salt, b"muster/v2/measurement-secret" + of_version, 32)
     vectors.append({
+        "version": version,
         "root": root.hex(),
         "salt": salt.hex(),
         "diskID": disk,
-        "diskKey": hkdf(root, salt, b"muster/v1/disk/" + disk.encode(), 32).hex(),
-        "etcdEncryptionKey": hkdf(root, salt, b"muster/v1/etcd-encryption", 32).hex(),
+        "diskSalt": disk_salt.hex(),
+        "diskKey": hkdf(root, salt, b"muster/v2/disk" + of_version + disk.encode() + disk_salt, 32).hex(),
+        "etcdEncryptionKey": hkdf(root, salt, b"muster/v2/etcd-encryption" + of_version, 32).hex(),
         "measurementSalt": measurement_salt.hex(),
-        "clusterID": hkdf(measurement, measurement_salt, b"muster/v1/cluster-id", 32).hex(),
+        "clusterID": hkdf(measurement, measurement_salt, b"muster/v2/cluster-id" + of_version, 32).hex(),
     })
 print(json.dumps(vectors, indent=2))

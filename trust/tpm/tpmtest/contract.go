@@ -104,6 +104,29 @@ func Contract(t *testing.T, open func(testing.TB) tpm.Device) {
 			must(dev.Quote(ctx, [32]byte{4}, tpm.SHA256))(t)
 		}
 	})
+	t.Run("the counter only goes up", func(t *testing.T) {
+		if _, err := dev.Counter(ctx); !errors.Is(err, tpm.ErrNoCounter) {
+			t.Fatalf("before it is defined: %v, want ErrNoCounter", err)
+		}
+		if _, err := dev.IncrementCounter(ctx); !errors.Is(err, tpm.ErrNoCounter) {
+			t.Fatalf("before it is defined: %v, want ErrNoCounter", err)
+		}
+		first := must(dev.DefineCounter(ctx))(t)
+		if got := must(dev.Counter(ctx))(t); got != first || got == 0 {
+			t.Errorf("it is %d, and was defined with %d", got, first)
+		}
+		for i := range uint64(3) {
+			if got := must(dev.IncrementCounter(ctx))(t); got != first+i+1 {
+				t.Errorf("incremented to %d, want %d", got, first+i+1)
+			}
+		}
+		if got := must(dev.Counter(ctx))(t); got != first+3 {
+			t.Errorf("it is %d, want %d", got, first+3)
+		}
+		if got := must(dev.DefineCounter(ctx))(t); got <= first+3 {
+			t.Errorf("made anew it is %d, no more than the %d that it had", got, first+3)
+		}
+	})
 	t.Run("many callers at once each get their own quote", func(t *testing.T) {
 		var wg sync.WaitGroup
 		for i := range 8 {

@@ -87,6 +87,24 @@ func (e *Emulator) Restart() {
 	e.start()
 }
 
+// Copy returns a TPM with a copy of this one's state as it is now, that was switched on: what somebody has who copies a virtual
+// machine. It ends with the test.
+func (e *Emulator) Copy() *Emulator {
+	e.t.Helper()
+	dir, err := os.MkdirTemp("", "swtpm")
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	e.t.Cleanup(func() { os.RemoveAll(dir) })
+	if err := os.CopyFS(filepath.Join(dir, "state"), os.DirFS(filepath.Join(e.dir, "state"))); err != nil {
+		e.t.Fatal(err)
+	}
+	c := &Emulator{t: e.t, dir: dir, banks: e.banks, Root: e.Root, Socket: filepath.Join(dir, "tpm.sock"), Lock: filepath.Join(dir, "tpm.lock")}
+	c.start()
+	e.t.Cleanup(c.stop)
+	return c
+}
+
 func (e *Emulator) setup() {
 	e.t.Helper()
 	ca, state := filepath.Join(e.dir, "ca"), filepath.Join(e.dir, "state")

@@ -144,6 +144,12 @@ const (
 	// The order for an administrator's certificate is not signed with the owner's key, or was
 	// changed since.
 	Reason_REASON_OWNER_SIGNATURE Reason = 100
+	// The disk's salt was deleted, so its key can't be derived any more. A disk that is
+	// formatted again has another UUID, and another key.
+	Reason_REASON_DISK_ERASED Reason = 103
+	// A later boot of the machine is known, or this one with another secret: two machines have
+	// the same TPM state, or an older state was put back.
+	Reason_REASON_MACHINE_CLONED Reason = 101
 	// The caller's service-account token is missing, expired or of somebody else.
 	Reason_REASON_WORKLOAD_IDENTITY Reason = 110
 	// The caller's token belongs to a pod on another machine than the attested one.
@@ -155,6 +161,10 @@ const (
 	Reason_REASON_CLOCK_SKEW Reason = 120
 	// The key that follows from the root secret and the salt does not open the state disk.
 	Reason_REASON_RECOVERY_SECRET_INVALID Reason = 130
+	// The state disk of a control plane is an older copy than its TPM's counter says, or its
+	// TPM has lost the counter: what the owner has decided since would be undone. Its owner
+	// accepts it, or restores the newest disk.
+	Reason_REASON_CLUSTER_ROLLED_BACK Reason = 131
 )
 
 // Enum value maps for Reason.
@@ -216,11 +226,14 @@ var (
 		98:  "REASON_CERTIFICATE_RETIRED",
 		99:  "REASON_TPM_KNOWN",
 		100: "REASON_OWNER_SIGNATURE",
+		103: "REASON_DISK_ERASED",
+		101: "REASON_MACHINE_CLONED",
 		110: "REASON_WORKLOAD_IDENTITY",
 		111: "REASON_WORKLOAD_NODE",
 		112: "REASON_ROOT_SEALED",
 		120: "REASON_CLOCK_SKEW",
 		130: "REASON_RECOVERY_SECRET_INVALID",
+		131: "REASON_CLUSTER_ROLLED_BACK",
 	}
 	Reason_value = map[string]int32{
 		"REASON_UNSPECIFIED":             0,
@@ -279,11 +292,14 @@ var (
 		"REASON_CERTIFICATE_RETIRED":     98,
 		"REASON_TPM_KNOWN":               99,
 		"REASON_OWNER_SIGNATURE":         100,
+		"REASON_DISK_ERASED":             103,
+		"REASON_MACHINE_CLONED":          101,
 		"REASON_WORKLOAD_IDENTITY":       110,
 		"REASON_WORKLOAD_NODE":           111,
 		"REASON_ROOT_SEALED":             112,
 		"REASON_CLOCK_SKEW":              120,
 		"REASON_RECOVERY_SECRET_INVALID": 130,
+		"REASON_CLUSTER_ROLLED_BACK":     131,
 	}
 )
 
@@ -318,7 +334,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xed\f\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xc1\r\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -376,12 +392,15 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x19REASON_CONTROL_PLANE_BUSY\x10`\x12\x1e\n" +
 	"\x1aREASON_CERTIFICATE_RETIRED\x10b\x12\x14\n" +
 	"\x10REASON_TPM_KNOWN\x10c\x12\x1a\n" +
-	"\x16REASON_OWNER_SIGNATURE\x10d\x12\x1c\n" +
+	"\x16REASON_OWNER_SIGNATURE\x10d\x12\x16\n" +
+	"\x12REASON_DISK_ERASED\x10g\x12\x19\n" +
+	"\x15REASON_MACHINE_CLONED\x10e\x12\x1c\n" +
 	"\x18REASON_WORKLOAD_IDENTITY\x10n\x12\x18\n" +
 	"\x14REASON_WORKLOAD_NODE\x10o\x12\x16\n" +
 	"\x12REASON_ROOT_SEALED\x10p\x12\x15\n" +
 	"\x11REASON_CLOCK_SKEW\x10x\x12#\n" +
-	"\x1eREASON_RECOVERY_SECRET_INVALID\x10\x82\x01B\xc1\x01\n" +
+	"\x1eREASON_RECOVERY_SECRET_INVALID\x10\x82\x01\x12\x1f\n" +
+	"\x1aREASON_CLUSTER_ROLLED_BACK\x10\x83\x01B\xc1\x01\n" +
 	"\x14com.muster.attest.v1B\vReasonProtoP\x01Z:github.com/muster-k8s/muster/gen/muster/attest/v1;attestv1\xa2\x02\x03MAX\xaa\x02\x10Muster.Attest.V1\xca\x02\x10Muster\\Attest\\V1\xe2\x02\x1cMuster\\Attest\\V1\\GPBMetadata\xea\x02\x12Muster::Attest::V1b\x06proto3"
 
 var (

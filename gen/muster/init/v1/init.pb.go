@@ -244,8 +244,17 @@ type InitRequest struct {
 	// "unlocked" that a machine may show when a lost connection is resumed. It is no
 	// secret; the machine writes it to the ConfigMap muster-cluster.
 	MeasurementSalt []byte `protobuf:"bytes,12,opt,name=measurement_salt,json=measurementSalt,proto3" json:"measurement_salt,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The salt of the machine's state disk, exactly 32 random bytes made by the caller, which
+	// are not all zero. The disk's key depends on it. The machine keeps it nowhere; the caller
+	// writes it to the disk's AttestedDisk.
+	DiskSalt []byte `protobuf:"bytes,14,opt,name=disk_salt,json=diskSalt,proto3" json:"disk_salt,omitempty"`
+	// Kubernetes' own images: exactly one for each of etcd, kube-apiserver,
+	// kube-controller-manager, kube-scheduler, kube-proxy, coredns and pause, as
+	// REGISTRY/PATH/NAME:TAG@sha256:DIGEST. Static pods, add-ons and containerd's sandbox name
+	// them so; joining machines are told the same (B9).
+	Images        []string `protobuf:"bytes,13,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *InitRequest) Reset() {
@@ -358,6 +367,20 @@ func (x *InitRequest) GetComponents() []*Component {
 func (x *InitRequest) GetMeasurementSalt() []byte {
 	if x != nil {
 		return x.MeasurementSalt
+	}
+	return nil
+}
+
+func (x *InitRequest) GetDiskSalt() []byte {
+	if x != nil {
+		return x.DiskSalt
+	}
+	return nil
+}
+
+func (x *InitRequest) GetImages() []string {
+	if x != nil {
+		return x.Images
 	}
 	return nil
 }
@@ -703,7 +726,7 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\fAdoptRequest\x121\n" +
 	"\x05order\x18\x01 \x01(\v2\x1b.muster.init.v1.InitRequestR\x05order\"C\n" +
 	"\rAdoptResponse\x122\n" +
-	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"\xe4\x03\n" +
+	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"\x99\x04\n" +
 	"\vInitRequest\x12'\n" +
 	"\x0fidempotency_key\x18\x01 \x01(\fR\x0eidempotencyKey\x12\x1f\n" +
 	"\vinit_secret\x18\x02 \x01(\fR\n" +
@@ -721,7 +744,9 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\n" +
 	"components\x18\v \x03(\v2\x19.muster.init.v1.ComponentR\n" +
 	"components\x12)\n" +
-	"\x10measurement_salt\x18\f \x01(\fR\x0fmeasurementSalt\"w\n" +
+	"\x10measurement_salt\x18\f \x01(\fR\x0fmeasurementSalt\x12\x1b\n" +
+	"\tdisk_salt\x18\x0e \x01(\fR\bdiskSalt\x12\x16\n" +
+	"\x06images\x18\r \x03(\tR\x06images\"w\n" +
 	"\tComponent\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x16\n" +
 	"\x06sha256\x18\x02 \x01(\fR\x06sha256\x12\x12\n" +

@@ -158,8 +158,13 @@ type IssueJoinTicketRequest struct {
 	// the same subject, DNS SAN exactly NAME, IP SANs the node's addresses. Otherwise
 	// CSR_INVALID; ADDRESS_REFUSED for an address that is not the node's to have.
 	KubeletServingCsr []byte `protobuf:"bytes,6,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The secret of this boot: 32 random bytes that the machine makes once in each boot and
+	// keeps in memory. It tells the machine from a copy of it whose TPM counts the same boot;
+	// joinservice keeps its SHA-256 alone. Refused with MACHINE_CLONED if another secret, or a
+	// later boot, is known of the machine (J11). A secret: never logged (K3).
+	BootSecret    []byte `protobuf:"bytes,7,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketRequest) Reset() {
@@ -234,6 +239,13 @@ func (x *IssueJoinTicketRequest) GetKubeletServingCsr() []byte {
 	return nil
 }
 
+func (x *IssueJoinTicketRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
+	}
+	return nil
+}
+
 // IssueJoinTicketResponse is the ticket; the joinservice sets all of it. A machine
 // refuses a ticket whose fields do not have their form with REQUEST_INVALID, before it
 // takes its node lock.
@@ -276,8 +288,10 @@ type IssueJoinTicketResponse struct {
 	// them; 1 to 64. The joiner asks etcd there for members that an unfinished join has
 	// left. Empty for a worker.
 	ControlPlaneAddresses []string `protobuf:"bytes,14,rep,name=control_plane_addresses,json=controlPlaneAddresses,proto3" json:"control_plane_addresses,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Kubernetes' own images by digest, as in InitRequest (B9).
+	Images        []string `protobuf:"bytes,15,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketResponse) Reset() {
@@ -404,6 +418,13 @@ func (x *IssueJoinTicketResponse) GetLeaseLifetime() *durationpb.Duration {
 func (x *IssueJoinTicketResponse) GetControlPlaneAddresses() []string {
 	if x != nil {
 		return x.ControlPlaneAddresses
+	}
+	return nil
+}
+
+func (x *IssueJoinTicketResponse) GetImages() []string {
+	if x != nil {
+		return x.Images
 	}
 	return nil
 }
@@ -549,7 +570,7 @@ func (*ReturnJoinTicketResponse) Descriptor() ([]byte, []int) {
 }
 
 // ReattestRequest says what the evidence can't. Who is meant, and what of it is judged, is the
-// evidence of the connection; nothing is decided on what stands here.
+// evidence of the connection; of what stands here, boot_secret alone decides anything.
 type ReattestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// When the client certificate ends that the kubelet has on its disk; set by the machine. Unset if
@@ -557,8 +578,11 @@ type ReattestRequest struct {
 	KubeletClientExpiresAt *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=kubelet_client_expires_at,json=kubeletClientExpiresAt,proto3" json:"kubelet_client_expires_at,omitempty"`
 	// The same of the kubelet's serving certificate.
 	KubeletServingExpiresAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=kubelet_serving_expires_at,json=kubeletServingExpiresAt,proto3" json:"kubelet_serving_expires_at,omitempty"`
-	unknownFields           protoimpl.UnknownFields
-	sizeCache               protoimpl.SizeCache
+	// The secret of this boot, as in IssueJoinTicketRequest: another form is refused with
+	// REQUEST_INVALID, that of a copy with MACHINE_CLONED (J11).
+	BootSecret    []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReattestRequest) Reset() {
@@ -601,6 +625,13 @@ func (x *ReattestRequest) GetKubeletClientExpiresAt() *timestamppb.Timestamp {
 func (x *ReattestRequest) GetKubeletServingExpiresAt() *timestamppb.Timestamp {
 	if x != nil {
 		return x.KubeletServingExpiresAt
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
 	}
 	return nil
 }
@@ -676,7 +707,11 @@ type IssueRejoinTicketRequest struct {
 	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4): that
 	// of the LUKS2 header. Refused with DISK_MISMATCH if it is not the enrolled one, or if the
 	// machine is enrolled with a plain disk, which has no key.
-	DiskId        string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	DiskId string `protobuf:"bytes,3,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	// The secret of this boot, as in IssueJoinTicketRequest. Refused with MACHINE_CLONED if a
+	// later boot, or another secret of this one, is known of the machine, and if this is a later
+	// boot while the kubelet of the one before still renews its Lease (J11).
+	BootSecret    []byte `protobuf:"bytes,4,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -732,6 +767,13 @@ func (x *IssueRejoinTicketRequest) GetDiskId() string {
 	return ""
 }
 
+func (x *IssueRejoinTicketRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
+	}
+	return nil
+}
+
 // IssueRejoinTicketResponse is what a machine needs to go on where it was; the joinservice
 // sets all of it. A machine refuses one whose fields do not have their form with
 // REQUEST_INVALID. It may ask again at any time, and is given the same key.
@@ -744,7 +786,15 @@ type IssueRejoinTicketResponse struct {
 	DiskKey []byte `protobuf:"bytes,2,opt,name=disk_key,json=diskKey,proto3" json:"disk_key,omitempty"`
 	// Cluster ID, exactly 32 bytes. It is for logs: what the machine is locked to after the
 	// reboot stands in the journal on its disk.
-	ClusterId     []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	ClusterId []byte `protobuf:"bytes,3,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	// What the machine is to run, as in a join ticket: its disk is compared with it before the
+	// kubelet starts (B8).
+	Components []*v1.Component `protobuf:"bytes,8,rep,name=components,proto3" json:"components,omitempty"`
+	// Kubernetes' own images by digest, as in a join ticket.
+	Images []string `protobuf:"bytes,9,rep,name=images,proto3" json:"images,omitempty"`
+	// The cluster was there before Muster, so a control plane's static pods need not be those
+	// that Muster makes.
+	Adopted       bool `protobuf:"varint,10,opt,name=adopted,proto3" json:"adopted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -800,6 +850,27 @@ func (x *IssueRejoinTicketResponse) GetClusterId() []byte {
 	return nil
 }
 
+func (x *IssueRejoinTicketResponse) GetComponents() []*v1.Component {
+	if x != nil {
+		return x.Components
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetImages() []string {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+func (x *IssueRejoinTicketResponse) GetAdopted() bool {
+	if x != nil {
+		return x.Adopted
+	}
+	return false
+}
+
 // RenewNodeCertificatesRequest is what the machine's bootstrapper asks for. Nothing in it says who
 // the caller is: that is the attested peer. The name in both requests is refused with NOT_ENROLLED
 // if neither machine nor name is enrolled, and with NAME_TAKEN or NAME_MISMATCH if one of them is.
@@ -813,8 +884,10 @@ type RenewNodeCertificatesRequest struct {
 	// IssueJoinTicketRequest has. Otherwise CSR_INVALID; ADDRESS_REFUSED for an address that is not in
 	// the node's enrollment.
 	KubeletServingCsr []byte `protobuf:"bytes,2,opt,name=kubelet_serving_csr,json=kubeletServingCsr,proto3" json:"kubelet_serving_csr,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The secret of this boot, as in ReattestRequest.
+	BootSecret    []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RenewNodeCertificatesRequest) Reset() {
@@ -857,6 +930,13 @@ func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
 func (x *RenewNodeCertificatesRequest) GetKubeletServingCsr() []byte {
 	if x != nil {
 		return x.KubeletServingCsr
+	}
+	return nil
+}
+
+func (x *RenewNodeCertificatesRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
 	}
 	return nil
 }
@@ -1217,14 +1297,16 @@ var File_muster_join_v1_join_proto protoreflect.FileDescriptor
 
 const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\n" +
-	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\x8d\x02\n" +
+	"\x19muster/join/v1/join.proto\x12\x0emuster.join.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19muster/init/v1/init.proto\"\xb3\x02\n" +
 	"\x16IssueJoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x125\n" +
 	"\tdisk_mode\x18\x04 \x01(\x0e2\x18.muster.join.v1.DiskModeR\bdiskMode\x12,\n" +
 	"\x12kubelet_client_csr\x18\x05 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\"\xea\x05\n" +
+	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\x12$\n" +
+	"\vboot_secret\x18\a \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\x82\x06\n" +
 	"\x17IssueJoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x19\n" +
 	"\bdisk_key\x18\x02 \x01(\fR\adiskKey\x12\x1d\n" +
@@ -1244,31 +1326,44 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"expires_at\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x12,\n" +
 	"\x0fbootstrap_token\x18\f \x01(\tB\x03\x80\x01\x01R\x0ebootstrapToken\x12@\n" +
 	"\x0elease_lifetime\x18\r \x01(\v2\x19.google.protobuf.DurationR\rleaseLifetime\x126\n" +
-	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\"@\n" +
+	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\x12\x16\n" +
+	"\x06images\x18\x0f \x03(\tR\x06images\"@\n" +
 	"\x10ControlPlaneFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\xc1\x01\n" +
+	"\x18ReturnJoinTicketResponse\"\xe7\x01\n" +
 	"\x0fReattestRequest\x12U\n" +
 	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
-	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\"n\n" +
+	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\x12$\n" +
+	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"n\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
-	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"z\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xa0\x01\n" +
 	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
-	"\adisk_id\x18\x03 \x01(\tR\x06diskId\"w\n" +
+	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x12$\n" +
+	"\vboot_secret\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\xe4\x01\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
 	"\n" +
-	"cluster_id\x18\x03 \x01(\fR\tclusterId\"|\n" +
+	"cluster_id\x18\x03 \x01(\fR\tclusterId\x129\n" +
+	"\n" +
+	"components\x18\b \x03(\v2\x19.muster.init.v1.ComponentR\n" +
+	"components\x12\x16\n" +
+	"\x06images\x18\t \x03(\tR\x06images\x12\x18\n" +
+	"\aadopted\x18\n" +
+	" \x01(\bR\aadopted\"\xa2\x01\n" +
 	"\x1cRenewNodeCertificatesRequest\x12,\n" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
-	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\"\xbc\x01\n" +
+	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\x12$\n" +
+	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\"\xbc\x01\n" +
 	"\x1dRenewNodeCertificatesResponse\x12\x1d\n" +
 	"\n" +
 	"renewal_id\x18\x01 \x01(\fR\trenewalId\x12<\n" +
@@ -1357,29 +1452,30 @@ var file_muster_join_v1_join_proto_depIdxs = []int32{
 	19, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
 	20, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	20, // 10: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	19, // 11: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	15, // 12: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	20, // 13: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	2,  // 14: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 15: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 16: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 17: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 18: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	13, // 19: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	16, // 20: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	3,  // 21: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 22: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 23: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 24: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 25: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	14, // 26: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	17, // 27: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	21, // [21:28] is the sub-list for method output_type
-	14, // [14:21] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	18, // 10: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	20, // 11: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	19, // 12: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	15, // 13: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	20, // 14: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	2,  // 15: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 16: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 17: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 18: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 19: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	13, // 20: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	16, // 21: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	3,  // 22: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 23: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 24: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 25: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 26: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	14, // 27: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	17, // 28: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	22, // [22:29] is the sub-list for method output_type
+	15, // [15:22] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }

@@ -30,7 +30,15 @@ type DeriveDiskKeyRequest struct {
 	// Set by the joinservice: UUID of the disk in its 36-character lower-case form (RFC
 	// 9562, section 4); anything else is refused
 	// with REQUEST_INVALID.
-	DiskId        string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	DiskId string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	// Set by the joinservice: the disk's salt, exactly 32 bytes that are not all zero, from the
+	// AttestedDisk; another one is refused with REQUEST_INVALID. Without its salt a disk has no
+	// key (K4).
+	DiskSalt []byte `protobuf:"bytes,2,opt,name=disk_salt,json=diskSalt,proto3" json:"disk_salt,omitempty"`
+	// Set by the joinservice: the version of the root secret that the key follows from, 1 or
+	// more, from the AttestedDisk; 0 is refused with REQUEST_INVALID, and a version that the
+	// key service does not have with ROOT_SEALED.
+	RootVersion   uint32 `protobuf:"varint,3,opt,name=root_version,json=rootVersion,proto3" json:"root_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -72,11 +80,30 @@ func (x *DeriveDiskKeyRequest) GetDiskId() string {
 	return ""
 }
 
+func (x *DeriveDiskKeyRequest) GetDiskSalt() []byte {
+	if x != nil {
+		return x.DiskSalt
+	}
+	return nil
+}
+
+func (x *DeriveDiskKeyRequest) GetRootVersion() uint32 {
+	if x != nil {
+		return x.RootVersion
+	}
+	return 0
+}
+
 // DeriveDiskKeyResponse carries the key.
 type DeriveDiskKeyResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HKDF-SHA256(root, salt, "muster/v1/disk/" || disk_id), 32 bytes.
-	Key           []byte `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// HKDF-SHA256(root, salt, "muster/v2/disk" || 0x00 || root_version || disk_id ||
+	// disk_salt), 32 bytes; root_version in 4 bytes, big-endian.
+	Key []byte `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// The version that the key follows from. A caller refuses an answer with another version
+	// than it asked for: a key service that does not know of versions answers 0, and has left
+	// out the salt as well.
+	RootVersion   uint32 `protobuf:"varint,2,opt,name=root_version,json=rootVersion,proto3" json:"root_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -118,14 +145,24 @@ func (x *DeriveDiskKeyResponse) GetKey() []byte {
 	return nil
 }
 
+func (x *DeriveDiskKeyResponse) GetRootVersion() uint32 {
+	if x != nil {
+		return x.RootVersion
+	}
+	return 0
+}
+
 // DeriveClusterIdRequest carries what the ID depends on beside the root.
 type DeriveClusterIdRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Set by the joinservice: the cluster's measurement salt, exactly 32 bytes, from the
 	// ConfigMap muster-cluster; another length is refused with REQUEST_INVALID.
 	MeasurementSalt []byte `protobuf:"bytes,1,opt,name=measurement_salt,json=measurementSalt,proto3" json:"measurement_salt,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Set by the joinservice: the version of the root secret that the cluster was made with. As
+	// in DeriveDiskKeyRequest.
+	RootVersion   uint32 `protobuf:"varint,2,opt,name=root_version,json=rootVersion,proto3" json:"root_version,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DeriveClusterIdRequest) Reset() {
@@ -165,11 +202,18 @@ func (x *DeriveClusterIdRequest) GetMeasurementSalt() []byte {
 	return nil
 }
 
+func (x *DeriveClusterIdRequest) GetRootVersion() uint32 {
+	if x != nil {
+		return x.RootVersion
+	}
+	return 0
+}
+
 // DeriveClusterIdResponse carries the ID, which is no secret.
 type DeriveClusterIdResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// HKDF-SHA256(measurement secret, measurement salt, "muster/v1/cluster-id"), 32
-	// bytes.
+	// HKDF-SHA256(measurement secret, measurement salt, "muster/v2/cluster-id" || 0x00 ||
+	// root_version), 32 bytes.
 	ClusterId     []byte `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -216,13 +260,17 @@ var File_muster_kms_v1_kms_proto protoreflect.FileDescriptor
 
 const file_muster_kms_v1_kms_proto_rawDesc = "" +
 	"\n" +
-	"\x17muster/kms/v1/kms.proto\x12\rmuster.kms.v1\"/\n" +
+	"\x17muster/kms/v1/kms.proto\x12\rmuster.kms.v1\"o\n" +
 	"\x14DeriveDiskKeyRequest\x12\x17\n" +
-	"\adisk_id\x18\x01 \x01(\tR\x06diskId\")\n" +
+	"\adisk_id\x18\x01 \x01(\tR\x06diskId\x12\x1b\n" +
+	"\tdisk_salt\x18\x02 \x01(\fR\bdiskSalt\x12!\n" +
+	"\froot_version\x18\x03 \x01(\rR\vrootVersion\"L\n" +
 	"\x15DeriveDiskKeyResponse\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\fR\x03key\"C\n" +
+	"\x03key\x18\x01 \x01(\fR\x03key\x12!\n" +
+	"\froot_version\x18\x02 \x01(\rR\vrootVersion\"f\n" +
 	"\x16DeriveClusterIdRequest\x12)\n" +
-	"\x10measurement_salt\x18\x01 \x01(\fR\x0fmeasurementSalt\"8\n" +
+	"\x10measurement_salt\x18\x01 \x01(\fR\x0fmeasurementSalt\x12!\n" +
+	"\froot_version\x18\x02 \x01(\rR\vrootVersion\"8\n" +
 	"\x17DeriveClusterIdResponse\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\fR\tclusterId2\xca\x01\n" +

@@ -298,6 +298,220 @@ func (x *RecoverResponse) GetDiskId() string {
 	return ""
 }
 
+// DescribeEpochRequest is empty.
+type DescribeEpochRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribeEpochRequest) Reset() {
+	*x = DescribeEpochRequest{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeEpochRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeEpochRequest) ProtoMessage() {}
+
+func (x *DescribeEpochRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeEpochRequest.ProtoReflect.Descriptor instead.
+func (*DescribeEpochRequest) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{4}
+}
+
+// DescribeEpochResponse is what the state disk and the TPM say.
+type DescribeEpochResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The epoch of the cluster that the disk was written at last; 0: the disk knows none.
+	Epoch uint64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// The serial of the policy then.
+	PolicySerial uint64 `protobuf:"varint,2,opt,name=policy_serial,json=policySerial,proto3" json:"policy_serial,omitempty"`
+	// Names of the nodes that were banned then, in order, at most 1000.
+	Bans []string `protobuf:"bytes,3,rep,name=bans,proto3" json:"bans,omitempty"`
+	// The value of the TPM's counter that belongs to the disk; 0: the disk knows none.
+	DiskCounter uint64 `protobuf:"varint,4,opt,name=disk_counter,json=diskCounter,proto3" json:"disk_counter,omitempty"`
+	// The value of the TPM's counter; 0: it has none.
+	TpmCounter    uint64 `protobuf:"varint,5,opt,name=tpm_counter,json=tpmCounter,proto3" json:"tpm_counter,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribeEpochResponse) Reset() {
+	*x = DescribeEpochResponse{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribeEpochResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribeEpochResponse) ProtoMessage() {}
+
+func (x *DescribeEpochResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribeEpochResponse.ProtoReflect.Descriptor instead.
+func (*DescribeEpochResponse) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *DescribeEpochResponse) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *DescribeEpochResponse) GetPolicySerial() uint64 {
+	if x != nil {
+		return x.PolicySerial
+	}
+	return 0
+}
+
+func (x *DescribeEpochResponse) GetBans() []string {
+	if x != nil {
+		return x.Bans
+	}
+	return nil
+}
+
+func (x *DescribeEpochResponse) GetDiskCounter() uint64 {
+	if x != nil {
+		return x.DiskCounter
+	}
+	return 0
+}
+
+func (x *DescribeEpochResponse) GetTpmCounter() uint64 {
+	if x != nil {
+		return x.TpmCounter
+	}
+	return 0
+}
+
+// AcceptEpochRequest is the owner's order.
+type AcceptEpochRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The epoch that DescribeEpoch said.
+	Epoch uint64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// The owner's Ed25519 signature, exactly 64 bytes, of "muster epoch v1", a zero byte, the
+	// cluster ID, the machine ID, and epoch, disk_counter and tpm_counter of the description
+	// (64 bit, big endian each) as one, each of these three with its length in bytes before it (32
+	// bit, big endian). The counter goes on, so an order is good once.
+	Signature     []byte `protobuf:"bytes,2,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcceptEpochRequest) Reset() {
+	*x = AcceptEpochRequest{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcceptEpochRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcceptEpochRequest) ProtoMessage() {}
+
+func (x *AcceptEpochRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcceptEpochRequest.ProtoReflect.Descriptor instead.
+func (*AcceptEpochRequest) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *AcceptEpochRequest) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *AcceptEpochRequest) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
+// AcceptEpochResponse is empty: the machine goes on.
+type AcceptEpochResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcceptEpochResponse) Reset() {
+	*x = AcceptEpochResponse{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcceptEpochResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcceptEpochResponse) ProtoMessage() {}
+
+func (x *AcceptEpochResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcceptEpochResponse.ProtoReflect.Descriptor instead.
+func (*AcceptEpochResponse) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{7}
+}
+
 var File_muster_recover_v1_recover_proto protoreflect.FileDescriptor
 
 const file_muster_recover_v1_recover_proto_rawDesc = "" +
@@ -313,7 +527,19 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\tsignature\x18\x06 \x01(\fR\tsignatureJ\x04\b\x01\x10\x04R\vroot_secretR\x04saltR\x10measurement_salt\"Z\n" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
-	"\adisk_id\x18\x02 \x01(\tR\x06diskId*\x81\x01\n" +
+	"\adisk_id\x18\x02 \x01(\tR\x06diskId\"\x16\n" +
+	"\x14DescribeEpochRequest\"\xaa\x01\n" +
+	"\x15DescribeEpochResponse\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12#\n" +
+	"\rpolicy_serial\x18\x02 \x01(\x04R\fpolicySerial\x12\x12\n" +
+	"\x04bans\x18\x03 \x03(\tR\x04bans\x12!\n" +
+	"\fdisk_counter\x18\x04 \x01(\x04R\vdiskCounter\x12\x1f\n" +
+	"\vtpm_counter\x18\x05 \x01(\x04R\n" +
+	"tpmCounter\"H\n" +
+	"\x12AcceptEpochRequest\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12\x1c\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x15\n" +
+	"\x13AcceptEpochResponse*\x81\x01\n" +
 	"\x05State\x12\x15\n" +
 	"\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eSTATE_RECEIVED\x10\x01\x12\x11\n" +
@@ -323,7 +549,10 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\x12STATE_OPEN_ALREADY\x10\x052\xb9\x01\n" +
 	"\x0eRecoverService\x12S\n" +
 	"\bDescribe\x12\".muster.recover.v1.DescribeRequest\x1a#.muster.recover.v1.DescribeResponse\x12R\n" +
-	"\aRecover\x12!.muster.recover.v1.RecoverRequest\x1a\".muster.recover.v1.RecoverResponse0\x01B\xc9\x01\n" +
+	"\aRecover\x12!.muster.recover.v1.RecoverRequest\x1a\".muster.recover.v1.RecoverResponse0\x012\xd0\x01\n" +
+	"\fEpochService\x12b\n" +
+	"\rDescribeEpoch\x12'.muster.recover.v1.DescribeEpochRequest\x1a(.muster.recover.v1.DescribeEpochResponse\x12\\\n" +
+	"\vAcceptEpoch\x12%.muster.recover.v1.AcceptEpochRequest\x1a&.muster.recover.v1.AcceptEpochResponseB\xc9\x01\n" +
 	"\x15com.muster.recover.v1B\fRecoverProtoP\x01Z<github.com/muster-k8s/muster/gen/muster/recover/v1;recoverv1\xa2\x02\x03MRX\xaa\x02\x11Muster.Recover.V1\xca\x02\x11Muster\\Recover\\V1\xe2\x02\x1dMuster\\Recover\\V1\\GPBMetadata\xea\x02\x13Muster::Recover::V1b\x06proto3"
 
 var (
@@ -339,22 +568,30 @@ func file_muster_recover_v1_recover_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_recover_v1_recover_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_muster_recover_v1_recover_proto_goTypes = []any{
-	(State)(0),               // 0: muster.recover.v1.State
-	(*DescribeRequest)(nil),  // 1: muster.recover.v1.DescribeRequest
-	(*DescribeResponse)(nil), // 2: muster.recover.v1.DescribeResponse
-	(*RecoverRequest)(nil),   // 3: muster.recover.v1.RecoverRequest
-	(*RecoverResponse)(nil),  // 4: muster.recover.v1.RecoverResponse
+	(State)(0),                    // 0: muster.recover.v1.State
+	(*DescribeRequest)(nil),       // 1: muster.recover.v1.DescribeRequest
+	(*DescribeResponse)(nil),      // 2: muster.recover.v1.DescribeResponse
+	(*RecoverRequest)(nil),        // 3: muster.recover.v1.RecoverRequest
+	(*RecoverResponse)(nil),       // 4: muster.recover.v1.RecoverResponse
+	(*DescribeEpochRequest)(nil),  // 5: muster.recover.v1.DescribeEpochRequest
+	(*DescribeEpochResponse)(nil), // 6: muster.recover.v1.DescribeEpochResponse
+	(*AcceptEpochRequest)(nil),    // 7: muster.recover.v1.AcceptEpochRequest
+	(*AcceptEpochResponse)(nil),   // 8: muster.recover.v1.AcceptEpochResponse
 }
 var file_muster_recover_v1_recover_proto_depIdxs = []int32{
 	0, // 0: muster.recover.v1.RecoverResponse.state:type_name -> muster.recover.v1.State
 	1, // 1: muster.recover.v1.RecoverService.Describe:input_type -> muster.recover.v1.DescribeRequest
 	3, // 2: muster.recover.v1.RecoverService.Recover:input_type -> muster.recover.v1.RecoverRequest
-	2, // 3: muster.recover.v1.RecoverService.Describe:output_type -> muster.recover.v1.DescribeResponse
-	4, // 4: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
-	3, // [3:5] is the sub-list for method output_type
-	1, // [1:3] is the sub-list for method input_type
+	5, // 3: muster.recover.v1.EpochService.DescribeEpoch:input_type -> muster.recover.v1.DescribeEpochRequest
+	7, // 4: muster.recover.v1.EpochService.AcceptEpoch:input_type -> muster.recover.v1.AcceptEpochRequest
+	2, // 5: muster.recover.v1.RecoverService.Describe:output_type -> muster.recover.v1.DescribeResponse
+	4, // 6: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
+	6, // 7: muster.recover.v1.EpochService.DescribeEpoch:output_type -> muster.recover.v1.DescribeEpochResponse
+	8, // 8: muster.recover.v1.EpochService.AcceptEpoch:output_type -> muster.recover.v1.AcceptEpochResponse
+	5, // [5:9] is the sub-list for method output_type
+	1, // [1:5] is the sub-list for method input_type
 	1, // [1:1] is the sub-list for extension type_name
 	1, // [1:1] is the sub-list for extension extendee
 	0, // [0:1] is the sub-list for field type_name
@@ -371,9 +608,9 @@ func file_muster_recover_v1_recover_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_recover_v1_recover_proto_rawDesc), len(file_muster_recover_v1_recover_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   4,
+			NumMessages:   8,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   2,
 		},
 		GoTypes:           file_muster_recover_v1_recover_proto_goTypes,
 		DependencyIndexes: file_muster_recover_v1_recover_proto_depIdxs,

@@ -21,6 +21,8 @@ import (
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
@@ -74,6 +76,19 @@ func (m *Machine) Member() bool {
 // memberFile stands for the cluster's etcd, which is elsewhere: neither a reset nor the end of this
 // process takes the machine out of it.
 const memberFile = "/cluster/etcd-member"
+
+// Images are those of Kubernetes that tests list.
+func Images() versions.Images {
+	var refs []string
+	for i, name := range versions.ImageNames() {
+		refs = append(refs, fmt.Sprintf("registry.example/%s:v1@sha256:%064x", name, i+1))
+	}
+	images, err := versions.ParseImages(refs)
+	if err != nil {
+		panic("machinetest: " + err.Error()) // the lines above are wrong
+	}
+	return images
+}
 
 // LeaveEtcd takes the machine out of the cluster's etcd, as [etcd.Clean] does on a real one.
 func (m *Machine) LeaveEtcd(ctx context.Context) error {
@@ -137,6 +152,16 @@ func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string
 	case "reset":
 		return m.reset(ctx)
 	case "init", "join":
+		if args[1] == "phase" && args[2] == "addon" {
+			if !slices.Equal(args, kubeadm.ProxyManifest(args[len(args)-1])) {
+				return fmt.Errorf("kubeadm %q", args)
+			}
+			line("I0101 00:00:00.000000       1 version.go:1] what a library logs")
+			for l := range strings.SplitSeq(proxyManifest, "\n") {
+				line(l)
+			}
+			return nil
+		}
 		if args[1] == "phase" {
 			if len(args) != 6 || !slices.Equal(args[:5], []string{"init", "phase", "certs", "ca", "--config"}) {
 				return fmt.Errorf("kubeadm %q", args)
@@ -146,6 +171,36 @@ func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string
 		return m.bring(ctx, line, args)
 	}
 	return fmt.Errorf("kubeadm %q", args)
+}
+
+// proxyManifest is kube-proxy's, as far as anybody looks at it.
+const proxyManifest = `---
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+kind: ConfigMap
+apiVersion: v1
+metadata: {name: kube-proxy, namespace: kube-system}
+data: {config.conf: "mode: nftables"}
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: kube-proxy, namespace: kube-system}
+spec:
+  selector: {matchLabels: {k8s-app: kube-proxy}}
+  template:
+    metadata: {labels: {k8s-app: kube-proxy}}
+    spec:
+      containers: [{name: kube-proxy, image: registry.k8s.io/kube-proxy:v1.36.1}]`
+
+// Pull implements [machine.Machine].
+func (m *Machine) Pull(ctx context.Context, _, image string) error {
+	m.note("pull " + image)
+	if _, err := versions.ParseImages([]string{image}); err != nil && !strings.Contains(err.Error(), "not listed") {
+		return fmt.Errorf("an image without a digest was asked for: %w", err)
+	}
+	return m.step(ctx, "an image is pulled")
 }
 
 func (m *Machine) on(path string) string { return filepath.Join(m.Root, path) }
@@ -160,6 +215,12 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		return err
 	}
 	line("[preflight] Running pre-flight checks")
+	for name, patch := range kubeadm.Patches(Images()) {
+		at := m.on(filepath.Join(kubeadm.PatchesFolder, name))
+		if have, err := os.ReadFile(at); err != nil || string(have) != string(patch) {
+			return fmt.Errorf("%s: the static pods' images are not those of the list: %q, %w", at, have, err)
+		}
+	}
 	if err := m.preflight(verb, string(config)); err != nil {
 		line("error execution phase preflight: " + err.Error())
 		return err

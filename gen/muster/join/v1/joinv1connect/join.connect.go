@@ -79,7 +79,9 @@ type JoinServiceClient interface {
 	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
 	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
 	// the same machine, name, role and disk (J2). What the machine booted may be any that the
-	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
+	// policy in force accepts, not only what it joined with. That this boot is the machine's
+	// latest is recorded before the key leaves (J11), which may take 20 s: joinservice waits
+	// whether the kubelet of the boot before still runs. Nothing else in the cluster changes.
 	// The evidence must be of now, as for Reattest (VERDICT_OLD).
 	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
 	// RenewNodeCertificates gives the kubelet of the calling node's machine two new
@@ -258,7 +260,9 @@ type JoinServiceHandler interface {
 	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
 	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
 	// the same machine, name, role and disk (J2). What the machine booted may be any that the
-	// policy in force accepts, not only what it joined with. Nothing in the cluster changes.
+	// policy in force accepts, not only what it joined with. That this boot is the machine's
+	// latest is recorded before the key leaves (J11), which may take 20 s: joinservice waits
+	// whether the kubelet of the boot before still runs. Nothing else in the cluster changes.
 	// The evidence must be of now, as for Reattest (VERDICT_OLD).
 	IssueRejoinTicket(context.Context, *v1.IssueRejoinTicketRequest) (*v1.IssueRejoinTicketResponse, error)
 	// RenewNodeCertificates gives the kubelet of the calling node's machine two new

@@ -26,6 +26,8 @@ const _ = connect.IsAtLeastVersion1_13_0
 const (
 	// RecoverServiceName is the fully-qualified name of the RecoverService service.
 	RecoverServiceName = "muster.recover.v1.RecoverService"
+	// EpochServiceName is the fully-qualified name of the EpochService service.
+	EpochServiceName = "muster.recover.v1.EpochService"
 )
 
 // These constants are the fully-qualified names of the RPCs defined in this package. They're
@@ -40,6 +42,12 @@ const (
 	RecoverServiceDescribeProcedure = "/muster.recover.v1.RecoverService/Describe"
 	// RecoverServiceRecoverProcedure is the fully-qualified name of the RecoverService's Recover RPC.
 	RecoverServiceRecoverProcedure = "/muster.recover.v1.RecoverService/Recover"
+	// EpochServiceDescribeEpochProcedure is the fully-qualified name of the EpochService's
+	// DescribeEpoch RPC.
+	EpochServiceDescribeEpochProcedure = "/muster.recover.v1.EpochService/DescribeEpoch"
+	// EpochServiceAcceptEpochProcedure is the fully-qualified name of the EpochService's AcceptEpoch
+	// RPC.
+	EpochServiceAcceptEpochProcedure = "/muster.recover.v1.EpochService/AcceptEpoch"
 )
 
 // RecoverServiceClient is a client for the muster.recover.v1.RecoverService service.
@@ -174,4 +182,128 @@ func (UnimplementedRecoverServiceHandler) Describe(context.Context, *v1.Describe
 
 func (UnimplementedRecoverServiceHandler) Recover(context.Context, *v1.RecoverRequest, *connect.ServerStream[v1.RecoverResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.recover.v1.RecoverService.Recover is not implemented"))
+}
+
+// EpochServiceClient is a client for the muster.recover.v1.EpochService service.
+type EpochServiceClient interface {
+	// DescribeEpoch says what the disk has. Access: session; the caller judges the machine's
+	// evidence during the exchange.
+	//
+	// Errors: none of its own.
+	DescribeEpoch(context.Context, *v1.DescribeEpochRequest) (*v1.DescribeEpochResponse, error)
+	// AcceptEpoch lets the machine go on with the disk that it has. Access: session; the caller
+	// shows that it may by the owner's signature.
+	//
+	// Errors: OWNER_SIGNATURE, the order is not signed with the owner's key that the image has,
+	// for this machine, cluster, epoch and value of the counter. REQUEST_INVALID, a field has
+	// another length. STATE_DISK, the record can't be written.
+	AcceptEpoch(context.Context, *v1.AcceptEpochRequest) (*v1.AcceptEpochResponse, error)
+}
+
+// NewEpochServiceClient constructs a client for the muster.recover.v1.EpochService service. By
+// default, it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses,
+// and sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the
+// connect.WithGRPC() or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewEpochServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) EpochServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	epochServiceMethods := v1.File_muster_recover_v1_recover_proto.Services().ByName("EpochService").Methods()
+	return &epochServiceClient{
+		describeEpoch: connect.NewClient[v1.DescribeEpochRequest, v1.DescribeEpochResponse](
+			httpClient,
+			baseURL+EpochServiceDescribeEpochProcedure,
+			connect.WithSchema(epochServiceMethods.ByName("DescribeEpoch")),
+			connect.WithClientOptions(opts...),
+		),
+		acceptEpoch: connect.NewClient[v1.AcceptEpochRequest, v1.AcceptEpochResponse](
+			httpClient,
+			baseURL+EpochServiceAcceptEpochProcedure,
+			connect.WithSchema(epochServiceMethods.ByName("AcceptEpoch")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// epochServiceClient implements EpochServiceClient.
+type epochServiceClient struct {
+	describeEpoch *connect.Client[v1.DescribeEpochRequest, v1.DescribeEpochResponse]
+	acceptEpoch   *connect.Client[v1.AcceptEpochRequest, v1.AcceptEpochResponse]
+}
+
+// DescribeEpoch calls muster.recover.v1.EpochService.DescribeEpoch.
+func (c *epochServiceClient) DescribeEpoch(ctx context.Context, req *v1.DescribeEpochRequest) (*v1.DescribeEpochResponse, error) {
+	response, err := c.describeEpoch.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
+// AcceptEpoch calls muster.recover.v1.EpochService.AcceptEpoch.
+func (c *epochServiceClient) AcceptEpoch(ctx context.Context, req *v1.AcceptEpochRequest) (*v1.AcceptEpochResponse, error) {
+	response, err := c.acceptEpoch.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
+// EpochServiceHandler is an implementation of the muster.recover.v1.EpochService service.
+type EpochServiceHandler interface {
+	// DescribeEpoch says what the disk has. Access: session; the caller judges the machine's
+	// evidence during the exchange.
+	//
+	// Errors: none of its own.
+	DescribeEpoch(context.Context, *v1.DescribeEpochRequest) (*v1.DescribeEpochResponse, error)
+	// AcceptEpoch lets the machine go on with the disk that it has. Access: session; the caller
+	// shows that it may by the owner's signature.
+	//
+	// Errors: OWNER_SIGNATURE, the order is not signed with the owner's key that the image has,
+	// for this machine, cluster, epoch and value of the counter. REQUEST_INVALID, a field has
+	// another length. STATE_DISK, the record can't be written.
+	AcceptEpoch(context.Context, *v1.AcceptEpochRequest) (*v1.AcceptEpochResponse, error)
+}
+
+// NewEpochServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewEpochServiceHandler(svc EpochServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	epochServiceMethods := v1.File_muster_recover_v1_recover_proto.Services().ByName("EpochService").Methods()
+	epochServiceDescribeEpochHandler := connect.NewUnaryHandlerSimple(
+		EpochServiceDescribeEpochProcedure,
+		svc.DescribeEpoch,
+		connect.WithSchema(epochServiceMethods.ByName("DescribeEpoch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	epochServiceAcceptEpochHandler := connect.NewUnaryHandlerSimple(
+		EpochServiceAcceptEpochProcedure,
+		svc.AcceptEpoch,
+		connect.WithSchema(epochServiceMethods.ByName("AcceptEpoch")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/muster.recover.v1.EpochService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case EpochServiceDescribeEpochProcedure:
+			epochServiceDescribeEpochHandler.ServeHTTP(w, r)
+		case EpochServiceAcceptEpochProcedure:
+			epochServiceAcceptEpochHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedEpochServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedEpochServiceHandler struct{}
+
+func (UnimplementedEpochServiceHandler) DescribeEpoch(context.Context, *v1.DescribeEpochRequest) (*v1.DescribeEpochResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.recover.v1.EpochService.DescribeEpoch is not implemented"))
+}
+
+func (UnimplementedEpochServiceHandler) AcceptEpoch(context.Context, *v1.AcceptEpochRequest) (*v1.AcceptEpochResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.recover.v1.EpochService.AcceptEpoch is not implemented"))
 }

@@ -1,0 +1,383 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/url"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	gotpm "github.com/google/go-tpm/tpm2"
+	"github.com/google/go-tpm/tpm2/transport"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/keys"
+	"github.com/muster-k8s/muster/trust/tpm"
+	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
+)
+
+// virtual is a virtual machine: a process of swtpm, memory that a boot begins anew, and an address.
+type virtual struct {
+	tpm     *tpmtest.Emulator
+	secret  keys.BootSecret
+	address string
+}
+
+// virtual makes one that has joined as w1 with disk1. Its Lease is not there until its kubelet runs.
+func (s *stage) virtual(t *testing.T) *virtual {
+	t.Helper()
+	v := &virtual{tpmtest.SWTPM(t, tpmtest.Bare()), keys.NewBootSecret(), "127.0.0.2"}
+	chip, err := net.Dial("unix", v.tpm.Socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tpmtest.Provision(t, transport.FromReadWriter(chip), s.ca, 0x01C0000A, gotpm.ECCEKTemplate)
+	if err := chip.Close(); err != nil {
+		t.Fatal(err)
+	}
+	// It has booted nothing: all its PCRs are zero.
+	zero := func(pcrs ...uint32) (out []*attestv1.PcrValue) {
+		for _, i := range pcrs {
+			out = append(out, &attestv1.PcrValue{Index: i, Value: strings.Repeat("00", 32)})
+		}
+		return out
+	}
+	s.inForce(t, s.policy(t, func(p *attestv1.Policy) {
+		p.Serial = 2
+		p.Tpm2.Images = append(p.Tpm2.Images, &attestv1.Image{Name: "virtual", Pcrs: zero(4, 8, 9, 11, 12, 13, 14)})
+		p.Tpm2.Classes = append(p.Tpm2.Classes, &attestv1.MachineClass{Name: "virtual", Pcrs: zero(0, 2, 3, 7)})
+	}))
+	w := worker(t, encrypted)
+	w.BootSecret = v.secret.Expose()
+	if _, err := s.dialAs(t, v, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+// copied is the machine's copy, which was switched on; the machine goes on as it is.
+func (v *virtual) copied(address string) *virtual {
+	return &virtual{v.tpm.Copy(), keys.NewBootSecret(), address}
+}
+
+// reboot cuts the power of the machine and gives it back.
+func (v *virtual) reboot() {
+	v.tpm.Restart()
+	v.secret = keys.NewBootSecret()
+}
+
+// dialAs is a client with evidence of now.
+func (s *stage) dialAs(t *testing.T, v *virtual, endpoint string) joinv1connect.JoinServiceClient {
+	t.Helper()
+	a, err := tpm2.NewAttester(tpm2.Config{TPM: v.tpm.Open(), Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
+	if err != nil {
+		t.Fatal(err)
+	}
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
+		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(v.address)}}).DialContext,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = transport.Close() })
+	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+}
+
+// key asks a joinservice for the key of disk1.
+func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
+	t.Helper()
+	resp, err := s.dialAs(t, v, endpoint).IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
+	if err == nil && !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) {
+		err = errors.New("another key")
+	}
+	return err
+}
+
+// verdict attests as a node does; its machine is locked to the cluster.
+func (s *stage) verdict(t *testing.T, v *virtual) error {
+	t.Helper()
+	_, err := s.dialAs(t, v, s.join.Addr).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: v.secret.Expose()})
+	return err
+}
+
+func (s *stage) lock(t *testing.T, v *virtual) {
+	t.Helper()
+	if err := v.tpm.Open().Measure(t.Context(), attest.LockPCR, s.ID[:]); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// kubeletLease returns what writes w1's Lease as its kubelet does.
+func (s *stage) kubeletLease(t *testing.T) func(context.Context) error {
+	t.Helper()
+	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
+	l.Spec.RenewTime = new(metav1.NewMicroTime(time.Now().Add(-time.Hour))) // its clock is an hour behind
+	if err := s.Client.Create(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), l) })
+	return func(ctx context.Context) error {
+		l.Spec.RenewTime = new(metav1.NewMicroTime(l.Spec.RenewTime.Add(time.Second)))
+		return s.Client.Update(ctx, l)
+	}
+}
+
+// runs has w1's kubelet run until stop is called.
+func (s *stage) runs(t *testing.T) (stop func()) {
+	t.Helper()
+	renew := s.kubeletLease(t)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() {
+		tick := time.NewTicker(time.Second)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				done <- nil
+				return
+			case <-tick.C:
+				if err := renew(ctx); err != nil && ctx.Err() == nil {
+					done <- err
+					return
+				}
+			}
+		}
+	}()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return stop
+}
+
+// cloned asks, and wants the refusal in all places, and a report that names both addresses.
+func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
+	t.Helper()
+	machine := s.Node(t, "w1").Spec.MachineID
+	about := []string{"event", event, "machine", machine}
+	_ = refusaltest.Refused(t, s.witnesses(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask)
+	both := func(text string) bool {
+		first, second, ok := strings.Cut(text, "is refused")
+		return ok && strings.Contains(first, refused) && strings.Contains(second, known)
+	}
+	if !s.recorded(t, func(r audit.Record) bool { return r.Reason == attest.ReasonName(want) && both(r.Detail) }) {
+		t.Errorf("no record has %s and %s: %+v", refused, known, s.records(t))
+	}
+	membertest.Eventually(t, func() error {
+		c := meta.FindStatusCondition(s.Node(t, "w1").Status.Conditions, v1alpha1.ConditionCloned)
+		return membertest.Want(c != nil && c.Status == metav1.ConditionTrue && both(c.Message), "condition %+v", c)
+	})
+	s.told(t, "w1", "MachineCloned", refused)
+	if s.Node(t, "w1").Status.LastVerdict == nil || !s.Node(t, "w1").Status.LastVerdict.Accepted {
+		t.Error("the verdict on the machine that was accepted is undone")
+	}
+}
+
+// J11: while the original runs, whoever has booted its TPM once more is a copy.
+func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	s.lock(t, original)
+	if err := s.verdict(t, original); err != nil {
+		t.Fatal(err)
+	}
+	running := s.runs(t)
+	before := s.Node(t, "w1").Status.Boot
+	clone := original.copied("127.0.0.3")
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
+	if after := s.Node(t, "w1").Status.Boot; *after != *before {
+		t.Errorf("the copy's boot is recorded: %+v", after)
+	}
+	if err := s.verdict(t, original); err != nil {
+		t.Errorf("the original: %v", err)
+	}
+	// An honest reboot: the kubelet ends before the machine asks. It was seen less than a minute ago, so this takes its time.
+	running()
+	original.reboot()
+	began := time.Now()
+	if err := s.key(t, original, s.join.Addr); err != nil {
+		t.Fatalf("the original after a reboot: %v", err)
+	}
+	if took := time.Since(began); took < 15*time.Second {
+		t.Errorf("a Lease that had just been written was looked at for %s", took)
+	}
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) }) // it counts the same by now
+}
+
+// The other order: the copy comes while the original is off. No TPM can tell, so the original is refused, and reported.
+func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	clone := original.copied("127.0.0.3")
+	if err := s.key(t, clone, s.join.Addr); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("it ran on, cut off from the cluster", func(t *testing.T) {
+		s.lock(t, original)
+		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "verdict refused", "127.0.0.2", "127.0.0.3", func() error { return s.verdict(t, original) })
+	})
+	t.Run("it boots", func(t *testing.T) {
+		original.reboot()
+		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.2", "127.0.0.3", func() error { return s.key(t, original, s.join.Addr) })
+	})
+	t.Run("the copy goes on", func(t *testing.T) {
+		if err := s.key(t, clone, s.join.Addr); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("its owner decides", func(t *testing.T) { // what muster replace --tpm writes
+		s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot, st.ResetCount, st.Conditions = nil, nil, nil })
+		if err := s.key(t, original, s.join.Addr); err != nil {
+			t.Error(err)
+		}
+		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
+	})
+}
+
+// A machine with an empty disk asks for a ticket instead.
+func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	s.runs(t)
+	clone := original.copied("127.0.0.3")
+	w := worker(t, encrypted)
+	w.BootSecret = clone.secret.Expose()
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.2", func() error {
+		_, err := s.dialAs(t, clone, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	})
+	w.BootSecret = original.secret.Expose() // it tries once more, in the same boot
+	if _, err := s.dialAs(t, original, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
+		t.Errorf("the original: %v", err)
+	}
+}
+
+// Copies that ask two replicas at once, whose API server takes its time.
+func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	endpoints := []string{s.slowReplica(t).join.Addr, s.slowReplica(t).join.Addr}
+	all := []*virtual{original, original.copied("127.0.0.3"), original.copied("127.0.0.4"), original.copied("127.0.0.5")}
+	original.reboot() // all count the same
+	errs := make([]error, len(all))
+	var wait sync.WaitGroup
+	for i, v := range all {
+		wait.Go(func() { errs[i] = s.key(t, v, endpoints[i%2]) })
+	}
+	wait.Wait()
+	got := 0
+	for i, err := range errs {
+		switch reason := rpc.ReasonFrom(err); {
+		case err == nil:
+			got++
+		case reason != attestv1.Reason_REASON_MACHINE_CLONED:
+			t.Errorf("%s: %v", all[i].address, err)
+		}
+	}
+	if got != 1 {
+		t.Errorf("%d got the key: %v", got, errs)
+	}
+	membertest.Eventually(t, func() error {
+		n := s.Node(t, "w1").Status
+		return membertest.Want(meta.IsStatusConditionTrue(n.Conditions, v1alpha1.ConditionCloned), "%+v", n)
+	})
+}
+
+// slowReplica is one more joinservice, each of whose requests to the API server takes a third of a second longer.
+func (s *stage) slowReplica(t *testing.T) *stage {
+	t.Helper()
+	next := &stage{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
+	dir := t.TempDir()
+	next.audit, next.kubeconf = filepath.Join(dir, "audit.jsonl"), filepath.Join(dir, "kubeconfig")
+	api, err := s.As(t.Context(), namespace, "joinservice")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := url.Parse(api.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	api.Host = "https://" + slowly(t, server.Host, 300*time.Millisecond)
+	if err := envtest.WriteKubeconfig(next.kubeconf, api); err != nil {
+		t.Fatal(err)
+	}
+	next.serveJoin(t)
+	return next
+}
+
+// slowly listens, and passes what it reads to a server after a pause.
+func slowly(t *testing.T, server string, pause time.Duration) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var work sync.WaitGroup
+	t.Cleanup(func() {
+		cancel()
+		_ = l.Close()
+		work.Wait()
+	})
+	work.Go(func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out, err := new(net.Dialer).DialContext(ctx, "tcp", server)
+			if err != nil {
+				_ = in.Close()
+				continue
+			}
+			done := context.AfterFunc(ctx, func() { _, _ = in.Close(), out.Close() })
+			work.Go(func() {
+				defer func() { _, _ = in.Close(), out.Close() }()
+				b := make([]byte, 64<<10)
+				for {
+					n, err := in.Read(b)
+					select {
+					case <-time.After(pause):
+					case <-ctx.Done():
+					}
+					if _, werr := out.Write(b[:n]); err != nil || werr != nil {
+						return
+					}
+				}
+			})
+			work.Go(func() {
+				defer done()
+				defer func() { _, _ = in.Close(), out.Close() }()
+				_, _ = io.Copy(in, out)
+			})
+		}
+	})
+	return l.Addr().String()
+}

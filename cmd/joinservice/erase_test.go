@@ -1,0 +1,126 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// K4: nobody gets the key of a disk whose salt was deleted, whether it is enrolled or not, and the machine goes on with another disk.
+func TestTheKeyOfAnErasedDiskGoesToNobody(t *testing.T) {
+	s := setUp(t)
+	m, other := s.rebooted(t), s.machine(t)
+	first, err := s.rejoin(t, m, again())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.EraseDisk(t, disk1)
+	_ = s.notAgain(t, m, again(), attestv1.Reason_REASON_DISK_ERASED)
+	s.unenrol(t, "w1")
+	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t, encrypted), attestv1.Reason_REASON_DISK_ERASED)
+	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t, encrypted, named("w2", disk1, "192.168.77.13")), attestv1.Reason_REASON_DISK_ERASED)
+	s.nothingOf(t, m)
+	s.noRequests(t)
+	if next := s.ticketFor(t, m, worker(t, encrypted, named("w1", disk2, "192.168.77.12"))); bytes.Equal(next.GetDiskKey(), first.GetDiskKey()) {
+		t.Error("its new disk has the key of the old one")
+	}
+}
+
+// K4: a disk that is erased after joinservice has read its salt gets no key either: the owner has had the answer by then that it is erased.
+func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
+	for name, ask := range map[string]func(t *testing.T, s *stage) func() error{
+		"a rejoin": func(t *testing.T, s *stage) func() error {
+			m := s.rebooted(t)
+			return func() error {
+				_, err := s.rejoin(t, m, again())
+				return err
+			}
+		},
+		"a ticket": func(t *testing.T, s *stage) func() error {
+			m := s.machine(t)
+			s.ticketFor(t, m, worker(t, encrypted))
+			asks, w := s.dial(t, m.Attester(attest.PurposeMachine)), worker(t, encrypted)
+			return func() error {
+				_, err := asks.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+				return err
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t)
+			call := ask(t, s)
+			// The key service reads its root secret from a pipe, which tells when it does and lets it wait.
+			path := filepath.Join(s.rootDir, "root")
+			if err := os.Remove(path); err != nil {
+				t.Fatal(err)
+			}
+			if err := syscall.Mkfifo(path, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			answer := make(chan error, 1)
+			go func() { answer <- call() }()
+			pipe, err := os.OpenFile(path, os.O_WRONLY, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.EraseDisk(t, disk1)
+			if _, err := pipe.Write(s.Root[:]); err != nil {
+				t.Fatal(err)
+			}
+			if err := pipe.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if err := <-answer; rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED {
+				t.Errorf("%v, want DISK_ERASED", err)
+			}
+		})
+	}
+}
+
+// K4: a salt is written once. It can be deleted, and not come back.
+func TestADisksSaltIsWrittenOnce(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.GiveDisk(t, disk1, m.ID())
+	patch := func(text string) error {
+		d := &v1alpha1.AttestedDisk{}
+		d.Name = disk1
+		return s.Client.Patch(t.Context(), d, client.RawPatch(types.MergePatchType, []byte(text)))
+	}
+	const other = "abababababababababababababababababababababababababababababababab"
+	for name, text := range map[string]string{
+		"another salt":                    `{"spec":{"salt":"` + other + `"}}`,
+		"no salt, and not erased":         `{"spec":{"salt":null}}`,
+		"erased, with a salt":             `{"spec":{"erased":true}}`,
+		"another version of the root":     `{"spec":{"rootVersion":2}}`,
+		"no version of the root":          `{"spec":{"rootVersion":0}}`,
+		"a salt that is none":             `{"spec":{"salt":"00"}}`,
+		"erased, with another root":       `{"spec":{"salt":null,"erased":true,"rootVersion":2}}`,
+		"erased and a salt at one stroke": `{"spec":{"salt":"` + other + `","erased":true}}`,
+	} {
+		if err := patch(text); err == nil {
+			t.Errorf("%s was accepted", name)
+		}
+	}
+	const erased = `{"spec":{"salt":null,"erased":true}}`
+	if err := patch(erased); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{
+		"a new salt": `{"spec":{"salt":"` + other + `","erased":null}}`, "no longer erased": `{"spec":{"erased":false}}`,
+	} {
+		if err := patch(text); err == nil {
+			t.Errorf("after it was erased, %s was accepted", name)
+		}
+	}
+}

@@ -1,0 +1,44 @@
+package ownerorder
+
+import (
+	"crypto/ed25519"
+	"encoding/binary"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const epochDomain = "muster epoch v1\x00"
+
+// Epoch is what the owner accepts of a machine whose disk is an older copy: that this machine goes on with this epoch of the cluster. The counters make an
+// order good once (B7).
+type Epoch struct {
+	Cluster                 keys.ClusterID
+	Machine                 attest.MachineID
+	Epoch                   uint64
+	DiskCounter, TPMCounter uint64
+}
+
+func (e Epoch) input() []byte {
+	number := func(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, n) }
+	numbers := append(append(number(e.Epoch), number(e.DiskCounter)...), number(e.TPMCounter)...)
+	return parts(epochDomain, e.Cluster[:], e.Machine[:], numbers)
+}
+
+// Wire returns the signed request.
+func (e Epoch) Wire(owner ed25519.PrivateKey) *recoverv1.AcceptEpochRequest {
+	return &recoverv1.AcceptEpochRequest{Epoch: e.Epoch, Signature: ed25519.Sign(owner, e.input())}
+}
+
+// Verify refuses a request that is not the owner's for this very epoch: REQUEST_INVALID, OWNER_SIGNATURE. A nil owner has signed nothing.
+func (e Epoch) Verify(w *recoverv1.AcceptEpochRequest, owner ed25519.PublicKey) error {
+	if len(w.GetSignature()) != ed25519.SignatureSize {
+		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)
+	}
+	if w.GetEpoch() != e.Epoch || len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, e.input(), w.GetSignature()) {
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key for epoch %d of this machine as it is now", e.Epoch)
+	}
+	return nil
+}

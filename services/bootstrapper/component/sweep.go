@@ -1,0 +1,70 @@
+package component
+
+import (
+	"archive/tar"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+)
+
+// Sweep removes from [Folders] all that is neither a component of the list nor came in an archive of it, and returns what it was (B8). What is listed
+// must be installed.
+func (in *Installer) Sweep(list []Component) (removed []string, err error) {
+	listed := map[string]bool{}
+	for _, c := range list {
+		if !c.extract {
+			listed[c.Name()] = true
+			continue
+		}
+		names, err := in.unpackedNames(c)
+		if err != nil {
+			return nil, err
+		}
+		for _, n := range names {
+			listed[path.Join(c.Name(), n)] = true
+		}
+	}
+	for _, folder := range Folders {
+		top := filepath.Join(in.root, folder)
+		err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
+			if errors.Is(err, fs.ErrNotExist) {
+				return nil
+			}
+			name := path.Join("/", strings.TrimPrefix(at, in.root))
+			if err != nil || d.IsDir() || listed[name] {
+				return err
+			}
+			removed = append(removed, name)
+			return os.Remove(at)
+		})
+		if err != nil {
+			return removed, err
+		}
+	}
+	return removed, nil
+}
+
+// unpackedNames returns what an archive has put into its folder, and the archive itself.
+func (in *Installer) unpackedNames(c Component) ([]string, error) {
+	root, err := os.OpenRoot(filepath.Join(in.root, c.folder))
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close() //nolint:errcheck // nothing is written through it
+	f, err := root.Open(path.Join(c.rel, archiveName(c)))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	names := []string{archiveName(c)}
+	return names, in.walk(f, func(name string, h *tar.Header, _ io.Reader) error {
+		if h.Typeflag == tar.TypeReg {
+			names = append(names, name)
+		}
+		return nil
+	})
+}

@@ -1,0 +1,277 @@
+// Package epoch finds a control plane whose state disk was put back to an earlier copy, before anything of the cluster is served from it (B7).
+//
+// Think of it as a number that the disk says and the TPM knows. The cluster's epoch is counted up with each change of the policy, of enrollments, bans and disks'
+// machines: what a restored copy would undo. A control plane follows it into a file on its state disk, and each time counts its TPM's counter up. The file says
+// which value the counter has then, so an older copy of the disk says a value that the counter has left behind, and only the owner lets
+// the machine go on.
+//
+// The file is written before the counter is incremented. So a crash in between leaves a file that is one ahead of the counter, which is settled by
+// incrementing it; no other difference is.
+package epoch
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Folder is where the file is, beside the journal, whose only writer is the bootstrapper.
+const Folder = "/var/lib/muster/renewal"
+
+const (
+	fileName = "epoch.json"
+	lockName = "epoch.lock"
+	// version is that of the file's meaning.
+	version = 1
+	// MaxBans bounds how many bans a record names.
+	MaxBans = 1000
+)
+
+// Counter is the TPM's: [tpm.Device].
+type Counter interface {
+	Counter(ctx context.Context) (uint64, error)
+	IncrementCounter(ctx context.Context) (uint64, error)
+	DefineCounter(ctx context.Context) (uint64, error)
+}
+
+// Record is what a control plane knew of its cluster last.
+type Record struct {
+	// Version is of this file's meaning: 1.
+	Version int `json:"version"`
+	// Counter is the value of the TPM's counter that belongs to it.
+	Counter uint64 `json:"counter"`
+	// Epoch is the cluster's; 0: the machine has not asked the cluster yet.
+	Epoch uint64 `json:"epoch"`
+	// PolicySerial is that of the policy.
+	PolicySerial uint64 `json:"policySerial"`
+	// Bans are the names of banned nodes, in order, at most [MaxBans].
+	Bans []string `json:"bans,omitempty"`
+	// Written is when, by the machine's clock.
+	Written time.Time `json:"written"`
+}
+
+// Keeper keeps one machine's record and counter together. Processes of one machine take turns.
+type Keeper struct {
+	// Dir is the folder of the file.
+	Dir string
+	// TPM is the machine's.
+	TPM Counter
+}
+
+// Standing is what disk and TPM say.
+type Standing struct {
+	// Record is the disk's; nil: it has none.
+	Record *Record
+	// Counter is the TPM's; 0: it has none.
+	Counter uint64
+	// Err is why the disk is not the newest; nil if it is.
+	Err error
+}
+
+// Load reads the record; nil: there is none.
+func (k Keeper) Load() (*Record, error) {
+	path := filepath.Join(k.Dir, fileName)
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var r Record
+	if err := json.Unmarshal(b, &r); err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	if r.Version != version || r.Counter == 0 || r.Counter == math.MaxUint64 {
+		return nil, fmt.Errorf("%s: version %d and counter %d make no sense", path, r.Version, r.Counter)
+	}
+	return &r, nil
+}
+
+// Check compares the disk with the TPM, and settles what a crash has left. A disk that is not the newest is in Standing.Err, a refusal with
+// CLUSTER_ROLLED_BACK; the error is about a TPM or a disk that can't be asked.
+func (k Keeper) Check(ctx context.Context) (s Standing, err error) {
+	err = k.exclusive(func() error {
+		s, err = k.check(ctx)
+		return err
+	})
+	return s, err
+}
+
+func (k Keeper) check(ctx context.Context) (Standing, error) {
+	var s Standing
+	counter, err := k.TPM.Counter(ctx)
+	none := errors.Is(err, tpm.ErrNoCounter)
+	foreign := errors.Is(err, tpm.ErrForeignCounter)
+	if err != nil && !none && !foreign {
+		return s, fmt.Errorf("compare the state disk with the TPM: %w", err)
+	}
+	s.Counter = counter
+	if s.Record, s.Err = k.Load(); s.Err != nil {
+		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "the record of the cluster's epoch can't be read: %w", s.Err)
+		return s, nil
+	}
+	if foreign {
+		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "%w", err)
+		return s, nil
+	}
+	verdict := decide(s.Record, counter, !none)
+	if verdict == interrupted {
+		if s.Counter, err = k.TPM.IncrementCounter(ctx); err != nil {
+			return s, err
+		}
+		verdict = decide(s.Record, s.Counter, true)
+	}
+	s.Err = verdict.refusal(s.Record, s.Counter)
+	return s, nil
+}
+
+// verdict is what a record and a counter are to each other.
+type verdict int
+
+const (
+	// current: the disk is the newest.
+	current verdict = iota + 1
+	// unwritten: neither is there; an earlier version of Muster kept none.
+	unwritten
+	// interrupted: a crash came between the file and the counter.
+	interrupted
+	// older: the counter has gone on since the disk was written.
+	older
+	// forgotten: the counter is there, and the disk knows of none.
+	forgotten
+	// cleared: the disk knows of a counter, and the TPM has none.
+	cleared
+	// ahead: the disk knows of a value that the counter never had.
+	ahead
+)
+
+// decide compares a record, nil if there is none, with the counter (B7).
+func decide(r *Record, counter uint64, defined bool) verdict {
+	switch {
+	case r == nil && !defined:
+		return unwritten
+	case r == nil:
+		return forgotten
+	case !defined:
+		return cleared
+	case r.Counter == counter:
+		return current
+	case r.Counter < counter:
+		return older
+	case r.Counter-counter == 1:
+		return interrupted
+	}
+	return ahead
+}
+
+func (v verdict) refusal(r *Record, counter uint64) error {
+	refuse := func(format string, args ...any) error {
+		return attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, format, args...)
+	}
+	switch v {
+	case current, unwritten:
+		return nil
+	case older:
+		return refuse("the state disk is an older copy: it was written at %d of the TPM's counter, which is at %d", r.Counter, counter)
+	case forgotten:
+		return refuse("the TPM's counter is at %d, and the state disk, an older copy, knows of none", counter)
+	case cleared:
+		return refuse("the TPM has lost its counter, which was at %d: it was cleared, or somebody deleted it", r.Counter)
+	case ahead:
+		return refuse("the state disk was written at %d of a counter, and the TPM's is at %d: it was another one", r.Counter, counter)
+	case interrupted:
+	}
+	return refuse("the TPM's counter does not go on") // it was incremented, and is not what it should be
+}
+
+// Advance writes a newer record and counts the counter up. The disk has to be the newest as it is.
+func (k Keeper) Advance(ctx context.Context, r Record) error {
+	return k.exclusive(func() error {
+		s, err := k.check(ctx)
+		if err == nil {
+			err = s.Err
+		}
+		if err != nil {
+			return err
+		}
+		return k.write(ctx, r, s.Counter)
+	})
+}
+
+// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing.
+func (k Keeper) Begin(ctx context.Context, r Record) error {
+	return k.exclusive(func() error {
+		counter, err := k.TPM.Counter(ctx)
+		if errors.Is(err, tpm.ErrNoCounter) || errors.Is(err, tpm.ErrForeignCounter) {
+			counter, err = 0, nil
+		}
+		if err != nil {
+			return err
+		}
+		return k.write(ctx, r, counter)
+	})
+}
+
+// write writes the file with the counter's next value, and then increments the counter (B7). The first value of a counter is known only once the TPM has
+// defined it, so there the file comes after that.
+func (k Keeper) write(ctx context.Context, r Record, counter uint64) (err error) {
+	if counter == 0 {
+		if counter, err = k.TPM.DefineCounter(ctx); err != nil {
+			return err
+		}
+		return k.save(r, counter)
+	}
+	if err := k.save(r, counter+1); err != nil {
+		return err
+	}
+	value, err := k.TPM.IncrementCounter(ctx)
+	if err == nil && value != counter+1 {
+		err = fmt.Errorf("the TPM's counter went from %d to %d", counter, value)
+	}
+	return err
+}
+
+func (k Keeper) save(r Record, counter uint64) error {
+	r.Version, r.Counter = version, counter
+	r.Bans = r.Bans[:min(len(r.Bans), MaxBans)]
+	b, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return machine.WriteFile(filepath.Join(k.Dir, fileName), append(b, '\n'), 0o600, 0o700)
+}
+
+// exclusive runs do while no other process of this machine compares or writes.
+func (k Keeper) exclusive(do func() error) error {
+	if err := os.MkdirAll(k.Dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(filepath.Join(k.Dir, lockName), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }()
+	for {
+		if err = unix.Flock(int(f.Fd()), unix.LOCK_EX); !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("lock %s: %w", f.Name(), err)
+	}
+	return do()
+}

@@ -1,0 +1,132 @@
+package epoch
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Waiting is a machine whose disk is not the newest, and which waits for its owner. All fields are required but Owner.
+type Waiting struct {
+	// Keeper is the machine's.
+	Keeper Keeper
+	// Cluster and Machine say which machine of which cluster it is.
+	Cluster keys.ClusterID
+	Machine attest.MachineID
+	// Owner is the owner's public key; nil: the image names none, and nobody can accept.
+	Owner ed25519.PublicKey
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// Calls counts connections and calls.
+	Calls *rpc.Metrics
+	Log   *slog.Logger
+
+	accepted chan struct{}
+	once     sync.Once
+	mu       sync.Mutex // one order at a time
+}
+
+var _ recoverv1connect.EpochServiceHandler = (*Waiting)(nil)
+
+const (
+	maxRequest     = 1 << 10
+	requestTimeout = 10 * time.Second
+	grace          = 2 * time.Second
+	idleTimeout    = 5 * time.Second
+)
+
+// Wait serves on l until the owner has accepted what the disk has. It returns nil once that is so.
+func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
+	if w.Keeper.TPM == nil || w.Keeper.Dir == "" || w.Cluster == (keys.ClusterID{}) || w.Machine == (attest.MachineID{}) || w.Attester == nil || w.Calls == nil || w.Log == nil {
+		return errors.Join(errors.New("epoch: every field of Waiting but Owner is required"), l.Close())
+	}
+	w.accepted = make(chan struct{})
+	health := rpc.NewHealth()
+	server, err := rpc.NewServer(rpc.Config{
+		Listener: l, Health: health, Metrics: w.Calls, Log: w.Log, MaxRequest: maxRequest, Timeout: requestTimeout, IdleTimeout: idleTimeout, Grace: grace,
+		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by the owner's signature.
+		ATLS:     atls.ServerConfig{Attester: w.Attester, Appraiser: atls.JudgeNobody, Limits: recovery.Limits, Challenges: atls.NewChallengeQueue()},
+		Services: []rpc.Service{w.Service()},
+	})
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	health.SetAll(true)
+	w.Log.InfoContext(ctx, "waiting for the owner to look at this state disk", "recover", l.Addr().String())
+	serving, stop := context.WithCancel(ctx)
+	defer stop()
+	done := make(chan error, 1)
+	go func() { done <- server.Run(serving) }()
+	select {
+	case err := <-done:
+		return errors.Join(errors.New("the owner's order can't be received any more"), err)
+	case <-w.accepted:
+	}
+	stop()
+	<-done // it was told to end
+	return ctx.Err()
+}
+
+// Service is what Wait serves.
+func (w *Waiting) Service() rpc.Service {
+	return rpc.Serve[recoverv1connect.EpochServiceHandler](recoverv1connect.EpochServiceName, w, recoverv1connect.NewEpochServiceHandler)
+}
+
+// DescribeEpoch implements [recoverv1connect.EpochServiceHandler].
+func (w *Waiting) DescribeEpoch(ctx context.Context, _ *recoverv1.DescribeEpochRequest) (*recoverv1.DescribeEpochResponse, error) {
+	s, err := w.Keeper.Check(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return s.wire(), nil
+}
+
+func (s Standing) wire() *recoverv1.DescribeEpochResponse {
+	out := &recoverv1.DescribeEpochResponse{TpmCounter: s.Counter}
+	if r := s.Record; r != nil {
+		out.Epoch, out.PolicySerial, out.Bans, out.DiskCounter = r.Epoch, r.PolicySerial, r.Bans, r.Counter
+	}
+	return out
+}
+
+// AcceptEpoch implements [recoverv1connect.EpochServiceHandler].
+func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochRequest) (*recoverv1.AcceptEpochResponse, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	s, err := w.Keeper.Check(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if s.Err == nil { // by an order before this one
+		return &recoverv1.AcceptEpochResponse{}, nil
+	}
+	is := s.wire()
+	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter()}
+	if err := order.Verify(req, w.Owner); err != nil { // B7
+		return nil, err
+	}
+	r := Record{Written: time.Now()}
+	if s.Record != nil {
+		r = *s.Record
+	}
+	if err := w.Keeper.Begin(ctx, r); err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "note that the owner has accepted epoch %d: %w", r.Epoch, err)
+	}
+	w.Log.WarnContext(ctx, "the owner has accepted an older state disk", "epoch", r.Epoch, "policy_serial", r.PolicySerial)
+	w.once.Do(func() { close(w.accepted) })
+	return &recoverv1.AcceptEpochResponse{}, nil
+}

@@ -1,0 +1,128 @@
+package bootstrapper_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
+)
+
+// pulled checks that images were pulled by digest, and containerd told of the sandbox's, before kubeadm ran.
+func (w *world) pulled(t *testing.T, verb string, names ...string) {
+	t.Helper()
+	calls := w.machine.Calls()
+	ran := slices.Index(calls, "kubeadm "+verb)
+	for _, name := range names {
+		if at := slices.Index(calls, "pull "+machinetest.Images()[name].String()); at < 0 || at > ran {
+			t.Errorf("%s was not pulled before kubeadm: %q", name, calls)
+		}
+	}
+	if at := slices.Index(calls, "restart containerd.service"); at < 0 || at > ran {
+		t.Errorf("containerd was not told: %q", calls)
+	}
+	if at := filepath.Join(w.root, "run/muster/kubeadm-patches"); ran < 0 || w.exists("run/muster/kubeadm-patches") {
+		t.Errorf("%s is left", at)
+	}
+	w.sandbox(t)
+}
+
+func (w *world) sandbox(t *testing.T) {
+	t.Helper()
+	got, err := os.ReadFile(filepath.Join(w.root, "run/muster/containerd/sandbox.toml"))
+	if err != nil || !strings.Contains(string(got), machinetest.Images()[versions.Pause].String()) {
+		t.Errorf("%s, %v", got, err)
+	}
+}
+
+// B9: what runs before anything else on a control plane is named by digest.
+func TestAnInitRunsTheListedImages(t *testing.T) {
+	w := newWorld(t, "node1")
+	w.allowInit()
+	r := w.boot()
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Fatal(out.err)
+	}
+	r.kill(t)
+	w.pulled(t, "init", versions.Pause, versions.Proxy, versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler)
+	set := w.machine.API.Object("/apis/apps/v1/namespaces/kube-system/daemonsets/kube-proxy")
+	pod, _ := set["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)["containers"].([]any)
+	if len(pod) != 1 || pod[0].(map[string]any)["image"] != machinetest.Images()[versions.Proxy].String() {
+		t.Errorf("kube-proxy is %v", pod)
+	}
+}
+
+// B9: the file that tells containerd lies in memory.
+func TestEachBootNamesTheSandboxsImage(t *testing.T) {
+	w := newWorld(t, "node1")
+	w.allowInit()
+	r := w.boot()
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Fatal(out.err)
+	}
+	r.kill(t)
+	if err := os.RemoveAll(filepath.Join(w.root, "run")); err != nil {
+		t.Fatal(err)
+	}
+	w.reboot()
+	before := len(w.machine.Calls())
+	r = w.boot()
+	eventually(t, "the kubelet runs", func() bool { return w.machine.Running("kubelet.service") })
+	r.kill(t)
+	w.sandbox(t)
+	calls := w.machine.Calls()[before:]
+	if told, started := slices.Index(calls, "restart containerd.service"), slices.Index(calls, "start kubelet.service"); told < 0 || told > started {
+		t.Errorf("%q", calls)
+	}
+}
+
+// B9: a list without digests would leave what runs as root to whoever serves the registry.
+func TestAnInitWithoutDigestsIsRefused(t *testing.T) {
+	w := newWorld(t, "node1")
+	w.allowInit()
+	r := w.boot()
+	defer r.kill(t)
+	for name, change := range map[string]func(*initv1.InitRequest){
+		"no images":      func(q *initv1.InitRequest) { q.Images = nil },
+		"an image less":  func(q *initv1.InitRequest) { q.Images = q.GetImages()[1:] },
+		"an image twice": func(q *initv1.InitRequest) { q.Images[0] = q.GetImages()[1] },
+		"a tag":          func(q *initv1.InitRequest) { q.Images[0], _, _ = strings.Cut(q.GetImages()[0], "@") },
+	} {
+		req := w.request()
+		change(req)
+		if out := w.init(t.Context(), r, req); rpc.ReasonFrom(out.err) != attestv1.Reason_REASON_REQUEST_INVALID {
+			t.Errorf("%s: %v", name, out.err)
+		}
+	}
+	if w.record().Locked() {
+		t.Error("the machine is locked")
+	}
+	if out := w.init(t.Context(), r, w.request()); out.err != nil {
+		t.Error(out.err)
+	}
+}
+
+// A registry that has another image under the tag, and not the one that is listed, gets nothing to run.
+func TestAnImageThatIsNotThereEndsAnInit(t *testing.T) {
+	w := newWorld(t, "node1")
+	w.allowInit()
+	w.machine.Step = func(name string) error {
+		if name == "an image is pulled" {
+			return errors.New("not found")
+		}
+		return nil
+	}
+	r := w.boot()
+	defer r.kill(t)
+	out := w.init(t.Context(), r, w.request())
+	if rpc.ReasonFrom(out.err) != attestv1.Reason_REASON_COMPONENT_UNAVAILABLE || slices.Contains(w.machine.Calls(), "kubeadm init") {
+		t.Errorf("%v, %q", out.err, w.machine.Calls())
+	}
+}

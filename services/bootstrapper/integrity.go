@@ -1,0 +1,171 @@
+package bootstrapper
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+const (
+	// checkedFile says that the state disk was compared in this boot: what a network's installer brings afterwards stays.
+	checkedFile = "/run/muster/state-checked"
+	// kubeletFlags are read by the kubelet's unit.
+	kubeletFlags = kubeletFolder + "/kubeadm-flags.env"
+)
+
+// checkState compares what runs as root from the state disk with what the cluster lists, before the kubelet and its pods start (B8): somebody who was root once
+// may have left it there. What it is compared with came with the key of the disk, from a joinservice of this boot, and lies in memory: on the disk is nothing that
+// root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
+func (b *Bootstrapper) checkState(ctx context.Context) error {
+	list, err := component.ListFile(b.on(component.UnlockList)).Load()
+	if err != nil {
+		return err
+	}
+	if list == nil {
+		return b.recallSandbox(ctx)
+	}
+	s, err := parseSoftware(list.Wire(), list.Images)
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(b.on(checkedFile)); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	meta, err := b.cfg.Metadata()
+	if err != nil {
+		return err
+	}
+	if err := b.checkPrograms(ctx, s); err != nil {
+		return err
+	}
+	if !list.Adopted {
+		if err := b.checkManifests(ctx, s.images, meta.Role == metadata.RoleControlPlane); err != nil {
+			return err
+		}
+	}
+	if err := b.checkKubelet(ctx, meta); err != nil {
+		return err
+	}
+	if err := b.pinSandbox(ctx, s.images[versions.Pause]); err != nil {
+		return err
+	}
+	return machine.WriteFile(b.on(checkedFile), nil, 0o600, 0o755)
+}
+
+// found tells what was not as it should be.
+func (b *Bootstrapper) found(ctx context.Context, what, done string) {
+	b.log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
+	b.cfg.Console.Say(what + " is not what the cluster lists: " + done)
+}
+
+// checkPrograms installs anew what was changed, and removes what is not listed.
+func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
+	in := component.New(b.cfg.Root, b.cfg.Components, b.log)
+	defer in.Close()
+	for {
+		err := in.Install(ctx, s.components, func(text string) {
+			if what, changed := strings.CutPrefix(text, "fetching "); changed {
+				b.found(ctx, what, "installed anew")
+			}
+		})
+		if err != nil {
+			return err
+		}
+		removed, err := in.Sweep(s.components)
+		for _, what := range removed {
+			b.found(ctx, what, "removed")
+		}
+		if err != nil || len(removed) == 0 {
+			return err
+		}
+		// A folder that was a link has taken along what was installed through it.
+	}
+}
+
+// checkManifests removes static pods that kubeadm would not have made.
+func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
+	dir := b.on(kubeadm.Manifests)
+	files, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, f := range files {
+		name, _ := strings.CutSuffix(f.Name(), ".yaml")
+		problem := errors.New("this node has no such static pod")
+		if controlPlane && f.Type().IsRegular() && name != f.Name() {
+			text, err := os.ReadFile(filepath.Join(dir, f.Name()))
+			if err != nil {
+				return err
+			}
+			problem = b.image.CheckStaticPod(name, text, images)
+		}
+		if problem != nil {
+			if err := os.RemoveAll(filepath.Join(dir, f.Name())); err != nil {
+				return err
+			}
+			b.found(ctx, kubeadm.Manifests+"/"+f.Name(), "removed: "+problem.Error())
+		}
+	}
+	return err
+}
+
+// checkKubelet puts right what would have the kubelet run something else, or read it from elsewhere.
+func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine) error {
+	config, flags := b.on(kubeletFolder+"/config.yaml"), b.on(kubeletFlags)
+	text, err := os.ReadFile(config)
+	if err != nil {
+		return err
+	}
+	right, changed, err := b.image.CheckKubelet(text)
+	if err != nil {
+		return err
+	}
+	if len(changed) > 0 {
+		if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
+			return err
+		}
+		b.found(ctx, kubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
+	}
+	text, err = os.ReadFile(flags)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err == nil && !b.image.CheckKubeletFlags(text) {
+		if err := machine.WriteFile(flags, kubeadm.KubeletFlags(nodeOf(meta)), 0o644, 0o755); err != nil {
+			return err
+		}
+		b.found(ctx, kubeletFlags, "written anew")
+	}
+	if err := b.checkKubeconfig(ctx); err != nil {
+		return err
+	}
+	const bootstrap = kubernetesFolder + "/bootstrap-kubelet.conf" // no node of Muster's has one once it is a node
+	if err := os.Remove(b.on(bootstrap)); err == nil {
+		b.found(ctx, bootstrap, "removed")
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// recallSandbox tells containerd of the sandbox's image after a reboot. A machine that was adopted has installed nothing, and keeps its own.
+func (b *Bootstrapper) recallSandbox(ctx context.Context) error {
+	list, err := component.ListFile(b.on(component.KeptList)).Load()
+	if err != nil || list == nil {
+		return err
+	}
+	images, err := versions.ParseImages(list.Images)
+	if err != nil {
+		return err
+	}
+	return b.pinSandbox(ctx, images[versions.Pause])
+}

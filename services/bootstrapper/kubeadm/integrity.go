@@ -1,0 +1,176 @@
+package kubeadm
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"regexp"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	kubeletv1 "k8s.io/kubelet/config/v1beta1"
+	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/versions"
+)
+
+// Manifests is the folder of static pods.
+const Manifests = "/etc/kubernetes/manifests"
+
+// hostFolders are what kubeadm's static pods have of the machine.
+var hostFolders = []string{
+	"/etc/kubernetes/pki", "/etc/kubernetes/pki/etcd", "/etc/kubernetes/controller-manager.conf", "/etc/kubernetes/scheduler.conf", AuthzFolder, "/var/lib/etcd",
+	"/etc/ssl/certs", "/etc/ca-certificates", "/etc/pki", "/etc/pki/ca-trust", "/etc/pki/tls/certs", "/usr/share/ca-certificates", "/usr/local/share/ca-certificates", "/usr/libexec/kubernetes/kubelet-plugins/volume/exec",
+}
+
+// CheckStaticPod says why a manifest is none that kubeadm makes for this image's static pod of that name (B8): one container with the listed image, which starts
+// its own program without privileges, and has no more of the machine than it needs. What the program's arguments say is not looked at.
+func (i *Image) CheckStaticPod(name string, manifest []byte, images versions.Images) error {
+	if !slices.Contains(StaticPods(), name) {
+		return errors.New("this node has no such static pod")
+	}
+	var pod corev1.Pod
+	if err := yaml.UnmarshalStrict(manifest, &pod); err != nil {
+		return fmt.Errorf("it can't be read: %w", err)
+	}
+	if pod.APIVersion != "v1" || pod.Kind != "Pod" || pod.Name != name || pod.Namespace != "kube-system" {
+		return errors.New("it is another object")
+	}
+	if len(pod.Spec.Containers) != 1 || len(pod.Spec.InitContainers)+len(pod.Spec.EphemeralContainers) > 0 {
+		return errors.New("it has other containers than one")
+	}
+	c := pod.Spec.Containers[0]
+	switch {
+	case c.Image != images[name].String(): // B9
+		return fmt.Errorf("its image is %q, and %s is listed", c.Image, images[name])
+	case len(c.Command) == 0 || c.Command[0] != name || len(c.Args) > 0:
+		return errors.New("it starts another program")
+	case c.SecurityContext != nil && (c.SecurityContext.Privileged != nil && *c.SecurityContext.Privileged || c.SecurityContext.Capabilities != nil && len(c.SecurityContext.Capabilities.Add) > 0):
+		return errors.New("it has privileges")
+	case pod.Spec.HostPID || pod.Spec.HostIPC || c.Lifecycle != nil || len(c.VolumeDevices) > 0:
+		return errors.New("it has more of the machine than kubeadm gives it")
+	case c.LivenessProbe != nil && c.LivenessProbe.Exec != nil, c.ReadinessProbe != nil && c.ReadinessProbe.Exec != nil, c.StartupProbe != nil && c.StartupProbe.Exec != nil:
+		return errors.New("it has a probe that runs a program")
+	}
+	allowed := slices.Concat(hostFolders, i.hostFolders())
+	for _, v := range pod.Spec.Volumes {
+		if v.HostPath != nil && !slices.Contains(allowed, path.Clean(v.HostPath.Path)) {
+			return fmt.Errorf("it has the machine's %q", v.HostPath.Path)
+		}
+	}
+	return nil
+}
+
+// hostFolders are those that the image gives to static pods.
+func (i *Image) hostFolders() (out []string) {
+	c := i.cluster
+	for _, component := range []v1beta4.ControlPlaneComponent{c.APIServer.ControlPlaneComponent, c.ControllerManager, c.Scheduler} {
+		for _, v := range component.ExtraVolumes {
+			out = append(out, path.Clean(v.HostPath))
+		}
+	}
+	out = append(out, values(c.ControllerManager.ExtraArgs, "flex-volume-plugin-dir")...)
+	if c.Etcd.Local != nil && c.Etcd.Local.DataDir != "" {
+		out = append(out, path.Clean(c.Etcd.Local.DataDir))
+	}
+	return out
+}
+
+// CheckKubelet returns the kubelet's configuration with those fields as they must be by which it would run programs, or take pods or orders from elsewhere, and the
+// names of the fields that it has changed (B8). What else it says is the cluster's.
+func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err error) {
+	var have map[string]any
+	if err := yaml.UnmarshalStrict(config, &have); err != nil {
+		return nil, nil, fmt.Errorf("the kubelet's configuration: %w", err)
+	}
+	text, err := yaml.Marshal(kubeletConfiguration(i))
+	if err != nil {
+		return nil, nil, err
+	}
+	var hardened kubeletv1.KubeletConfiguration
+	if err := yaml.Unmarshal(text, &hardened); err != nil {
+		return nil, nil, err
+	}
+	no := any(false)
+	for _, f := range []struct {
+		at   []string
+		want any // nil: not set
+		zero any // the same as not set
+	}{
+		{[]string{"staticPodPath"}, Manifests, nil},
+		{[]string{"staticPodURL"}, nil, ""},
+		{[]string{"podLogsDir"}, orNil(hardened.PodLogsDir), ""},
+		{[]string{"volumePluginDir"}, orNil(hardened.VolumePluginDir), ""},
+		{[]string{"imageServiceEndpoint"}, orNil(hardened.ImageServiceEndpoint), ""},
+		{[]string{"authentication", "anonymous", "enabled"}, no, nil},
+		{[]string{"authentication", "webhook", "enabled"}, any(true), nil},
+		{[]string{"authorization", "mode"}, "Webhook", nil},
+		{[]string{"readOnlyPort"}, nil, float64(0)},
+	} {
+		if force(have, f.at, f.want, f.zero) {
+			changed = append(changed, strings.Join(f.at, "."))
+		}
+	}
+	if socket, ok := have["containerRuntimeEndpoint"]; ok && socket != "" && socket != i.criSocket {
+		have["containerRuntimeEndpoint"] = i.criSocket
+		changed = append(changed, "containerRuntimeEndpoint")
+	}
+	right, err = yaml.Marshal(have)
+	return right, changed, err
+}
+
+func orNil(s string) any {
+	if s == "" {
+		return nil
+	}
+	return s
+}
+
+// force sets a field, or removes it, and says whether that changed anything.
+func force(in map[string]any, at []string, want, zero any) bool {
+	for _, name := range at[:len(at)-1] {
+		next, ok := in[name].(map[string]any)
+		if !ok {
+			next = map[string]any{}
+			in[name] = next
+		}
+		in = next
+	}
+	last := at[len(at)-1]
+	have, ok := in[last]
+	switch {
+	case ok && have == want, want == nil && (!ok || have == zero):
+		return false
+	case want == nil:
+		delete(in, last)
+	default:
+		in[last] = want
+	}
+	return true
+}
+
+// kubeletFlag finds the arguments that kubeadm gives to the kubelet, each with its value.
+var kubeletFlag = regexp.MustCompile(`^--(node-ip|hostname-override|pod-infra-container-image|register-with-taints|container-runtime-endpoint)=([A-Za-z0-9_.:/@,=-]*)$`)
+
+// CheckKubeletFlags says whether the file has kubeadm's one variable and in it only what kubeadm writes (B8): systemd would put any other one into the kubelet's environment.
+func (i *Image) CheckKubeletFlags(file []byte) bool {
+	line, ok := strings.CutPrefix(strings.TrimSuffix(string(file), "\n"), `KUBELET_KUBEADM_ARGS="`)
+	line, quoted := strings.CutSuffix(line, `"`)
+	if !ok || !quoted {
+		return false
+	}
+	for flag := range strings.SplitSeq(line, " ") {
+		m := kubeletFlag.FindStringSubmatch(flag)
+		if flag != "" && (m == nil || m[1] == "container-runtime-endpoint" && m[2] != i.criSocket) {
+			return false
+		}
+	}
+	return true
+}
+
+// KubeletFlags returns the file anew.
+func KubeletFlags(n Node) []byte {
+	return fmt.Appendf(nil, "KUBELET_KUBEADM_ARGS=\"--node-ip=%s\"\n", nodeIP(n.Addresses))
+}

@@ -1,0 +1,235 @@
+package renewal
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strconv"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/scheme"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Keeper is what follows the cluster's epoch on this machine: [epoch.Keeper].
+type Keeper interface {
+	Load() (*epoch.Record, error)
+	Advance(ctx context.Context, r epoch.Record) error
+}
+
+// betweenEpochs is the shortest time between two increments of the TPM's counter, which is in memory that wears out.
+const betweenEpochs = 10 * time.Minute
+
+// RunEpoch follows the cluster's epoch into this machine's record and its TPM's counter until ctx ends, so that an older copy of the disk is found when it
+// boots (B7). No failure ends it.
+func (r *Renewer) RunEpoch(ctx context.Context) error {
+	pause := retry.Backoff{Min: r.Timing.Sign, Max: r.Timing.RetryMax}
+	for {
+		wait := r.Timing.Sign
+		err := r.followEpoch(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return nil //nolint:nilerr // it was told to end
+		case err != nil:
+			wait = pause.Next(0)
+			r.Log.WarnContext(ctx, "this machine does not follow the cluster's epoch", "err", err, "again_in", wait.String())
+		default:
+			pause.Reset()
+		}
+		if retry.Wait(ctx, wait) != nil {
+			return nil //nolint:nilerr // it was told to end
+		}
+	}
+}
+
+func (r *Renewer) followEpoch(ctx context.Context) error {
+	had, err := r.Epoch.Load()
+	if err != nil {
+		return err
+	}
+	if had == nil {
+		return fmt.Errorf("%s has no record: it is made when the machine starts", epoch.Folder)
+	}
+	c, err := r.Connect()
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	now, err := c.Epoch(ctx)
+	if err != nil {
+		return err
+	}
+	// By a clock that was put back the record is of the future: then the wait is no longer than if it were of now.
+	since := max(r.Now().Sub(had.Written), 0)
+	switch {
+	case now.Epoch < had.Epoch:
+		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays.
+		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", had.Epoch)
+	case now.Epoch > had.Epoch && (had.Epoch == 0 || since >= betweenEpochs):
+		now.Written = r.Now()
+		if err := r.Epoch.Advance(ctx, now); err != nil {
+			return err
+		}
+		r.Log.InfoContext(ctx, "this machine's TPM knows the cluster's epoch", "epoch", now.Epoch, "policy_serial", now.PolicySerial, "bans", len(now.Bans))
+		had = &now
+	}
+	return c.PublishEpoch(ctx, had.Epoch)
+}
+
+// facts is what a restored copy of the cluster would undo.
+type facts struct {
+	policy [sha256.Size]byte
+	serial uint64
+	bans   []string
+	// lines are one for each enrollment and disk, in order.
+	lines []string
+}
+
+func (f facts) digest() string {
+	h := sha256.New()
+	fmt.Fprintf(h, "%x\n", f.policy)
+	for _, l := range f.lines {
+		fmt.Fprintf(h, "%q\n", l)
+	}
+	return hex.EncodeToString(h.Sum(nil))
+}
+
+// Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of what it was counted for; whichever control plane sees another digest first counts
+// it up, by compare-and-swap.
+func (c *cluster) Epoch(ctx context.Context) (epoch.Record, error) {
+	f, err := c.facts(ctx)
+	if err != nil {
+		return epoch.Record{}, err
+	}
+	maps := c.CoreV1().ConfigMaps(clusterinfo.Namespace)
+	m, err := maps.Get(ctx, clusterinfo.EpochMap, metav1.GetOptions{})
+	absent := apierrors.IsNotFound(err)
+	if err != nil && !absent {
+		return epoch.Record{}, err
+	}
+	var number uint64
+	if !absent {
+		if number, err = strconv.ParseUint(m.Data["epoch"], 10, 64); err != nil {
+			return epoch.Record{}, fmt.Errorf("ConfigMap %s: epoch: %w: write a number above those of the annotation %s of control planes' Nodes", clusterinfo.EpochMap, err, clusterinfo.EpochAnnotation)
+		}
+	}
+	if digest := f.digest(); absent || m.Data["of"] != digest {
+		number++
+		next := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.EpochMap, Namespace: clusterinfo.Namespace}, Data: map[string]string{"epoch": strconv.FormatUint(number, 10), "of": digest}}
+		if absent {
+			_, err = maps.Create(ctx, next, metav1.CreateOptions{})
+		} else {
+			next.ResourceVersion = m.ResourceVersion
+			_, err = maps.Update(ctx, next, metav1.UpdateOptions{})
+		}
+		if err != nil { // of another control plane that counted first: the next look sees that
+			return epoch.Record{}, err
+		}
+	}
+	return epoch.Record{Epoch: number, PolicySerial: f.serial, Bans: f.bans}, nil
+}
+
+// facts asks for the policy, and all enrollments and disks.
+func (c *cluster) facts(ctx context.Context) (facts, error) {
+	var f facts
+	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestationpolicies", v1alpha1.PolicyName).DoRaw(ctx)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return f, err
+	}
+	if err == nil {
+		var p v1alpha1.AttestationPolicy
+		if err := json.Unmarshal(text, &p); err != nil {
+			return f, fmt.Errorf("AttestationPolicy: %w", err)
+		}
+		f.policy = sha256.Sum256([]byte(p.Spec.Policy + p.Spec.Signature))
+		f.serial = c.serial(p)
+	}
+	err = pages(ctx, c, "attestednodes", func(list v1alpha1.AttestedNodeList) string {
+		for _, n := range list.Items {
+			f.lines = append(f.lines, fmt.Sprintf("node %s %s %s %s %s %t %t", n.Name, n.UID, n.Spec.MachineID, n.Spec.Role, n.Spec.DiskID, n.Spec.Banned, n.Leaving()))
+			if n.Spec.Banned {
+				f.bans = append(f.bans, n.Name)
+			}
+		}
+		return list.Continue
+	})
+	if err != nil {
+		return f, err
+	}
+	err = pages(ctx, c, "attesteddisks", func(list v1alpha1.AttestedDiskList) string {
+		for _, d := range list.Items {
+			f.lines = append(f.lines, fmt.Sprintf("disk %s %s %t", d.Name, d.Spec.MachineID, d.Spec.Erased))
+		}
+		return list.Continue
+	})
+	slices.Sort(f.lines)
+	slices.Sort(f.bans)
+	return f, err
+}
+
+// serial returns that of a policy which the owner signed; 0: he has not, or nobody knows him.
+func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
+	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	if err != nil {
+		return 0
+	}
+	policy, err := attest.OpenPolicy(c.owner, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+	if err != nil {
+		return 0
+	}
+	return policy.Serial()
+}
+
+// pages lists a resource of Muster's; each returns the token of the next page. A cluster without the resource has none of it.
+func pages[L any](ctx context.Context, c *cluster, resource string, each func(L) string) error {
+	o := metav1.ListOptions{Limit: 500}
+	for {
+		text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), resource).VersionedParams(&o, scheme.ParameterCodec).DoRaw(ctx)
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("list %s: %w", resource, err)
+		}
+		var list L
+		if err := json.Unmarshal(text, &list); err != nil {
+			return fmt.Errorf("%s: %w", resource, err)
+		}
+		if o.Continue = each(list); o.Continue == "" {
+			return nil
+		}
+	}
+}
+
+// PublishEpoch implements [Cluster] with an annotation of the Node.
+func (c *cluster) PublishEpoch(ctx context.Context, number uint64) error {
+	return c.annotate(ctx, clusterinfo.EpochAnnotation, strconv.FormatUint(number, 10))
+}
+
+// annotate writes an annotation of this control plane's Node, if it is another one.
+func (c *cluster) annotate(ctx context.Context, name, value string) error {
+	node, err := c.CoreV1().Nodes().Get(ctx, c.node, metav1.GetOptions{})
+	if err != nil || node.Annotations[name] == value {
+		return err
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]string{name: value}}})
+	if err != nil {
+		return err
+	}
+	_, err = c.CoreV1().Nodes().Patch(ctx, c.node, types.MergePatchType, patch, metav1.PatchOptions{})
+	return err
+}

@@ -1,0 +1,179 @@
+package renewal
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
+	root := newControlPlane(t)
+	c := &memoryCluster{root: root, lease: new(sync.Mutex)}
+	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	k := epoch.Keeper{Dir: t.TempDir(), TPM: m}
+	begin := at(t, root, 0.1)
+	follow := func(after time.Duration) error {
+		t.Helper()
+		r := newRenewer(t, c, begin.Add(after)) // each time as one that was started anew
+		r.Epoch = k
+		return r.followEpoch(t.Context())
+	}
+	if err := follow(0); err == nil {
+		t.Error("a machine without a record makes one while it runs")
+	}
+	if err := k.Begin(t.Context(), epoch.Record{Written: begin}); err != nil {
+		t.Fatal(err)
+	}
+	counter := func() uint64 {
+		t.Helper()
+		n, err := m.Counter(context.WithoutCancel(t.Context()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	for i, step := range []struct {
+		after time.Duration
+		epoch uint64
+		knows uint64
+		up    uint64 // by how much the counter rises
+	}{
+		{time.Second, 3, 3, 1}, // the first, at once
+		{time.Minute, 3, 3, 0},
+		{2 * time.Minute, 4, 3, 0}, // too soon
+		{betweenEpochs, 5, 3, 0},
+		{betweenEpochs + time.Second, 5, 5, 1},
+		{time.Hour, 4, 5, 0}, // etcd was put back
+		{time.Hour, 6, 6, 1},
+		{-time.Hour, 7, 6, 0}, // the clock was put back
+		{2 * time.Hour, 7, 7, 1},
+	} {
+		was := counter()
+		c.epoch = epoch.Record{Epoch: step.epoch, PolicySerial: step.epoch}
+		if err := follow(step.after); err != nil {
+			t.Fatal(i, err)
+		}
+		s, err := k.Check(t.Context())
+		if err != nil || s.Err != nil || s.Record.Epoch != step.knows || s.Record.PolicySerial != step.knows || s.Counter != was+step.up || c.published != step.knows {
+			t.Errorf("step %d: %+v, %v, counter from %d, published %d", i, s, err, was, c.published)
+		}
+	}
+}
+
+// What raises the epoch, at a real API server with two control planes that look at it.
+func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
+	ctx := t.Context()
+	must := func(t *testing.T, errs ...error) {
+		t.Helper()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	api, err := envtest.Start(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := api.Stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	root := newControlPlane(t)
+	text, err := os.ReadFile(api.Kubeconfig)
+	must(t, err, api.Namespace(ctx, clusterinfo.Namespace), api.InstallCRDs(ctx))
+	public, private, err := ed25519.GenerateKey(nil)
+	must(t, err)
+	var planes []Cluster
+	for _, name := range []string{"node1", "node2"} {
+		must(t, os.WriteFile(filepath.Join(root, folder, "admin.conf"), text, 0o600), os.WriteFile(filepath.Join(root, folder, "controller-manager.conf"), text, 0o600),
+			api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+		c, err := Connect(root, name, public, slog.New(slog.DiscardHandler))
+		must(t, err)
+		t.Cleanup(c.Close)
+		planes = append(planes, c)
+	}
+	ca := attesttest.NewCA(t)
+	sign := func(serial uint64, by ed25519.PrivateKey) v1alpha1.AttestationPolicySpec {
+		p := attest.SignPolicy(by, attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}, func(p *attestv1.Policy) { p.Serial = serial }))
+		return v1alpha1.AttestationPolicySpec{Policy: string(p.GetPolicy()), Signature: base64.StdEncoding.EncodeToString(p.GetSignature())}
+	}
+	policy := &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}
+	node := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node3"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
+	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32), Salt: strings.Repeat("5a", 32), RootVersion: 1}}
+	_, stranger, err := ed25519.GenerateKey(nil)
+	must(t, err)
+	now, serial := uint64(0), uint64(0)
+	for _, step := range []struct {
+		what   string
+		change func() error
+		up     uint64
+		serial uint64
+		bans   []string
+	}{
+		{"nothing yet", func() error { return nil }, 1, 0, nil},
+		{"nothing", func() error { return nil }, 0, 0, nil},
+		{"a policy", func() error { policy.Spec = sign(4, private); return api.Client.Create(ctx, policy) }, 1, 4, nil},
+		{"a newer one", func() error { policy.Spec = sign(5, private); return api.Client.Update(ctx, policy) }, 1, 5, nil},
+		{"one that the owner did not sign", func() error { policy.Spec = sign(9, stranger); return api.Client.Update(ctx, policy) }, 1, 0, nil},
+		{"an enrollment", func() error { return api.Client.Create(ctx, node) }, 1, 0, nil},
+		{"its label", func() error { node.Labels = map[string]string{"a": "b"}; return api.Client.Update(ctx, node) }, 0, 0, nil},
+		{"a ban", func() error { node.Spec.Banned = true; return api.Client.Update(ctx, node) }, 1, 0, []string{"node3"}},
+		{"its end", func() error { node.Spec.Banned = false; return api.Client.Update(ctx, node) }, 1, 0, nil},
+		{"a disk", func() error { return api.Client.Create(ctx, disk) }, 1, 0, nil},
+		{"a disk's new machine", func() error { disk.Spec.MachineID = strings.Repeat("cd", 32); return api.Client.Update(ctx, disk) }, 1, 0, nil},
+		{"a disk that is free", func() error { return api.Client.Delete(ctx, disk) }, 1, 0, nil},
+		{"an enrollment that ends", func() error { return api.Client.Delete(ctx, node) }, 1, 0, nil},
+	} {
+		if err := step.change(); err != nil {
+			t.Fatalf("%s: %v", step.what, err)
+		}
+		now, serial = now+step.up, step.serial
+		for _, c := range planes { // the second finds what the first has counted
+			got, err := c.Epoch(ctx)
+			if err != nil || got.Epoch != now || got.PolicySerial != serial || !slices.Equal(got.Bans, step.bans) {
+				t.Errorf("%s: %+v, %v, want epoch %d", step.what, got, err, now)
+			}
+		}
+	}
+	// Of control planes that see a change at the same time one counts it.
+	must(t, api.Client.Create(ctx, &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk.Name}, Spec: disk.Spec}))
+	var wg sync.WaitGroup
+	for _, c := range planes {
+		wg.Go(func() {
+			if got, err := c.Epoch(ctx); err == nil && got.Epoch != now+1 {
+				t.Errorf("both at once: epoch %d, want %d", got.Epoch, now+1)
+			}
+		})
+	}
+	wg.Wait()
+	if got, err := planes[0].Epoch(ctx); err != nil || got.Epoch != now+1 {
+		t.Errorf("%+v, %v, want epoch %d", got, err, now+1)
+	}
+	must(t, planes[1].PublishEpoch(ctx, 7))
+	var n corev1.Node
+	must(t, api.Client.Get(ctx, client.ObjectKey{Name: "node2"}, &n))
+	if got := n.Annotations[clusterinfo.EpochAnnotation]; got != "7" {
+		t.Errorf("annotation %q", got)
+	}
+}

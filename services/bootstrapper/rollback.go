@@ -1,0 +1,65 @@
+package bootstrapper
+
+import (
+	"context"
+	"crypto/ed25519"
+
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (b *Bootstrapper) epoch() epoch.Keeper {
+	return epoch.Keeper{Dir: b.on(epoch.Folder), TPM: b.cfg.TPM}
+}
+
+// beginEpoch is for a machine that has become a control plane: what its TPM knows of another disk counts no more.
+func (b *Bootstrapper) beginEpoch(ctx context.Context) error {
+	if !renewal.IsControlPlane(b.cfg.Root) {
+		return nil
+	}
+	return b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()})
+}
+
+// notRolledBack lets a control plane go on whose state disk is the newest. One whose disk was put back to an earlier copy waits for its owner: nothing
+// of the cluster is served before that (B7).
+func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
+	if !renewal.IsControlPlane(b.cfg.Root) {
+		return nil
+	}
+	s, err := b.epoch().Check(ctx)
+	if err != nil {
+		return err
+	}
+	if s.Err == nil {
+		if s.Record == nil { // of a version that kept no record
+			return b.beginEpoch(ctx)
+		}
+		return nil
+	}
+	rec := b.lock.record()
+	b.metrics.joins.WithLabelValues(attest.ReasonName(attest.ReasonOf(s.Err))).Inc() // R1
+	b.tries.Refused(s.Err)
+	b.older.Store(true)
+	defer b.older.Store(false)
+	b.log.ErrorContext(ctx, "this control plane does not start: its state disk is not the newest", "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err, "remedy", rpc.RemedyFrom(s.Err))
+	b.cfg.Console.Say("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy; its owner looks at it, and accepts it, by `muster recover`")
+	// An image whose systemd starts the kubelet by itself has done so.
+	if err := b.cfg.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
+		return err
+	}
+	l, err := listen(ctx, "listen.recover", b.cfg.Image.Listen.Recover)
+	if err != nil {
+		return err
+	}
+	// The owner's key is that of the image alone: the journal is on the disk.
+	var owner ed25519.PublicKey = b.cfg.Image.OwnerKey
+	w := &epoch.Waiting{Keeper: b.epoch(), Cluster: [32]byte(rec.ClusterID), Machine: b.machineID, Owner: owner, Attester: b.cfg.Attester, Calls: b.cfg.Calls, Log: b.log}
+	if err := w.Wait(ctx, l); err != nil {
+		return err
+	}
+	b.cfg.Console.Say("the owner has accepted this control plane's state disk")
+	return nil
+}

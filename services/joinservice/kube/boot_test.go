@@ -1,0 +1,167 @@
+package kube
+
+import (
+	"encoding/hex"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// J11: what is known is boot 5/2 with a secret, and 100 s on the TPM's clock.
+func TestABootIsComparedWithTheLastOne(t *testing.T) {
+	secret, other := keys.NewBootSecret(), keys.NewBootSecret()
+	hash, since := secret.Hash(), time.Now()
+	last := v1alpha1.Boot{ResetCount: 5, RestartCount: 2, Clock: 100_000_000, SecretHash: hex.EncodeToString(hash[:]), Since: metav1.NewMicroTime(since)}
+	const known = 100_000 * time.Second
+	after, before := since.Add(time.Second), since.Add(-time.Second)
+	for name, tt := range map[string]struct {
+		now   Boot
+		later bool
+		want  attestv1.Reason
+	}{
+		"the same boot":                         {Boot{5, 2, known, secret, "", after, nil}, false, attestv1.Reason_REASON_ACCEPTED},
+		"the same boot, some time later":        {Boot{5, 2, known + time.Hour, secret, "", after, nil}, false, attestv1.Reason_REASON_ACCEPTED},
+		"the same boot, out of order":           {Boot{5, 2, known - maxClockBack, secret, "", before, nil}, false, attestv1.Reason_REASON_ACCEPTED},
+		"memory and TPM put back":               {Boot{5, 2, known - maxClockBack - time.Second, secret, "", after, nil}, false, attestv1.Reason_REASON_CLOCK_WENT_BACK},
+		"another secret":                        {Boot{5, 2, known + time.Hour, other, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+		"another secret, of before":             {Boot{5, 2, known, other, "", before, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+		"no secret":                             {Boot{5, 2, known, keys.BootSecret{}, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+		"a later boot":                          {Boot{6, 0, 0, other, "", after, nil}, true, attestv1.Reason_REASON_ACCEPTED},
+		"a later boot, whose clock begins anew": {Boot{6, 0, time.Second, secret, "", before, nil}, true, attestv1.Reason_REASON_ACCEPTED},
+		"a later restart":                       {Boot{5, 3, known, secret, "", after, nil}, true, attestv1.Reason_REASON_ACCEPTED},
+		"an earlier boot":                       {Boot{4, 9, known + time.Hour, secret, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+		"an earlier restart":                    {Boot{5, 1, known, secret, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+		"an earlier boot that comes late":       {Boot{4, 0, known, secret, "", before, nil}, false, attestv1.Reason_REASON_VERDICT_OLD},
+		"an earlier boot of the very same time": {Boot{4, 0, known, secret, "", since, nil}, false, attestv1.Reason_REASON_VERDICT_OLD},
+		"the highest counters that a TPM has":   {Boot{1<<32 - 1, 1<<32 - 1, 0, other, "", after, nil}, true, attestv1.Reason_REASON_ACCEPTED},
+		"a cleared TPM, which counts from zero": {Boot{0, 0, 0, other, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			last.Since = metav1.NewMicroTime(since)
+			later, _, reason := judgeBoot(last, tt.now)
+			if later != tt.later || reason != tt.want {
+				t.Errorf("later: %v, %s; want %v, %s", later, attest.ReasonName(reason), tt.later, attest.ReasonName(tt.want))
+			}
+		})
+	}
+}
+
+// J11: of two machines with one TPM's state that are let in by two replicas at the same time, the swap lets one pass.
+func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
+	shared.Reset(t)
+	a, b := replicaOf(t), replicaOf(t)
+	owner := claim(1)
+	owner.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
+	if _, err := a.Enrol(t.Context(), owner, ticket("a")); err != nil {
+		t.Fatal(err)
+	}
+	shared.GiveDisk(t, owner.Disk, owner.Machine)
+	for range 5 {
+		last := shared.Node(t, "w1").Status.Boot
+		var wait sync.WaitGroup
+		errs := make([]error, 2)
+		rejoining := make([]*Rejoining, 2)
+		for i, k := range []*Kube{a, b} { // both have been looked at before either is recorded
+			c := claim(1)
+			c.Boot = Boot{Reset: uint32(last.ResetCount) + 1, Secret: keys.NewBootSecret(), Verified: time.Now(), Address: "192.0.2." + string(rune('1'+i))}
+			var err error
+			if rejoining[i], err = k.Rejoin(t.Context(), c); err != nil {
+				t.Fatal(err)
+			}
+			if err = rejoining[i].AwaitEarlier(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i := range rejoining {
+			wait.Go(func() { errs[i] = rejoining[i].Record(t.Context()) })
+		}
+		wait.Wait()
+		if (errs[0] == nil) == (errs[1] == nil) {
+			t.Fatalf("%v and %v: want one to pass", errs[0], errs[1])
+		}
+		for i, err := range errs {
+			if err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_MACHINE_CLONED || err != nil && !strings.Contains(err.Error(), "192.0.2.1") && !strings.Contains(err.Error(), "192.0.2.2") {
+				t.Errorf("replica %d: %v", i, err)
+			}
+		}
+	}
+}
+
+// A boot is recorded for a key only if the boot before it was looked for, and is still the last one.
+func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
+	shared.Reset(t)
+	k := replicaOf(t)
+	c := claim(1)
+	c.Boot.Reset = 1
+	if _, err := k.Enrol(t.Context(), c, ticket("a")); err != nil {
+		t.Fatal(err)
+	}
+	seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	c.Boot.Reset = 3
+	if _, err := k.Enrol(t.Context(), c, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("a ticket: %v", err)
+	}
+	shared.GiveDisk(t, c.Disk, c.Machine)
+	r, err := k.Rejoin(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("a rejoin: %v", err)
+	}
+	if err := r.AwaitEarlier(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	between := c.Boot
+	between.Reset = 2
+	if _, err := k.Reattest(t.Context(), c.Machine, between, ticket("")); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("after another boot: %v", err)
+	}
+	if err := r.AwaitEarlier(t.Context()); err != nil { // it does not read anew
+		t.Fatal(err)
+	}
+	again, err := k.Rejoin(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error { return again.AwaitEarlier(t.Context()) })
+	if err := again.Record(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// Whoever has a copy of one machine takes one place at most of those that wait.
+func TestOneMachineWaitsOnce(t *testing.T) {
+	w := &leaseWaits{}
+	for i := range maxLeaseWaits {
+		m := attest.MachineID{byte(i)}
+		if !w.begin(m) || w.begin(m) {
+			t.Fatalf("machine %d", i)
+		}
+	}
+	if w.begin(attest.MachineID{255}) {
+		t.Error("more wait than may")
+	}
+	w.end(attest.MachineID{1})
+	if !w.begin(attest.MachineID{255}) {
+		t.Error("a place that is free is not given")
+	}
+}
+
+func replicaOf(t *testing.T) *Kube {
+	t.Helper()
+	k, _ := replica(t)
+	return k
+}

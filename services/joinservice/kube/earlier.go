@@ -1,0 +1,183 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// leaseSilent is how long a kubelet that runs does not leave its Lease unwritten, by far: it writes it every 10 s.
+	leaseSilent = time.Minute
+	// leaseWait is how long a Lease is looked at that was written more recently: one and a half times as long as a kubelet's pause,
+	// and as much more as the API server is slow.
+	leaseWait = 15 * time.Second
+	// leasePoll is the pause between two looks.
+	leasePoll = time.Second
+	// maxLeaseWaits bounds how many machines wait at one time.
+	maxLeaseWaits = 64
+	// retryWait is what a machine is told to wait for one of these places.
+	retryWait = 5 * time.Second
+)
+
+// leaseWaits are the machines whose earlier boot is looked for, each at most once: whoever has a copy of one machine must not take the
+// places of others.
+type leaseWaits struct {
+	mu  sync.Mutex
+	set map[attest.MachineID]bool
+}
+
+func (w *leaseWaits) begin(m attest.MachineID) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.set[m] || len(w.set) >= maxLeaseWaits {
+		return false
+	}
+	if w.set == nil {
+		w.set = map[attest.MachineID]bool{}
+	}
+	w.set[m] = true
+	return true
+}
+
+func (w *leaseWaits) end(m attest.MachineID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.set, m)
+}
+
+// AwaitEarlier waits until the machine's boot before this one is known to have ended, and returns the claim with that. It is for a
+// machine that asks for a ticket, before anything is written. Its errors are those of [Rejoining.AwaitEarlier], and what the
+// enrollment refuses.
+func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
+	if k.cluster.Nodes.ByName(c.Node) == nil {
+		return c, nil // if that is an old view, recording the boot fails, and the machine asks again
+	}
+	n := &v1alpha1.AttestedNode{}
+	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, n); apierrors.IsNotFound(err) {
+		return c, nil
+	} else if err != nil {
+		return c, unavailable("read AttestedNode "+c.Node, err)
+	}
+	if n.Spec.MachineID != c.Machine.String() || k.vacant(n) {
+		return c, nil // whoever writes the claim judges that
+	}
+	err := k.awaitEnd(ctx, n, c.Machine, &c.Boot)
+	return c, err
+}
+
+// awaitEnd looks whether a later boot can be true: while the machine still runs in the one before, whoever shows a later one is a copy
+// (J11). The kubelet of the node alone writes the node's Lease. One that has not been written for a minute, by the API server's
+// clock, is that of a machine that has gone down; so is one that is not written while it is looked at. There is none if the
+// node never came, or was deleted.
+func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
+	later, err := checkBoot(n, &n.Status, *b)
+	if err != nil {
+		return err
+	}
+	last := idOf(n.Status.Boot)
+	b.over = &last
+	if !later || !ran(&n.Status) {
+		return nil
+	}
+	lease, slow, err := k.nodeLease(ctx, n.Name)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	if lease == nil || began.Sub(writtenAt(lease, began)) > leaseSilent {
+		return nil
+	}
+	if !k.waits.begin(m) {
+		return attest.RefuseFor(retryWait, attestv1.Reason_REASON_BUSY, "whether an earlier boot of node %s still runs is being looked at, or that of %d other machines", n.Name, maxLeaseWaits)
+	}
+	defer k.waits.end(m)
+	k.log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m, "boot", b.String())
+	tick := time.NewTicker(leasePoll)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return unavailable("read Lease "+n.Name, ctx.Err())
+		case <-tick.C:
+		}
+		asked := time.Since(began)
+		now, took, err := k.nodeLease(ctx, n.Name)
+		switch slow = max(slow, took); {
+		case err != nil:
+			return err
+		case now == nil:
+			return nil
+		case now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime):
+			return cloned(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
+		case asked > leaseWait+2*slow:
+			return nil
+		}
+	}
+}
+
+// nodeLease reads a node's Lease, and says how long that took; nil: there is none.
+func (k *Kube) nodeLease(ctx context.Context, node string) (*coordinationv1.Lease, time.Duration, error) {
+	l, began := &coordinationv1.Lease{}, time.Now()
+	err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: corev1.NamespaceNodeLease, Name: node}, l)
+	switch took := time.Since(began); {
+	case apierrors.IsNotFound(err):
+		return nil, took, nil
+	case err != nil:
+		return nil, took, unavailable("read Lease "+node, err)
+	default:
+		return l, took, nil
+	}
+}
+
+// writtenAt is when the Lease was last written, by the API server's clock: the time in its spec is the node's own, which may be
+// wrong. One that doesn't say so counts as written now.
+func writtenAt(l *coordinationv1.Lease, now time.Time) time.Time {
+	var last *metav1.Time
+	for _, f := range l.ManagedFields {
+		if f.Time != nil && (last == nil || f.Time.After(last.Time)) {
+			last = f.Time
+		}
+	}
+	if last == nil {
+		return now
+	}
+	return last.Time
+}
+
+// Rejoining is a machine that may have the key of its disk, as its enrollment stood when that was decided.
+type Rejoining struct {
+	kube  *Kube
+	node  *v1alpha1.AttestedNode
+	claim Claim
+	// Salt is the disk's, of its AttestedDisk.
+	Salt Salt
+}
+
+// AwaitEarlier waits until the machine's boot before this one is known to have ended, at most some 20 s, longer if the API server is
+// slow. Its errors are refusals: MACHINE_CLONED, BUSY, API_UNAVAILABLE.
+func (r *Rejoining) AwaitEarlier(ctx context.Context) error {
+	return r.kube.awaitEnd(ctx, r.node, r.claim.Machine, &r.claim.Boot)
+}
+
+// Record records the boot, by compare-and-swap: of two machines with the same TPM one gets the key (J11). A ban or another
+// change of the enrollment since makes it fail. Its errors are refusals.
+func (r *Rejoining) Record(ctx context.Context) error {
+	if r.claim.Boot.over == nil {
+		return unavailable("record the boot of node "+r.node.Name, errors.New("nobody has looked whether the one before has ended"))
+	}
+	return r.kube.writeStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
+		return r.claim.Boot.record(r.node, s, true)
+	})
+}
