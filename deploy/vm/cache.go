@@ -68,16 +68,21 @@ func (c cache) put(from, name string) error {
 	if err := os.Rename(to+".new", to); err != nil {
 		return err
 	}
-	return filepath.WalkDir(c.dir, func(path string, d fs.DirEntry, err error) error {
+	root, err := os.OpenRoot(c.dir)
+	if err != nil {
+		return err
+	}
+	err = fs.WalkDir(root.FS(), ".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() || filepath.Ext(path) != filepath.Ext(name) {
 			return err
 		}
 		info, err := d.Info()
 		if err == nil && time.Since(info.ModTime()) > 30*24*time.Hour {
-			err = os.Remove(path)
+			err = root.Remove(path)
 		}
 		return err
 	})
+	return errors.Join(err, root.Close())
 }
 
 // packages puts .deb files into a folder, out of the cache or from a mirror.

@@ -276,3 +276,13 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	t.Logf("joinservice and kms are ready %.0f s after the power came back", time.Since(start).Seconds())
 	w.reachable(t, "node5", node5, "control plane")
 }
+
+// join adds a virtual machine, whose firmware becomes a class of the policy in force, and waits until it is a node.
+func (w *world) join(t *testing.T, v driver.VM, address string) (boot string) {
+	t.Helper()
+	if _, err := w.AddVM(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	w.acceptFirmware(t, address)
+	return w.ready(t, v.Name, "")
+}

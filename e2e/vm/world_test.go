@@ -144,21 +144,14 @@ func (w *world) addClass(t *testing.T, class, address string, more ...string) {
 	})
 }
 
-// join adds a virtual machine, whose firmware becomes a class of the policy in force, and waits until it is a node.
-func (w *world) join(t *testing.T, v driver.VM, address string) (boot string) {
-	t.Helper()
-	if _, err := w.AddVM(t.Context(), v); err != nil {
-		t.Fatal(err)
-	}
-	w.acceptFirmware(t, address)
-	return w.ready(t, v.Name, "")
-}
-
 // acceptFirmware adds the firmware of a machine to the policy in force.
 func (w *world) acceptFirmware(t *testing.T, address string) {
 	t.Helper()
 	w.addClass(t, "vm", address)
-	w.Muster(t, "policy", "apply")
+	until(t, joinTime, func(ctx context.Context) error { // a busy API server may need more than one try
+		_, err := w.At(ctx, driver.Owner, "", "muster", "policy", "apply")
+		return err
+	})
 }
 
 // initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its

@@ -79,7 +79,7 @@ func TestAlteredImagesAreRefused(t *testing.T) {
 		"a byte of the hash tree":          {flip(tree + 4097), "is not the hash tree"},
 		"a byte of a FAT":                  {flip(mib + 33*512), "allocation tables differ"},
 		"a root longer than was hashed":    {made(func(p *imagetest.Parts) { p.Root = append(p.Root, make([]byte, layout.BlockSize)...) }), "muster-root has the root"},
-		"another hash in the command line": {made(func(p *imagetest.Parts) { p.Cmdline = p.Cmdline + "0" }), "muster-root has the root"},
+		"another hash in the command line": {made(func(p *imagetest.Parts) { p.Cmdline += "0" }), "muster-root has the root"},
 		"no hash in the command line":      {made(func(p *imagetest.Parts) { p.Cmdline = "quiet" }), "0 times"},
 		"a tree of something else":         {made(func(p *imagetest.Parts) { p.Tree = make([]byte, len(p.Tree)) }), "is not the hash tree"},
 		"a second file for firmware":       {made(func(p *imagetest.Parts) { p.More = "STARTUP.NSH" }), "want EFI alone"},

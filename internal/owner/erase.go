@@ -3,6 +3,7 @@ package owner
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
@@ -77,9 +78,10 @@ func (d *Departure) doErase(ctx context.Context, out *Departed, note func(string
 	}
 	note("salt of disk " + d.erase + " deleted from known.json and cluster.json")
 	out.Erased = d.erase
-	out.Left = append(files,
+	out.Left = slices.Concat(files, []string{
 		"each copy of this folder: copy it again, and delete what was copied before",
 		"backups of etcd that were made before, and etcd's own files for a minute: compaction, then its log and free pages as it overwrites them",
-		"the machine itself, as long as its disk is open: switch it off")
+		"the machine itself, as long as its disk is open: switch it off",
+	})
 	return nil
 }

@@ -2,7 +2,6 @@ package bootstrapper
 
 import (
 	"context"
-	"crypto/ed25519"
 
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
@@ -55,7 +54,7 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 		return err
 	}
 	// The owner's key is that of the image alone: the journal is on the disk.
-	var owner ed25519.PublicKey = b.cfg.Image.OwnerKey
+	owner := b.cfg.Image.OwnerKey
 	w := &epoch.Waiting{Keeper: b.epoch(), Cluster: [32]byte(rec.ClusterID), Machine: b.machineID, Owner: owner, Attester: b.cfg.Attester, Calls: b.cfg.Calls, Log: b.log}
 	if err := w.Wait(ctx, l); err != nil {
 		return err

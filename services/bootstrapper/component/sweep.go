@@ -28,18 +28,22 @@ func (in *Installer) Sweep(list []Component) (removed []string, err error) {
 			listed[path.Join(c.Name(), n)] = true
 		}
 	}
+	root, err := os.OpenRoot(in.root)
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close() //nolint:errcheck // what it removes is seen at once
 	for _, folder := range Folders {
-		top := filepath.Join(in.root, folder)
-		err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
+		err := fs.WalkDir(root.FS(), strings.TrimPrefix(folder, "/"), func(at string, d fs.DirEntry, err error) error {
 			if errors.Is(err, fs.ErrNotExist) {
 				return nil
 			}
-			name := path.Join("/", strings.TrimPrefix(at, in.root))
+			name := path.Join("/", at)
 			if err != nil || d.IsDir() || listed[name] {
 				return err
 			}
 			removed = append(removed, name)
-			return os.Remove(at)
+			return root.Remove(at)
 		})
 		if err != nil {
 			return removed, err

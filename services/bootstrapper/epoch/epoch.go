@@ -122,7 +122,7 @@ func (k Keeper) check(ctx context.Context) (Standing, error) {
 	s.Counter = counter
 	if s.Record, s.Err = k.Load(); s.Err != nil {
 		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "the record of the cluster's epoch can't be read: %w", s.Err)
-		return s, nil
+		return s, nil //nolint:nilerr // it is what was found, in s.Err
 	}
 	if foreign {
 		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "%w", err)

@@ -77,7 +77,9 @@ func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	case <-w.accepted:
 	}
 	stop()
-	<-done // it was told to end
+	if err := <-done; err != nil {
+		w.Log.WarnContext(ctx, "the listener for the owner's order did not end well; the boot goes on", "err", err)
+	}
 	return ctx.Err()
 }
 

@@ -123,7 +123,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32), Salt: strings.Repeat("5a", 32), RootVersion: 1}}
 	_, stranger, err := ed25519.GenerateKey(nil)
 	must(t, err)
-	now, serial := uint64(0), uint64(0)
+	var now uint64
 	for _, step := range []struct {
 		what   string
 		change func() error
@@ -148,10 +148,10 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		if err := step.change(); err != nil {
 			t.Fatalf("%s: %v", step.what, err)
 		}
-		now, serial = now+step.up, step.serial
+		now += step.up
 		for _, c := range planes { // the second finds what the first has counted
 			got, err := c.Epoch(ctx)
-			if err != nil || got.Epoch != now || got.PolicySerial != serial || !slices.Equal(got.Bans, step.bans) {
+			if err != nil || got.Epoch != now || got.PolicySerial != step.serial || !slices.Equal(got.Bans, step.bans) {
 				t.Errorf("%s: %+v, %v, want epoch %d", step.what, got, err, now)
 			}
 		}

@@ -103,13 +103,13 @@ func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot)
 		return true, nil
 	}
 	later, why, reason := judgeBoot(*s.Boot, b)
-	switch reason {
-	case attestv1.Reason_REASON_ACCEPTED:
-		return later, nil
-	case attestv1.Reason_REASON_MACHINE_CLONED:
+	if reason == attestv1.Reason_REASON_MACHINE_CLONED {
 		return false, cloned(n, s.Boot, b, why)
 	}
-	return false, attest.Refuse(reason, "%s: %s", b, why)
+	if reason != attestv1.Reason_REASON_ACCEPTED {
+		return false, attest.Refuse(reason, "%s: %s", b, why)
+	}
+	return later, nil
 }
 
 // ran says whether the enrollment's machine may have run before.

@@ -63,7 +63,7 @@ func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, er
 	case d.Spec.MachineID != c.Machine.String(): // J2
 		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `muster forget --erase --disk %s` ends its key", c.Disk, d.Spec.MachineID, c.Disk)
 	}
-	salt.Root = keys.Version(d.Spec.RootVersion) //nolint:gosec // the schema has a minimum of 1
+	salt.Root = keys.Version(d.Spec.RootVersion)
 	if salt.Salt, err = keys.ParseDiskSalt(d.Spec.Salt); err != nil {
 		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "AttestedDisk %s: %w", c.Disk, err)
 	}
@@ -87,7 +87,7 @@ func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
 func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range writeAttempts {
 		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
-			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root), //nolint:gosec // far below its end
+			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root),
 		}}
 		err := k.cluster.Client.Create(ctx, d)
 		if err == nil {

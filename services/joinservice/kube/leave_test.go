@@ -323,7 +323,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 			s.ResetCount = new(int64(7))
 			return nil
 		})
-		if err == nil || shared.Node(t, "w1").Status.ResetCount != nil {
+		if n := shared.Node(t, "w1"); err == nil || n.Status.ResetCount != nil && *n.Status.ResetCount == 7 {
 			t.Errorf("it was written: %v", err)
 		}
 	})
