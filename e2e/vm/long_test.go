@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )
@@ -59,15 +60,7 @@ func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
 	if err := w.KillVM(t.Context(), name); err != nil {
 		t.Fatal(err)
 	}
-	path, err := w.Console(name)
-	if err != nil {
-		t.Fatal(err)
-	}
-	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	lines := strings.Split(strings.TrimSpace(w.console(t, name)), "\n")
 	t.Logf("power cut %.1f s after %q; the last line was: %s", moment.Seconds(), after, driver.CleanLine(lines[len(lines)-1]))
 }
 
@@ -248,7 +241,18 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
 	w.initialise(t, node5, "--timeout", "40m")
 	marker := w.mark(t, "node5")
+	until(t, joinTime, func(ctx context.Context) error { // its disk says what the cluster was
+		known, err := w.epoch(ctx)
+		if err == nil && (known == "" || known == "0") {
+			err = fmt.Errorf("the machine knows epoch %q", known)
+		}
+		return err
+	})
 	if err := w.KillVM(t.Context(), "node5"); err != nil {
+		t.Fatal(err)
+	}
+	earlier := filepath.Join(t.TempDir(), "earlier.raw")
+	if err := copySparse(earlier, w.StateDisk("node5")); err != nil {
 		t.Fatal(err)
 	}
 	start := time.Now()
@@ -275,6 +279,64 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	}
 	t.Logf("joinservice and kms are ready %.0f s after the power came back", time.Since(start).Seconds())
 	w.reachable(t, "node5", node5, "control plane")
+	w.revived(t, earlier)
+}
+
+// epoch is the newest one of the cluster that node5's TPM knows.
+func (w *world) epoch(ctx context.Context) (string, error) {
+	return w.Kubectl(ctx, "get", "node", "node5", "-o", "jsonpath={.metadata.annotations.muster\\.dev/epoch}")
+}
+
+// revived has the owner change the policy, puts back the disk of before, and sees that the control plane starts nothing of it until the owner has
+// accepted what it would revive (B7).
+func (w *world) revived(t *testing.T, earlier string) {
+	t.Helper()
+	w.policy(t, 9, "policy2.yaml", w.image)
+	w.Muster(t, "policy", "apply", "policy2.yaml")
+	// The machine's TPM follows the cluster at most once in ten minutes.
+	until(t, 12*time.Minute, func(ctx context.Context) error {
+		epoch, err := w.Kubectl(ctx, "-n", clusterinfo.Namespace, "get", "configmap", clusterinfo.EpochMap, "-o", "jsonpath={.data.epoch}")
+		if err != nil {
+			return err
+		}
+		known, err := w.epoch(ctx)
+		if err == nil && known != epoch {
+			err = fmt.Errorf("the cluster's epoch is %s, its machine knows %q", epoch, known)
+		}
+		return err
+	})
+	w.Muster(t, "status")
+	disk := w.StateDisk("node5")
+	if err := errors.Join(w.KillVM(t.Context(), "node5"), os.Remove(disk), copySparse(disk, earlier)); err != nil {
+		t.Fatal(err)
+	}
+	w.boot(t, "node5", w.image)
+	w.says(t, "node5", "waiting for the key of the state disk", bootTime)
+	w.Muster(t, "recover", node5)
+	w.says(t, "node5", "CLUSTER_ROLLED_BACK", joinTime)
+	_, said, err := w.Run(t.Context(), driver.Owner, "", "muster", "recover", node5)
+	if err == nil || !strings.Contains(said+err.Error(), "serial 1") || !strings.Contains(said+err.Error(), "serial 9") {
+		t.Fatalf("muster recover revives serial 1 without a word: %v\n%s", err, said)
+	}
+	t.Logf("muster recover: %v\n%s", err, said)
+	if out, err := w.Kubectl(t.Context(), "get", "--raw", "/readyz", "--request-timeout=5s"); err == nil {
+		t.Fatalf("the API server of before answers: %s", out)
+	}
+	_, epoch, _ := strings.Cut(said+err.Error(), "revive epoch ")
+	epoch, _, _ = strings.Cut(epoch, " ")
+	w.Muster(t, "recover", node5, "--accept-epoch", epoch)
+	until(t, 15*time.Minute, func(ctx context.Context) error {
+		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")
+		return err
+	})
+	until(t, joinTime, func(ctx context.Context) error {
+		_, said, err := w.Run(ctx, driver.Owner, "", "muster", "status")
+		if err == nil || !strings.Contains(said+err.Error(), "serial") {
+			return fmt.Errorf("muster status finds the cluster as the folder knows it: %v\n%s", err, said)
+		}
+		t.Logf("muster status: %v\n%s", err, said)
+		return nil
+	})
 }
 
 // join adds a virtual machine, whose firmware becomes a class of the policy in force, and waits until it is a node.

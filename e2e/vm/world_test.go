@@ -291,6 +291,20 @@ func (w *world) says(t *testing.T, name, text string, within time.Duration) stri
 	return line
 }
 
+// console is what a virtual machine has written since it got power.
+func (w *world) console(t *testing.T, name string) string {
+	t.Helper()
+	path, err := w.Console(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
 // until asks every second until check has no complaint.
 func until(t *testing.T, within time.Duration, check func(context.Context) error) {
 	t.Helper()

@@ -34,7 +34,15 @@ func (in *Installer) Sweep(list []Component) (removed []string, err error) {
 	}
 	defer root.Close() //nolint:errcheck // what it removes is seen at once
 	for _, folder := range Folders {
-		err := fs.WalkDir(root.FS(), strings.TrimPrefix(folder, "/"), func(at string, d fs.DirEntry, err error) error {
+		top := strings.TrimPrefix(folder, "/")
+		if info, err := root.Lstat(top); err == nil && !info.IsDir() { // a link, which the walk would follow
+			removed = append(removed, folder)
+			if err := root.Remove(top); err != nil {
+				return removed, err
+			}
+			continue
+		}
+		err := fs.WalkDir(root.FS(), top, func(at string, d fs.DirEntry, err error) error {
 			if errors.Is(err, fs.ErrNotExist) {
 				return nil
 			}

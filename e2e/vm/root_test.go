@@ -1,0 +1,51 @@
+//go:build vm
+
+package vm
+
+import (
+	"strings"
+	"testing"
+)
+
+// Somebody is root on a node once, and leaves on the state disk what would make him root again (B8).
+func TestWhatRootLeavesOnTheStateDiskDoesNotRunAfterAReboot(t *testing.T) {
+	w := bringUp(t)
+	boot := w.join(t, w.worker("node7"), node7)
+	said := w.shell(t, "node7", "evil", `
+set -e
+echo BEFORE $(sha256sum < /usr/local/bin/kubelet)
+evil() { printf '#!/bin/sh\necho evil runs: %s > /dev/console\nexec /usr/local/bin/kubelet.real "$@"\n' "$1" > "$1.new"; chmod 755 "$1.new"; mv "$1.new" "$1"; }
+cp /usr/local/bin/kubelet /usr/local/bin/kubelet.real
+evil /usr/local/bin/kubelet
+evil /opt/cni/bin/evil
+evil /usr/local/bin/apparmor_parser
+mkdir -p /etc/kubernetes/manifests /var/lib/containerd/opt/bin
+evil /var/lib/containerd/opt/bin/containerd-shim-runc-v2
+printf 'apiVersion: v1\nkind: Pod\nmetadata: {name: evil, namespace: kube-system}\nspec: {hostPID: true, containers: [{name: evil, image: "lab.muster.dev/echo:v1", args: [serve]}]}\n' > /etc/kubernetes/manifests/evil.yaml
+echo LD_PRELOAD=/var/lib/kubelet/evil.so >> /var/lib/kubelet/kubeadm-flags.env
+sed -i 's/^staticPodPath:.*/staticPodPath: \/var\/lib\/evil/; s/anonymous:/anonymous: #/' /var/lib/kubelet/config.yaml
+sync
+echo LEFT`)
+	if !strings.Contains(said, "LEFT") {
+		t.Fatalf("root could not leave anything: %s", said)
+	}
+	_, sum, _ := strings.Cut(said, "BEFORE ")
+	sum, _, _ = strings.Cut(sum, " ")
+	w.boot(t, "node7", w.image)
+	for _, what := range []string{"/usr/local/bin/kubelet is not", "/usr/local/bin/kubelet.real is not", "/usr/local/bin/apparmor_parser is not", "/opt/cni/bin/evil is not", "/etc/kubernetes/manifests/evil.yaml is not", "/var/lib/kubelet/kubeadm-flags.env is not", "/var/lib/kubelet/config.yaml is not"} {
+		w.says(t, "node7", what, joinTime)
+	}
+	w.ready(t, "node7", boot)
+	after := w.shell(t, "node7", "look", `
+echo KUBELET $(sha256sum < /usr/local/bin/kubelet)
+for f in /usr/local/bin/kubelet.real /usr/local/bin/apparmor_parser /opt/cni/bin/evil /etc/kubernetes/manifests/evil.yaml; do [ -e $f ] && echo STILL $f; done
+grep -h LD_PRELOAD /var/lib/kubelet/kubeadm-flags.env && echo STILL flags
+grep -h '^staticPodPath' /var/lib/kubelet/config.yaml
+true`)
+	if !strings.Contains(after, "KUBELET "+sum) || strings.Contains(after, "STILL") || !strings.Contains(after, "staticPodPath: /etc/kubernetes/manifests") {
+		t.Errorf("before %s, after the reboot:\n%s", sum, after)
+	}
+	if strings.Contains(w.console(t, "node7"), "evil runs") {
+		t.Error("what root has left ran")
+	}
+}
