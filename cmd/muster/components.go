@@ -34,7 +34,7 @@ func (a *app) componentsListCommand() *cobra.Command {
 		Short: "List what a mirror must have: URL, SHA-256, and with --check the size",
 		Long: `Lists the components that nodes fetch (those of the owner's folder, or of a list that is not used yet) and, with
 --images, the services' images by digest. With --check each component is fetched from its URL and compared: run it where
-the nodes will be. What kubeadm's own containers need, kubeadm config images list tells.`,
+the nodes will be.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			wanted, err := a.wanted(components, images)

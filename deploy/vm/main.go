@@ -46,6 +46,7 @@ type options struct {
 
 	config         configOptions
 	add            string // folder whose files go into the root
+	images         string // OCI image layout whose images go into the root; may be empty
 	cmdline        string // words added to the kernel's command line
 	lockdown       string // of lockdowns
 	key, cert      string // of Secure Boot, PEM; both or none
@@ -75,6 +76,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.BoolVar(&o.config.plain, "allow-plain-state", false, "insecure: allow an image.yaml whose state disk is not encrypted")
 	flags.BoolVar(&o.config.noOwner, "allow-no-owner-key", false, "insecure: allow an image.yaml without the owner's key")
 	flags.StringVar(&o.add, "add", "", "folder whose files are put into the root, at the same path, owner root; for example etc/containerd/certs.d")
+	flags.StringVar(&o.images, "images", "", "folder with an OCI image layout: container images that machines have without a registry, named in it as registry/repository (docs/air-gap.md)")
 	flags.StringVar(&o.cmdline, "cmdline", "", "words to add to the kernel's command line")
 	flags.StringVar(&o.lockdown, "lockdown", lockdowns[0], "what the kernel keeps from root (kernel_lockdown(7)): confidentiality, or integrity for tools that read the kernel's memory (kprobes, perf, BPF tracing)")
 	flags.StringVar(&o.key, "secure-boot-key", "", "PEM file of the key that signs for Secure Boot")

@@ -44,6 +44,7 @@ var silenced = []string{"systemd-gpt-auto-generator", "systemd-getty-generator",
 var enabled = map[string]string{
 	"/etc/systemd/system/containerd.service":                       "multi-user.target",
 	"/etc/systemd/system/kubelet.service":                          "multi-user.target",
+	"/etc/systemd/system/muster-images.service":                    "multi-user.target",
 	"/etc/systemd/system/muster-measured.service":                  "multi-user.target",
 	"/etc/systemd/system/tmp.mount":                                "local-fs.target",
 	"/usr/lib/systemd/system/muster-bootstrapper.service":          "multi-user.target",
@@ -169,6 +170,11 @@ func additions(o options, b base, kernel string, programs map[string]string, con
 	t.file("etc/os-release", 0o644, osRelease(o))
 	t.file("etc/muster/image.yaml", 0o644, config)
 	t.file("etc/muster/metadata.yaml", 0o644, nil)
+	if o.images != "" {
+		if err := t.images(o.images); err != nil {
+			return nil, err
+		}
+	}
 	if o.add != "" {
 		return t, t.folder(os.DirFS(o.add), ".", "")
 	}

@@ -23,6 +23,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 )
@@ -104,15 +105,11 @@ func (w *world) leaveOut(program string) error {
 	if err != nil {
 		return err
 	}
-	var list struct {
-		APIVersion string           `json:"apiVersion"`
-		Kind       string           `json:"kind"`
-		Components []map[string]any `json:"components"`
-	}
-	if err := yaml.UnmarshalStrict(b, &list); err != nil {
+	list, err := versions.Parse(b)
+	if err != nil {
 		return err
 	}
-	list.Components = slices.DeleteFunc(list.Components, func(c map[string]any) bool { return c["path"] == "/usr/local/bin/"+program })
+	list.Components = slices.DeleteFunc(list.Components, func(c versions.Component) bool { return c.Path == "/usr/local/bin/"+program })
 	if b, err = yaml.Marshal(list); err != nil {
 		return err
 	}

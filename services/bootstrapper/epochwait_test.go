@@ -265,8 +265,8 @@ func TestARecordBeginsWithControlPlanesAlone(t *testing.T) {
 	}
 	w, j := worker(t)
 	r := w.boot()
-	defer r.kill(t)
 	eventually(t, "joined", func() bool { return j.asked() > 0 && w.exists("/var/lib/kubelet/config.yaml") })
+	r.kill(t)
 	if w.exists(epoch.Folder) || slices.Contains(w.steps, "after the counter is defined") {
 		t.Error("a worker has one")
 	}
