@@ -187,7 +187,7 @@ require (
 	k8s.io/kubelet v0.36.1
 	oras.land/oras-go/v2 v2.6.1 // indirect
 	pgregory.net/rapid v1.3.0
-	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
+	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730
 	sigs.k8s.io/kustomize/api v0.21.1 // indirect
 	sigs.k8s.io/kustomize/kyaml v0.21.1 // indirect
 	sigs.k8s.io/randfill v1.0.0 // indirect

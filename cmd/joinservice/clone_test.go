@@ -231,6 +231,28 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) }) // it counts the same by now
 }
 
+// J11: the copy has been booted once more, and asks when the original has its key and its kubelet has not come yet.
+func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
+	s := setUp(t, func(s *stage) { s.flags = []string{"--first-lease-within=2m"} })
+	original := s.virtual(t)
+	clone := original.copied("127.0.0.3")
+	clone.reboot()
+	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Since.Time = time.Now().Add(-time.Hour) }) // it has joined long ago
+	original.reboot()
+	if err := s.key(t, original, s.join.Addr); err != nil {
+		t.Fatal(err)
+	}
+	clone.reboot()
+	if err := s.key(t, clone, s.join.Addr); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || rpc.RetryAfterFrom(err) > 2*time.Minute {
+		t.Errorf("the copy: %v, to come again in %s", err, rpc.RetryAfterFrom(err))
+	}
+	s.runs(t)
+	membertest.Eventually(t, func() error { // the API server notes full seconds
+		return membertest.Want(rpc.ReasonFrom(s.key(t, clone, s.join.Addr)) != attestv1.Reason_REASON_BUSY, "the kubelet has come")
+	})
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
+}
+
 // The other order: the copy comes while the original is off. No TPM can tell, so the original is refused, and reported.
 func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
 	s := setUp(t)

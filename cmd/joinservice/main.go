@@ -49,6 +49,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
+	first := flags.Duration("first-lease-within", 2*time.Minute, "how long a machine may take from its ticket, or from the key of its disk, to the first Lease of its kubelet; a later boot of it within this time is told to come again, as it may be that of a copy; 0: it is not")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -68,6 +69,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	defer func() { _ = auditLog.Close() }()
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, FirstLease: *first, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

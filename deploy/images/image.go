@@ -174,7 +174,8 @@ func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
 			return nil, "", err
 		}
 	}
-	return out.Bytes(), byDigest, w.Close()
+	err = w.Close() // it writes the end of the archive
+	return out.Bytes(), byDigest, err
 }
 
 // named gives a copy of d with the name that containerd reads, and the tag that others do.

@@ -75,6 +75,10 @@ func (a *apt) get(ctx context.Context, args ...string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("apt-get %s: %w\n%s", args[0], err, stderr.String())
 	}
+	// A warning is how apt says that an index is not that of the suite, or can't be verified in full: a mirror that holds updates back.
+	if strings.Contains(stderr.String(), "W:") {
+		return "", fmt.Errorf("apt-get %s: %s", args[0], stderr.String())
+	}
 	return string(out), nil
 }
 

@@ -27,7 +27,7 @@ func (c cache) lock() (unlock func(), err error) {
 	if err := os.MkdirAll(c.dir, 0o755); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(filepath.Join(c.dir, ".lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	f, err := os.OpenFile(filepath.Join(c.dir, ".lock"), os.O_CREATE|os.O_RDWR|syscall.O_NOFOLLOW, 0o644)
 	if err != nil {
 		return nil, err
 	}
@@ -62,10 +62,16 @@ func (c cache) put(from, name string) error {
 	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 		return err
 	}
-	if _, err := copyFile(from, to+".new"); err != nil {
+	// A name that nobody knows before: another user of the cache could have put a link there.
+	fresh, err := os.MkdirTemp(filepath.Dir(to), ".new-")
+	if err != nil {
 		return err
 	}
-	if err := os.Rename(to+".new", to); err != nil {
+	defer func() { _ = os.RemoveAll(fresh) }()
+	if _, err := copyFile(from, filepath.Join(fresh, "file")); err != nil {
+		return err
+	}
+	if err := os.Rename(filepath.Join(fresh, "file"), to); err != nil {
 		return err
 	}
 	root, err := os.OpenRoot(c.dir)

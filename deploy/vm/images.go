@@ -67,14 +67,14 @@ func (t tree) images(dir string) error {
 func namesOf(d v1.Descriptor) ([]string, error) {
 	given := cmp.Or(d.Annotations[containerdAnnotation], d.Annotations[nameAnnotation])
 	given, _, _ = strings.Cut(given, "@")
+	// The names are kept as they are: the library calls docker.io another name than the kubelet does.
 	if tag, err := name.NewTag(given, name.StrictValidation); err == nil {
-		return []string{tag.Context().Name() + "@" + d.Digest.String(), tag.Name()}, nil
+		return []string{strings.TrimSuffix(given, ":"+tag.TagStr()) + "@" + d.Digest.String(), given}, nil
 	}
-	repo, err := name.NewRepository(given, name.StrictValidation)
-	if err != nil {
+	if _, err := name.NewRepository(given, name.StrictValidation); err != nil {
 		return nil, fmt.Errorf("its name in the layout is %q: %w", given, err)
 	}
-	return []string{repo.Name() + "@" + d.Digest.String()}, nil
+	return []string{given + "@" + d.Digest.String()}, nil
 }
 
 type imageLayout struct {

@@ -30,6 +30,7 @@ var masked = []string{
 	"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service",
 	"systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service",
 	"getty@.service", "serial-getty@.service", "console-getty.service", "container-getty@.service", "autovt@.service", "getty.target",
+	"systemd-logind.service", "user@.service", "user-runtime-dir@.service", // what lingers would run as its user, from homes on the state disk
 	"sleep.target", "suspend.target", "hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target",
 	"systemd-suspend.service", "systemd-hibernate.service", "systemd-hybrid-sleep.service", "systemd-suspend-then-hibernate.service",
 	"emergency.service", "rescue.service", "debug-shell.service", "ctrl-alt-del.target",

@@ -345,6 +345,9 @@ func (b *Bootstrapper) startNode(ctx context.Context) error {
 	if err := b.cfg.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
 	}
+	if err := b.letKubeletStart(); err != nil {
+		return err
+	}
 	return b.startUnit(ctx, machine.UnitKubelet)
 }
 

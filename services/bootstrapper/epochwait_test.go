@@ -85,6 +85,9 @@ func (p plane) on() string {
 func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 	t.Helper()
 	p.reboot()
+	if err := os.RemoveAll(filepath.Join(p.root, "run")); err != nil {
+		t.Fatal(err)
+	}
 	p.logged = &logBuffer{}
 	p.dieAfter(-1)
 	r := p.boot()
@@ -106,7 +109,7 @@ func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 	places := refusaltest.Places{Metric: []string{"muster_join_attempts_total"}, Log: []string{"msg", "this control plane does not start: its state disk is not the newest"}}
 	refusaltest.Told(t, s, want, places, func() { begun = true })
 	eventually(t, "it waits for its owner", func() bool { return p.on() != "" })
-	if p.did("start "+machine.UnitKubelet) || p.did("start "+machine.UnitAttester) || p.did("start "+machine.UnitRenewal) || !strings.Contains(p.logged.String(), "CLUSTER_ROLLED_BACK") {
+	if p.exists(mayStart) || p.did("start "+machine.UnitKubelet) || p.did("start "+machine.UnitAttester) || p.did("start "+machine.UnitRenewal) || !strings.Contains(p.logged.String(), "CLUSTER_ROLLED_BACK") {
 		t.Errorf("something was started: %v", p.steps)
 	}
 	return r

@@ -18,6 +18,10 @@ import (
 const (
 	// checkedFile says that the state disk was compared in this boot: what a network's installer brings afterwards stays.
 	checkedFile = "/run/muster/state-checked"
+	// mayStartFile lets systemd start the kubelet, whose unit has it as a condition: nothing of the state disk runs before it was looked at.
+	mayStartFile = "/run/muster/kubelet-may-start"
+	// deviceCheckpoint gives a container devices and mounts by its pod's UID. The kubelet makes it anew.
+	deviceCheckpoint = kubeletFolder + "/device-plugins/kubelet_internal_checkpoint"
 	// kubeletFlags are read by the kubelet's unit.
 	kubeletFlags = kubeletFolder + "/kubeadm-flags.env"
 )
@@ -55,10 +59,18 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	if err := b.checkKubelet(ctx, meta); err != nil {
 		return err
 	}
+	if err := b.checkVolumes(ctx); err != nil {
+		return err
+	}
 	if err := b.pinSandbox(ctx, s.images[versions.Pause]); err != nil {
 		return err
 	}
 	return machine.WriteFile(b.on(checkedFile), nil, 0o600, 0o755)
+}
+
+// letKubeletStart has the kubelet's unit start from now on, in this boot.
+func (b *Bootstrapper) letKubeletStart() error {
+	return machine.WriteFile(b.on(mayStartFile), nil, 0o600, 0o755)
 }
 
 // found tells what was not as it should be.
@@ -94,6 +106,12 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 // checkManifests removes static pods that kubeadm would not have made.
 func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
 	dir := b.on(kubeadm.Manifests)
+	if info, err := os.Lstat(dir); err == nil && !info.IsDir() { // a link leads to where somebody writes later
+		if err := os.Remove(dir); err != nil {
+			return err
+		}
+		b.found(ctx, kubeadm.Manifests, "removed")
+	}
 	files, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -106,7 +124,7 @@ func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Image
 			if err != nil {
 				return err
 			}
-			problem = b.image.CheckStaticPod(name, text, images)
+			problem = b.image.CheckStaticPod(b.cfg.Root, name, text, images)
 		}
 		if problem != nil {
 			if err := os.RemoveAll(filepath.Join(dir, f.Name())); err != nil {
@@ -116,6 +134,29 @@ func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Image
 		}
 	}
 	return err
+}
+
+// checkVolumes removes what is in the place of a pod's volume and is no folder: the kubelet and the container runtime would follow a link to anywhere.
+func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
+	for _, pattern := range []string{"/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*", "/pods", "/pods/*"} {
+		found, err := filepath.Glob(b.on(kubeletFolder) + pattern)
+		if err != nil {
+			return err
+		}
+		for _, f := range found {
+			if info, err := os.Lstat(f); err != nil || info.IsDir() {
+				continue
+			}
+			if err := os.Remove(f); err != nil {
+				return err
+			}
+			b.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(b.cfg.Root, "/")), "removed")
+		}
+	}
+	if err := os.Remove(b.on(deviceCheckpoint)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // checkKubelet puts right what would have the kubelet run something else, or read it from elsewhere.

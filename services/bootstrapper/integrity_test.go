@@ -35,7 +35,7 @@ func staticPod(name, image string) string {
 }
 
 const (
-	kubeletConfig = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nstaticPodPath: /etc/kubernetes/manifests\nclusterDomain: cluster.local\nauthentication: {anonymous: {enabled: false}, webhook: {enabled: true}}\nauthorization: {mode: Webhook}\n"
+	kubeletConfig = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nstaticPodPath: /etc/kubernetes/manifests\nclusterDomain: cluster.local\nauthentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}}\nauthorization: {mode: Webhook}\n"
 	kubeletEnv    = "KUBELET_KUBEADM_ARGS=\"--node-ip=192.168.77.11\"\n"
 )
 
@@ -102,23 +102,29 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 		gone          bool   // or else as want
 		want          string // what it must be
 	}{
-		"a replaced program":              {file: "usr/local/bin/kubeadm", content: "#!evil", want: string(kubeadmBinary)},
-		"a program in the path":           {file: "usr/local/bin/apparmor_parser", content: "#!evil", gone: true},
-		"a CNI program":                   {file: "opt/cni/bin/evil", content: "#!evil", gone: true},
-		"a program deeper":                {file: "usr/local/lib/muster/a/evil", content: "#!evil", gone: true},
-		"another list on the disk":        {file: component.KeptList, content: `{"apiVersion":"muster.dev/v1alpha1"}`, want: `{"apiVersion":"muster.dev/v1alpha1"}`},
-		"a static pod":                    {file: "etc/kubernetes/manifests/evil.yaml", content: staticPod("evil", "evil"), gone: true},
-		"a static pod that has no suffix": {file: "etc/kubernetes/manifests/etcd", content: staticPod("etcd", images[versions.Etcd].String()), gone: true},
-		"another image":                   {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", "registry.example/etcd:v1"), gone: true},
-		"a privileged container":          {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    securityContext: {privileged: true}\n", gone: true},
-		"the machine's processes":         {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  hostPID: true\n", gone: true},
-		"the machine's root":              {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  volumes: [{name: x, hostPath: {path: /}}]\n", gone: true},
-		"another program of the image":    {file: "etc/kubernetes/manifests/etcd.yaml", content: strings.Replace(staticPod("etcd", images[versions.Etcd].String()), "command: [etcd,", "command: [sh,", 1), gone: true},
-		"a second container":              {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  - {name: x, image: x}\n", gone: true},
-		"a container before":              {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  initContainers: [{name: x, image: x}]\n", gone: true},
-		"a variable for the loader":       {file: "var/lib/kubelet/kubeadm-flags.env", content: kubeletEnv + "LD_PRELOAD=/var/evil.so\n", want: kubeletEnv},
-		"a flag for the kubelet":          {file: "var/lib/kubelet/kubeadm-flags.env", content: strings.Replace(kubeletEnv, "--node", "--image-credential-provider-bin-dir=/var/evil --node", 1), want: kubeletEnv},
-		"a configuration to start over":   {file: "etc/kubernetes/bootstrap-kubelet.conf", content: "evil", gone: true},
+		"a replaced program":                {file: "usr/local/bin/kubeadm", content: "#!evil", want: string(kubeadmBinary)},
+		"a program in the path":             {file: "usr/local/bin/apparmor_parser", content: "#!evil", gone: true},
+		"a CNI program":                     {file: "opt/cni/bin/evil", content: "#!evil", gone: true},
+		"a program deeper":                  {file: "usr/local/lib/muster/a/evil", content: "#!evil", gone: true},
+		"another list on the disk":          {file: component.KeptList, content: `{"apiVersion":"muster.dev/v1alpha1"}`, want: `{"apiVersion":"muster.dev/v1alpha1"}`},
+		"a static pod":                      {file: "etc/kubernetes/manifests/evil.yaml", content: staticPod("evil", "evil"), gone: true},
+		"a static pod that has no suffix":   {file: "etc/kubernetes/manifests/etcd", content: staticPod("etcd", images[versions.Etcd].String()), gone: true},
+		"another image":                     {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", "registry.example/etcd:v1"), gone: true},
+		"a privileged container":            {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    securityContext: {privileged: true}\n", gone: true},
+		"the machine's processes":           {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  hostPID: true\n", gone: true},
+		"the machine's root":                {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  volumes: [{name: x, hostPath: {path: /}}]\n", gone: true},
+		"another program of the image":      {file: "etc/kubernetes/manifests/etcd.yaml", content: strings.Replace(staticPod("etcd", images[versions.Etcd].String()), "command: [etcd,", "command: [sh,", 1), gone: true},
+		"a second container":                {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  - {name: x, image: x}\n", gone: true},
+		"a container before":                {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  initContainers: [{name: x, image: x}]\n", gone: true},
+		"privileges, by the case of a name": {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    securityContext: {privileged: true}\n    securitycontext: {privileged: false}\n", gone: true},
+		"the machine's processes, by case":  {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "  hostPID: true\n  hostPid: false\n", gone: true},
+		"a volume from an image":            {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    volumeMounts: [{name: x, mountPath: /usr/local/bin}]\n  volumes: [{name: x, image: {reference: x}}]\n", gone: true},
+		"a folder at another place":         {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    volumeMounts: [{name: x, mountPath: /usr/local/bin}]\n  volumes: [{name: x, hostPath: {path: /var/lib/etcd}}]\n", gone: true},
+		"an environment":                    {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", images[versions.Etcd].String()) + "    env: [{name: PATH, value: /var/lib/etcd}]\n", gone: true},
+		"devices for a pod":                 {file: "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint", content: "evil", gone: true},
+		"a variable for the loader":         {file: "var/lib/kubelet/kubeadm-flags.env", content: kubeletEnv + "LD_PRELOAD=/var/evil.so\n", want: kubeletEnv},
+		"a flag for the kubelet":            {file: "var/lib/kubelet/kubeadm-flags.env", content: strings.Replace(kubeletEnv, "--node", "--image-credential-provider-bin-dir=/var/evil --node", 1), want: kubeletEnv},
+		"a configuration to start over":     {file: "etc/kubernetes/bootstrap-kubelet.conf", content: "evil", gone: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := rebooted(t)
@@ -127,7 +133,7 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 			if w.exists(tt.file) == tt.gone || !tt.gone && w.get(tt.file) != tt.want {
 				t.Errorf("%s is %q", tt.file, w.get(tt.file))
 			}
-			if told := strings.Contains(w.logged.String(), tampered); told != (tt.file != component.KeptList) {
+			if told := strings.Contains(w.logged.String(), tampered); told == (tt.file == component.KeptList || strings.HasSuffix(tt.file, "checkpoint")) {
 				t.Errorf("told: %t", told)
 			}
 		})
@@ -147,15 +153,84 @@ func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	}
 }
 
+// B8: what lies on the state disk by two names, or is a link, can be changed after it was looked at.
+func TestWhatHasTwoNamesOrIsALinkIsNotLeft(t *testing.T) {
+	for name, tt := range map[string]struct {
+		at   string // a link, as it would be without the check
+		to   string // where it leads
+		hard bool
+	}{
+		"a program that a volume has too":   {"usr/local/bin/kubeadm", "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v/kubeadm", true},
+		"a folder of static pods elsewhere": {"etc/kubernetes/manifests", "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v", false},
+		"a volume that is the root":         {"var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/w", "", false},
+		"etcd's data is the root":           {"var/lib/etcd", "", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			at, to := filepath.Join(w.root, tt.at), filepath.Join(w.root, tt.to)
+			if err := errors.Join(os.MkdirAll(filepath.Join(w.root, "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"), 0o755)); err != nil {
+				t.Fatal(err)
+			}
+			if tt.hard {
+				if err := os.Link(at, to); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
+				t.Fatal(err)
+			}
+			if tt.at == "var/lib/etcd" {
+				w.put(t, "etc/kubernetes/manifests/etcd.yaml", staticPod("etcd", machinetest.Images()[versions.Etcd].String())+"    volumeMounts: [{name: x, mountPath: /var/lib/etcd}]\n  volumes: [{name: x, hostPath: {path: /var/lib/etcd}}]\n")
+			}
+			w.startAgain(t)
+			info, err := os.Lstat(at)
+			switch {
+			case tt.hard:
+				other, oerr := os.Stat(to)
+				if err != nil || oerr != nil || os.SameFile(info, other) || w.get(tt.at) != string(kubeadmBinary) {
+					t.Errorf("%v %v: it is still the same file", err, oerr)
+				}
+			case tt.at == "var/lib/etcd":
+				if w.exists("etc/kubernetes/manifests/etcd.yaml") {
+					t.Error("a static pod has the machine's root")
+				}
+			case err == nil && info.Mode()&os.ModeSymlink != 0:
+				t.Error("the link is there")
+			}
+			if !strings.Contains(w.logged.String(), tampered) {
+				t.Error("nobody is told")
+			}
+		})
+	}
+}
+
+// B7, B8: the kubelet's unit starts it if this file is there, and a boot begins without it.
+func TestNothingOfTheStateDiskStartsBeforeItWasLookedAt(t *testing.T) {
+	w := rebooted(t)
+	if w.exists(strings.TrimPrefix(mayStart, "/")) {
+		t.Fatal("it is there when the machine boots")
+	}
+	w.startAgain(t)
+	if !w.exists(strings.TrimPrefix(mayStart, "/")) {
+		t.Error("systemd would not start the kubelet")
+	}
+	unit, err := os.ReadFile("../../deploy/vm/files/root/etc/systemd/system/kubelet.service")
+	if err != nil || !strings.Contains(string(unit), "\nConditionPathExists="+mayStart+"\n") {
+		t.Errorf("%v: the unit of the image has no such condition", err)
+	}
+}
+
+const mayStart = "/run/muster/kubelet-may-start"
+
 // B8: fields by which the kubelet would take pods from elsewhere, or run programs.
 func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 	for name, change := range map[string][2]string{
-		"pods of another folder": {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
-		"pods of a server":       {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
-		"plugins of a folder":    {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
-		"another runtime":        {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
-		"orders of anybody":      {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
-		"everything allowed":     {"mode: Webhook", "mode: AlwaysAllow"},
+		"pods of another folder":  {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
+		"pods of a server":        {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
+		"plugins of a folder":     {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
+		"another runtime":         {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
+		"orders of whom it signs": {"ca.crt", "evil.crt"},
+		"orders of anybody":       {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
+		"everything allowed":      {"mode: Webhook", "mode: AlwaysAllow"},
 	} {
 		w := rebooted(t)
 		w.put(t, "var/lib/kubelet/config.yaml", strings.Replace(kubeletConfig, change[0], change[1], 1))

@@ -61,6 +61,15 @@ func (b *Bootstrapper) revive(ctx context.Context) error {
 		return err
 	}
 	b.log.InfoContext(ctx, "starting what the unfinished join has left, until it can be taken back")
+	if err := b.notRolledBack(ctx); err != nil { // B7
+		return err
+	}
+	if err := b.checkState(ctx); err != nil { // B8
+		return err
+	}
+	if err := b.letKubeletStart(); err != nil {
+		return err
+	}
 	return b.cfg.Machine.Unit(ctx, "start", machine.UnitKubelet)
 }
 

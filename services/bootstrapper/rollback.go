@@ -6,6 +6,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -14,9 +15,14 @@ func (b *Bootstrapper) epoch() epoch.Keeper {
 	return epoch.Keeper{Dir: b.on(epoch.Folder), TPM: b.cfg.TPM}
 }
 
-// beginEpoch is for a machine that has become a control plane: what its TPM knows of another disk counts no more.
+// beginEpoch is for a machine that is about to become a control plane: what its TPM knows of another disk counts no more. From here on an older copy of this disk
+// is found, whichever step of the join it is of.
 func (b *Bootstrapper) beginEpoch(ctx context.Context) error {
-	if !renewal.IsControlPlane(b.cfg.Root) {
+	meta, err := b.cfg.Metadata()
+	if err != nil {
+		return err
+	}
+	if meta.Role != metadata.RoleControlPlane {
 		return nil
 	}
 	return b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()})
@@ -34,9 +40,9 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	}
 	if s.Err == nil {
 		if s.Record == nil { // of a version that kept no record
-			return b.beginEpoch(ctx)
+			return b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()})
 		}
-		return nil
+		return b.epoch().Renew(ctx)
 	}
 	rec := b.lock.record()
 	b.metrics.joins.WithLabelValues(attest.ReasonName(attest.ReasonOf(s.Err))).Inc() // R1
@@ -55,7 +61,7 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	}
 	// The owner's key is that of the image alone: the journal is on the disk.
 	owner := b.cfg.Image.OwnerKey
-	w := &epoch.Waiting{Keeper: b.epoch(), Cluster: [32]byte(rec.ClusterID), Machine: b.machineID, Owner: owner, Attester: b.cfg.Attester, Calls: b.cfg.Calls, Log: b.log}
+	w := &epoch.Waiting{Keeper: b.epoch(), Standing: s, Cluster: [32]byte(rec.ClusterID), Machine: b.machineID, Owner: owner, Attester: b.cfg.Attester, Calls: b.cfg.Calls, Log: b.log}
 	if err := w.Wait(ctx, l); err != nil {
 		return err
 	}

@@ -119,6 +119,12 @@ func (b *Bootstrapper) runKubeadm(ctx context.Context, verb string, config []byt
 	if err := machine.WriteFile(b.on(configFile), config, 0o600, 0o755); err != nil {
 		return err
 	}
+	if err := b.beginEpoch(ctx); err != nil {
+		return err
+	}
+	if err := b.letKubeletStart(); err != nil { // kubeadm starts it
+		return err
+	}
 	if err := b.lock.advance(journal.StepKubeadm); err != nil {
 		return err
 	}
@@ -200,7 +206,11 @@ func namedDisk(err error) error {
 
 // finish starts what a node needs and notes that all is done.
 func (b *Bootstrapper) finish(ctx context.Context) error {
-	if err := b.beginEpoch(ctx); err != nil {
+	begin := b.notRolledBack // B7: it may be a copy of before, of the middle of a join
+	if b.lock.record().Kind == journal.KindAdopt {
+		begin = b.beginEpoch // it was a control plane before, without a record
+	}
+	if err := begin(ctx); err != nil {
 		return err
 	}
 	if err := b.startNode(ctx); err != nil {

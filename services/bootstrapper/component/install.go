@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -138,13 +139,14 @@ func (in *Installer) present(root *os.Root, c Component) (bool, error) {
 	return sum == c.sha256 && mode == c.mode, nil
 }
 
-// digest gives the SHA-256 and permission bits of a regular file; a link counts as missing.
+// digest gives the SHA-256 and permission bits of a regular file; a link counts as missing. So does a file that is somebody else's, or has another name as well, in a
+// pod's volume for instance: who has that would change it later (B8).
 func digest(root *os.Root, name string) (sum [32]byte, mode fs.FileMode, err error) {
 	st, err := root.Lstat(name)
 	if err != nil {
 		return sum, 0, err
 	}
-	if !st.Mode().IsRegular() {
+	if own, ok := st.Sys().(*syscall.Stat_t); !st.Mode().IsRegular() || !ok || own.Nlink != 1 || int(own.Uid) != os.Geteuid() {
 		return sum, 0, fs.ErrNotExist
 	}
 	f, err := root.Open(name)

@@ -5,8 +5,8 @@
 // which value the counter has then, so an older copy of the disk says a value that the counter has left behind, and only the owner lets
 // the machine go on.
 //
-// The file is written before the counter is incremented. So a crash in between leaves a file that is one ahead of the counter, which is settled by
-// incrementing it; no other difference is.
+// The file is written before the counter is incremented. So a crash in between leaves a file that is one ahead of the counter, at a boot up to two, which is settled
+// by incrementing it; no other difference is.
 package epoch
 
 import (
@@ -36,6 +36,8 @@ const (
 	lockName = "epoch.lock"
 	// version is that of the file's meaning.
 	version = 1
+	// renewal is how far a boot counts the counter up: further than a change of the cluster does.
+	renewal = 2
 	// MaxBans bounds how many bans a record names.
 	MaxBans = 1000
 )
@@ -129,7 +131,10 @@ func (k Keeper) check(ctx context.Context) (Standing, error) {
 		return s, nil
 	}
 	verdict := decide(s.Record, counter, !none)
-	if verdict == interrupted {
+	for range renewal {
+		if verdict != interrupted {
+			break
+		}
 		if s.Counter, err = k.TPM.IncrementCounter(ctx); err != nil {
 			return s, err
 		}
@@ -172,7 +177,7 @@ func decide(r *Record, counter uint64, defined bool) verdict {
 		return current
 	case r.Counter < counter:
 		return older
-	case r.Counter-counter == 1:
+	case r.Counter-counter <= renewal:
 		return interrupted
 	}
 	return ahead
@@ -208,7 +213,23 @@ func (k Keeper) Advance(ctx context.Context, r Record) error {
 		if err != nil {
 			return err
 		}
-		return k.write(ctx, r, s.Counter)
+		return k.write(ctx, r, s.Counter, 1)
+	})
+}
+
+// Renew writes the record again, two values of the counter later. It is for a boot: power that went away between file and counter has left a disk whose value
+// the counter has not reached yet. Whoever kept a copy of that disk, and boots an older one first, would find the copy valid once the counter has come to its value,
+// whatever has changed meanwhile.
+func (k Keeper) Renew(ctx context.Context) error {
+	return k.exclusive(func() error {
+		s, err := k.check(ctx)
+		if err == nil {
+			err = s.Err
+		}
+		if err != nil {
+			return err
+		}
+		return k.write(ctx, *s.Record, s.Counter, renewal)
 	})
 }
 
@@ -222,27 +243,32 @@ func (k Keeper) Begin(ctx context.Context, r Record) error {
 		if err != nil {
 			return err
 		}
-		return k.write(ctx, r, counter)
+		return k.write(ctx, r, counter, renewal)
 	})
 }
 
-// write writes the file with the counter's next value, and then increments the counter (B7). The first value of a counter is known only once the TPM has
+// write writes the file with the value that the counter has some steps later, and then increments the counter (B7). The first value of a counter is known only once the TPM has
 // defined it, so there the file comes after that.
-func (k Keeper) write(ctx context.Context, r Record, counter uint64) (err error) {
+func (k Keeper) write(ctx context.Context, r Record, counter, steps uint64) (err error) {
 	if counter == 0 {
 		if counter, err = k.TPM.DefineCounter(ctx); err != nil {
 			return err
 		}
 		return k.save(r, counter)
 	}
-	if err := k.save(r, counter+1); err != nil {
+	if err := k.save(r, counter+steps); err != nil {
 		return err
 	}
-	value, err := k.TPM.IncrementCounter(ctx)
-	if err == nil && value != counter+1 {
-		err = fmt.Errorf("the TPM's counter went from %d to %d", counter, value)
+	for i := range steps {
+		value, err := k.TPM.IncrementCounter(ctx)
+		if err != nil {
+			return err
+		}
+		if value != counter+i+1 {
+			return fmt.Errorf("the TPM's counter went from %d to %d", counter+i, value)
+		}
 	}
-	return err
+	return nil
 }
 
 func (k Keeper) save(r Record, counter uint64) error {

@@ -34,11 +34,12 @@ func TestADiskIsTheNewestOnlyIfTheCounterSaysSo(t *testing.T) {
 		"neither":                          {nil, 0, false, unwritten, false},
 		"the very value":                   {at(7), 7, true, current, false},
 		"a crash before the increment":     {at(8), 7, true, interrupted, true}, // until it is incremented
+		"a crash at a boot":                {at(9), 7, true, interrupted, true},
 		"the counter went on":              {at(6), 7, true, older, true},
 		"the counter went on for long":     {at(1), 7000, true, older, true},
 		"no record, and a counter":         {nil, 7, true, forgotten, true},
 		"a record, and no counter":         {at(7), 0, false, cleared, true},
-		"a value that never was":           {at(9), 7, true, ahead, true},
+		"a value that never was":           {at(10), 7, true, ahead, true},
 		"a value that is another TPM's":    {at(1 << 60), 7, true, ahead, true},
 		"no increment makes it come round": {at(0), 1<<64 - 1, true, older, true},
 	} {
@@ -211,6 +212,35 @@ func TestACrashBetweenFileAndCounterIsSettled(t *testing.T) {
 			do(t, os.WriteFile(filepath.Join(k.Dir, fileName), old, 0o600))
 			refuses(t, k, "the copy of before")
 		})
+	}
+}
+
+// Power goes away between file and counter, and somebody keeps a copy of that disk. An older one boots, the owner decides something, and the copy is put back
+// once the counter has come to its value.
+func TestACopyOfTheMomentBeforeTheCounterIsNeverTheNewest(t *testing.T) {
+	f := &failing{Machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})}
+	k := Keeper{Dir: t.TempDir(), TPM: f}
+	file := filepath.Join(k.Dir, fileName)
+	do(t, k.Begin(t.Context(), Record{Epoch: 1}))
+	for epoch := uint64(2); epoch < 5; epoch++ {
+		older, err := os.ReadFile(file)
+		do(t, err)
+		f.before = true
+		if err := k.Advance(t.Context(), Record{Epoch: 100}); !errors.Is(err, errPower) {
+			t.Fatal(err)
+		}
+		f.before = false
+		kept, err := os.ReadFile(file)
+		do(t, errors.Join(err, os.WriteFile(file, older, 0o600)))
+		stands(t, k, epoch-1)
+		do(t, k.Renew(t.Context())) // as at each boot
+		stands(t, k, epoch-1)
+		do(t, k.Advance(t.Context(), Record{Epoch: epoch}))
+		newest, err := os.ReadFile(file)
+		do(t, errors.Join(err, os.WriteFile(file, kept, 0o600)))
+		refuses(t, k, "the copy of that moment")
+		do(t, os.WriteFile(file, newest, 0o600))
+		stands(t, k, epoch)
 	}
 }
 

@@ -22,6 +22,8 @@ import (
 
 // Waiting is a machine whose disk is not the newest, and which waits for its owner. All fields are required but Owner.
 type Waiting struct {
+	// Standing is what disk and TPM said when the machine found that its disk is not the newest.
+	Standing Standing
 	// Keeper is the machine's.
 	Keeper Keeper
 	// Cluster and Machine say which machine of which cluster it is.
@@ -89,12 +91,8 @@ func (w *Waiting) Service() rpc.Service {
 }
 
 // DescribeEpoch implements [recoverv1connect.EpochServiceHandler].
-func (w *Waiting) DescribeEpoch(ctx context.Context, _ *recoverv1.DescribeEpochRequest) (*recoverv1.DescribeEpochResponse, error) {
-	s, err := w.Keeper.Check(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return s.wire(), nil
+func (w *Waiting) DescribeEpoch(_ context.Context, _ *recoverv1.DescribeEpochRequest) (*recoverv1.DescribeEpochResponse, error) {
+	return w.Standing.wire(), nil
 }
 
 func (s Standing) wire() *recoverv1.DescribeEpochResponse {
@@ -109,6 +107,12 @@ func (s Standing) wire() *recoverv1.DescribeEpochResponse {
 func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochRequest) (*recoverv1.AcceptEpochResponse, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	// First what costs no command of the TPM: anybody may ask.
+	is := w.Standing.wire()
+	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter()}
+	if err := order.Verify(req, w.Owner); err != nil { // B7
+		return nil, err
+	}
 	s, err := w.Keeper.Check(ctx)
 	if err != nil {
 		return nil, err
@@ -116,10 +120,8 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if s.Err == nil { // by an order before this one
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}
-	is := s.wire()
-	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter()}
-	if err := order.Verify(req, w.Owner); err != nil { // B7
-		return nil, err
+	if now := s.wire(); now.GetEpoch() != is.GetEpoch() || now.GetDiskCounter() != is.GetDiskCounter() || now.GetTpmCounter() != is.GetTpmCounter() { // B7
+		return nil, attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "disk or TPM have changed since this machine started: reboot it")
 	}
 	r := Record{Written: time.Now()}
 	if s.Record != nil {

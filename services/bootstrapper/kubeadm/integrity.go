@@ -3,7 +3,9 @@ package kubeadm
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"path"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -11,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	kubeletv1 "k8s.io/kubelet/config/v1beta1"
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
+	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/versions"
@@ -26,13 +29,13 @@ var hostFolders = []string{
 }
 
 // CheckStaticPod says why a manifest is none that kubeadm makes for this image's static pod of that name (B8): one container with the listed image, which starts
-// its own program without privileges, and has no more of the machine than it needs. What the program's arguments say is not looked at.
-func (i *Image) CheckStaticPod(name string, manifest []byte, images versions.Images) error {
+// its own program without privileges, and has no more of the machine than it needs, which is looked up below root. What the program's arguments say is not looked at.
+func (i *Image) CheckStaticPod(root, name string, manifest []byte, images versions.Images) error {
 	if !slices.Contains(StaticPods(), name) {
 		return errors.New("this node has no such static pod")
 	}
 	var pod corev1.Pod
-	if err := yaml.UnmarshalStrict(manifest, &pod); err != nil {
+	if err := asTheKubelet(manifest, &pod); err != nil {
 		return fmt.Errorf("it can't be read: %w", err)
 	}
 	if pod.APIVersion != "v1" || pod.Kind != "Pod" || pod.Name != name || pod.Namespace != "kube-system" {
@@ -51,16 +54,72 @@ func (i *Image) CheckStaticPod(name string, manifest []byte, images versions.Ima
 		return errors.New("it has privileges")
 	case pod.Spec.HostPID || pod.Spec.HostIPC || c.Lifecycle != nil || len(c.VolumeDevices) > 0:
 		return errors.New("it has more of the machine than kubeadm gives it")
+	case len(c.Env)+len(c.EnvFrom) > 0 || c.WorkingDir != "":
+		return errors.New("it has an environment")
 	case c.LivenessProbe != nil && c.LivenessProbe.Exec != nil, c.ReadinessProbe != nil && c.ReadinessProbe.Exec != nil, c.StartupProbe != nil && c.StartupProbe.Exec != nil:
 		return errors.New("it has a probe that runs a program")
 	}
 	allowed := slices.Concat(hostFolders, i.hostFolders())
+	at := i.mountedAt()
+	from := map[string]string{}
 	for _, v := range pod.Spec.Volumes {
-		if v.HostPath != nil && !slices.Contains(allowed, path.Clean(v.HostPath.Path)) {
+		if v.HostPath == nil {
+			return fmt.Errorf("its volume %q is none of the machine's folders", v.Name)
+		}
+		host := path.Clean(v.HostPath.Path)
+		if !slices.Contains(allowed, host) {
 			return fmt.Errorf("it has the machine's %q", v.HostPath.Path)
+		}
+		if err := noLink(root, host); err != nil {
+			return err
+		}
+		from[v.Name] = host
+	}
+	for _, m := range c.VolumeMounts {
+		host := from[m.Name]
+		if to := path.Clean(m.MountPath); m.SubPath+m.SubPathExpr != "" || to != host && at[host] != to {
+			return fmt.Errorf("it has the machine's %q at %q", host, m.MountPath)
 		}
 	}
 	return nil
+}
+
+// asTheKubelet reads an object as the kubelet does, which minds the case of names, and refuses what the kubelet would leave out.
+func asTheKubelet(text []byte, into any) error {
+	j, err := yaml.YAMLToJSONStrict(text)
+	if err != nil {
+		return err
+	}
+	problems, err := kjson.UnmarshalStrict(j, into)
+	return errors.Join(append(problems, err)...)
+}
+
+// noLink says whether a path of the machine is one with a link in it: links on the state disk lead to anywhere on the machine. What is not there is made by the kubelet.
+func noLink(root, host string) error {
+	top, err := filepath.EvalSymlinks(root)
+	if err != nil {
+		return err
+	}
+	got, err := filepath.EvalSymlinks(filepath.Join(top, host))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil && got != filepath.Join(top, host) {
+		err = fmt.Errorf("the machine's %q is a link to %q", host, got)
+	}
+	return err
+}
+
+// mountedAt is where the image has static pods see folders of the machine, if not at the same place.
+func (i *Image) mountedAt() map[string]string {
+	out := map[string]string{}
+	c := i.cluster
+	for _, component := range []v1beta4.ControlPlaneComponent{c.APIServer.ControlPlaneComponent, c.ControllerManager, c.Scheduler} {
+		for _, v := range component.ExtraVolumes {
+			out[path.Clean(v.HostPath)] = path.Clean(v.MountPath)
+		}
+	}
+	return out
 }
 
 // hostFolders are those that the image gives to static pods.
@@ -107,6 +166,7 @@ func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err
 		{[]string{"authentication", "anonymous", "enabled"}, no, nil},
 		{[]string{"authentication", "webhook", "enabled"}, any(true), nil},
 		{[]string{"authorization", "mode"}, "Webhook", nil},
+		{[]string{"authentication", "x509", "clientCAFile"}, "/etc/kubernetes/pki/ca.crt", nil},
 		{[]string{"readOnlyPort"}, nil, float64(0)},
 	} {
 		if force(have, f.at, f.want, f.zero) {

@@ -47,8 +47,8 @@ const (
 // unitTimeout bounds one systemctl.
 const unitTimeout = 2 * time.Minute
 
-// environment of every child: nothing of ours is inherited.
-var environment = []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"}
+// environment of every child: nothing of ours is inherited. Programs of the root come before those that lie on the state disk (B8).
+var environment = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin", "HOME=/root", "LANG=C.UTF-8"}
 
 // Real is the machine that this process runs on.
 type Real struct{}

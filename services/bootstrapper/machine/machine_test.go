@@ -41,7 +41,7 @@ func TestAnEndedContextKillsTheChild(t *testing.T) {
 }
 
 func TestAProgramThatIsNotInstalledIsNamed(t *testing.T) {
-	if err := run(t.Context(), nil, "no-such-program"); err == nil || !strings.Contains(err.Error(), "no-such-program is not installed in /usr/local/sbin") {
+	if err := run(t.Context(), nil, "no-such-program"); err == nil || !strings.Contains(err.Error(), "no-such-program is not installed in /usr/sbin:/usr/bin:") {
 		t.Fatal(err)
 	}
 }

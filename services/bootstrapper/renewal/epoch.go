@@ -73,13 +73,12 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// By a clock that was put back the record is of the future: then the wait is no longer than if it were of now.
-	since := max(r.Now().Sub(had.Written), 0)
+	since := r.Now().Sub(had.Written)
 	switch {
 	case now.Epoch < had.Epoch:
 		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays.
 		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", had.Epoch)
-	case now.Epoch > had.Epoch && (had.Epoch == 0 || since >= betweenEpochs):
+	case now.Epoch > had.Epoch && (had.Epoch == 0 || since < 0 || since >= betweenEpochs): // a clock that was ahead once must not hold it up
 		now.Written = r.Now()
 		if err := r.Epoch.Advance(ctx, now); err != nil {
 			return err

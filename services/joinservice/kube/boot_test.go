@@ -2,11 +2,13 @@ package kube
 
 import (
 	"encoding/hex"
+	"errors"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -138,6 +140,66 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	}
 	membertest.Eventually(t, func() error { return again.AwaitEarlier(t.Context()) })
 	if err := again.Record(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// A copy that has been booted once more asks while the original, which has its key, is still on its way up: nobody is let in before the original's kubelet
+// can have come.
+func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
+	shared.Reset(t)
+	k := replicaOf(t)
+	k.firstLease = time.Minute
+	c := claim(1)
+	now := time.Now()
+	c.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.1"}
+	if _, err := k.Enrol(t.Context(), c, ticket("a")); err != nil {
+		t.Fatal(err)
+	}
+	shared.GiveDisk(t, c.Disk, c.Machine)
+	later := c
+	later.Boot = Boot{Reset: 2, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.2"}
+	await := func() error {
+		r, err := k.Rejoin(t.Context(), later)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r.AwaitEarlier(t.Context())
+	}
+	seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	err := await()
+	refusal, ok := errors.AsType[*attest.Refusal](err)
+	if !ok || refusal.Reason != attestv1.Reason_REASON_BUSY || refusal.RetryAfter <= 0 || refusal.RetryAfter > k.firstLease || !strings.Contains(err.Error(), "192.0.2.1") || !strings.Contains(err.Error(), "192.0.2.2") {
+		t.Errorf("a rejoin: %v", err)
+	}
+	if _, err := k.AwaitEarlier(t.Context(), later); attest.ReasonOf(err) != attestv1.Reason_REASON_BUSY {
+		t.Errorf("a ticket: %v", err)
+	}
+	if _, err := k.AwaitEarlier(t.Context(), c); err != nil {
+		t.Errorf("the machine itself: %v", err)
+	}
+	last := shared.Node(t, "w1").Status.Boot
+	written := func(at time.Time) *coordinationv1.Lease {
+		return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ManagedFields: []metav1.ManagedFieldsEntry{{Time: new(metav1.NewTime(at))}}}}
+	}
+	for name, tt := range map[string]struct {
+		last  *v1alpha1.Boot
+		lease *coordinationv1.Lease
+		now   time.Time
+		want  time.Duration
+	}{
+		"no Lease":            {last, nil, last.Since.Add(20 * time.Second), 40 * time.Second},
+		"a Lease of before":   {last, written(last.Since.Add(-time.Second)), last.Since.Add(20 * time.Second), 40 * time.Second},
+		"a Lease since":       {last, written(last.Since.Add(time.Second)), last.Since.Add(20 * time.Second), 0},
+		"no Lease, for long":  {last, nil, last.Since.Add(k.firstLease), 0},
+		"no boot is recorded": {nil, nil, last.Since.Time, 0},
+	} {
+		if got := k.comesUp(tt.last, tt.lease, tt.now); got != tt.want {
+			t.Errorf("%s: %s, want %s", name, got, tt.want)
+		}
+	}
+	k.firstLease = 0
+	if err := await(); err != nil {
 		t.Error(err)
 	}
 }

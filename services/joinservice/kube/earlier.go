@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"sync"
@@ -18,10 +19,8 @@ import (
 )
 
 const (
-	// leaseSilent is how long a kubelet that runs does not leave its Lease unwritten, by far: it writes it every 10 s.
-	leaseSilent = time.Minute
-	// leaseWait is how long a Lease is looked at that was written more recently: one and a half times as long as a kubelet's pause,
-	// and as much more as the API server is slow.
+	// leaseWait is how long a Lease is looked at: one and a half times as long as the pause of 10 s between two writes of a kubelet, and as much more as the API
+	// server is slow. When it was last written is not asked: that is by the clock of another machine.
 	leaseWait = 15 * time.Second
 	// leasePoll is the pause between two looks.
 	leasePoll = time.Second
@@ -78,9 +77,8 @@ func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 }
 
 // awaitEnd looks whether a later boot can be true: while the machine still runs in the one before, whoever shows a later one is a copy
-// (J11). The kubelet of the node alone writes the node's Lease. One that has not been written for a minute, by the API server's
-// clock, is that of a machine that has gone down; so is one that is not written while it is looked at. There is none if the
-// node never came, or was deleted.
+// (J11). The kubelet of the node alone writes the node's Lease. One that is not written while it is looked at is that of a machine that has gone down. There is none
+// if the node never came, or was deleted.
 func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
 	later, err := checkBoot(n, &n.Status, *b)
 	if err != nil {
@@ -96,7 +94,11 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 		return err
 	}
 	began := time.Now()
-	if lease == nil || began.Sub(writtenAt(lease, began)) > leaseSilent {
+	if left := k.comesUp(n.Status.Boot, lease, began); left > 0 {
+		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
+			b, n.Name, cmp.Or(n.Status.Boot.Address, "an unknown address"), utc(n.Status.Boot.Since.Time), left.Round(time.Second))
+	}
+	if lease == nil {
 		return nil
 	}
 	if !k.waits.begin(m) {
@@ -125,6 +127,14 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 			return nil
 		}
 	}
+}
+
+// comesUp returns for how long no later boot than the last one is believed, since that one's kubelet had no time yet to write its Lease (J11).
+func (k *Kube) comesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
+	if last == nil || lease != nil && writtenAt(lease, now).After(last.Since.Time) {
+		return 0
+	}
+	return k.firstLease - now.Sub(last.Since.Time)
 }
 
 // nodeLease reads a node's Lease, and says how long that took; nil: there is none.

@@ -58,6 +58,8 @@ type Kube struct {
 	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
 	// life is how long a node's certificate lives.
 	life time.Duration
+	// firstLease is how long after a boot was recorded no later one is believed, unless the kubelet has written its Lease since.
+	firstLease time.Duration
 	// now is the clock of all that waits for hours.
 	now func() time.Time
 }
@@ -71,8 +73,9 @@ const (
 
 // New registers the informers that joinservice needs beside those of c. records gets what is done to machines that are shut out. life is how long a node's
 // certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
-// a kubelet renews (--cluster-signing-duration of kube-controller-manager).
-func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Duration) (*Kube, error) {
+// a kubelet renews (--cluster-signing-duration of kube-controller-manager). firstLease is how long a machine may take from its ticket, or from the key of its
+// disk, to the first Lease of its kubelet; 0: a later boot is believed at once (J11).
+func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life, firstLease time.Duration) (*Kube, error) {
 	if c == nil || records == nil || log == nil {
 		return nil, errors.New("kube: cluster, audit log and log are required")
 	}
@@ -84,7 +87,7 @@ func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Dur
 	}
 	k := &Kube{
 		cluster: c, audit: records, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
-		life: life, now: time.Now,
+		life: life, firstLease: firstLease, now: time.Now,
 	}
 	k.requests.now = func() time.Time { return k.now() }
 	return k, errors.Join(
