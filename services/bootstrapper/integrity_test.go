@@ -2,6 +2,7 @@ package bootstrapper_test
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -134,9 +135,14 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 	}
 }
 
-// B8: a link in the place of a folder leads programs elsewhere.
+// B8: a link in the place of a folder leads programs elsewhere, and one in the place of a static pod can say something else later.
 func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	w := rebooted(t)
+	const pod = "etc/kubernetes/manifests/etcd.yaml"
+	w.put(t, "var/evil/etcd.yaml", w.get(pod))
+	if err := errors.Join(os.Remove(filepath.Join(w.root, pod)), os.Symlink("../../../var/evil/etcd.yaml", filepath.Join(w.root, pod))); err != nil {
+		t.Fatal(err)
+	}
 	w.put(t, "var/evil/bridge", "#!evil")
 	if err := errors.Join(os.RemoveAll(filepath.Join(w.root, "opt/cni/bin")), os.MkdirAll(filepath.Join(w.root, "opt/cni"), 0o755), os.Symlink("../../var/evil", filepath.Join(w.root, "opt/cni/bin"))); err != nil {
 		t.Fatal(err)
@@ -144,6 +150,9 @@ func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	w.startAgain(t)
 	if w.exists("opt/cni/bin/bridge") {
 		t.Error("the link is there")
+	}
+	if _, err := os.Lstat(filepath.Join(w.root, pod)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the link to a static pod is there: %v", err)
 	}
 }
 
@@ -168,15 +177,25 @@ func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 			t.Errorf("%s: nobody is told", name)
 		}
 	}
-	w := rebooted(t)
-	conf := w.get("etc/kubernetes/kubelet.conf")
-	w.put(t, "etc/kubernetes/kubelet.conf", strings.Replace(conf, "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1))
-	if w.get("etc/kubernetes/kubelet.conf") == conf {
-		t.Fatalf("not changed: %s", conf)
-	}
-	w.startAgain(t)
-	if got := w.get("etc/kubernetes/kubelet.conf"); strings.Contains(got, "evil") {
-		t.Error(got)
+	for name, change := range map[string][2]string{
+		"a program":          {"  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n"},
+		"a plugin":           {"  user:\n", "  user:\n    auth-provider: {name: evil}\n"},
+		"a server between":   {"    server:", "    proxy-url: http://evil\n    server:"},
+		"any server's words": {"    server:", "    insecure-skip-tls-verify: true\n    server:"},
+	} {
+		w := rebooted(t)
+		conf := w.get("etc/kubernetes/kubelet.conf")
+		w.put(t, "etc/kubernetes/kubelet.conf", strings.Replace(conf, change[0], change[1], 1))
+		if w.get("etc/kubernetes/kubelet.conf") == conf {
+			t.Fatalf("%s: not changed: %s", name, conf)
+		}
+		w.startAgain(t)
+		if got := w.get("etc/kubernetes/kubelet.conf"); strings.Contains(got, "evil") || strings.Contains(got, "insecure") || !strings.Contains(got, "server: https://") {
+			t.Errorf("%s: %s", name, got)
+		}
+		if !strings.Contains(w.logged.String(), tampered) {
+			t.Errorf("%s: nobody is told", name)
+		}
 	}
 }
 
