@@ -1,10 +1,17 @@
 package unlock_test
 
 import (
+	"bytes"
+	"context"
+	"os"
+	"path/filepath"
 	"testing"
 
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // B8: the running system compares the disk with what the joinservice said, which is in memory before the disk is open.
@@ -51,5 +58,36 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 		if err := r.end(t); err != nil || w.disk.opens != 1 {
 			t.Errorf("%s, repaired: %v", name, err)
 		}
+	}
+}
+
+// What the running system compares its disk with is kept before the disk is open, and what is left of a joinservice that gave no key is not taken for it (B8).
+func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
+	w := newWorld(t)
+	w.cluster(w.like(), w.owner)
+	noFolder := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(noFolder, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cfg := w.config()
+	cfg.List = component.ListFile(filepath.Join(noFolder, "list"))
+	w.bootWith(cfg)
+	eventually(t, "it can't be kept", func() bool { return bytes.Contains(w.log.Bytes(), []byte("note the cluster's list")) })
+	if w.disk.tried > 0 {
+		t.Error("a key was tried whose list could not be kept")
+	}
+
+	w = newWorld(t)
+	w.meta.Role = "control-plane"
+	w.cluster(w.like(), w.owner).script(gives(wrong))
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
+		eventually(t, "a wrong key was tried", func() bool { list, err := w.list.Load(); return err == nil && list != nil })
+		return try(ctx, parsed(t, right), clusterID)
+	}
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if list, err := w.list.Load(); err != nil || list != nil {
+		t.Errorf("the owner opened it, and kept is %+v, %v", list, err)
 	}
 }
