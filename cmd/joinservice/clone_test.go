@@ -218,7 +218,7 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 	if err := s.verdict(t, original); err != nil {
 		t.Errorf("the original: %v", err)
 	}
-	// An honest reboot: the kubelet ends before the machine asks. It was seen less than a minute ago, so this takes its time.
+	// An honest reboot: the kubelet ends before the machine asks. Its Lease is watched first, which takes its time.
 	running()
 	original.reboot()
 	began := time.Now()

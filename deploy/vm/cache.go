@@ -62,7 +62,7 @@ func (c cache) put(from, name string) error {
 	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 		return err
 	}
-	// A name that nobody knows before: another user of the cache could have put a link there.
+	// In a new folder: at a name that can be foretold, another user of the cache could have put a link.
 	fresh, err := os.MkdirTemp(filepath.Dir(to), ".new-")
 	if err != nil {
 		return err
