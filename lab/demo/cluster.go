@@ -49,7 +49,7 @@ func (r *run) policy(ctx context.Context) error {
 // firmware accepts what node1 has as firmware, which all machines of the lab share.
 func (r *run) firmware(ctx context.Context) error {
 	argv := []string{r.muster(), "policy", "add-class", "lab-firmware", "--from", node1Init, "--policy", policyFile}
-	err := until(ctx, time.Minute, func(ctx context.Context) error { // its bootstrapper may not listen yet
+	err := until(ctx, func(ctx context.Context) error { // its bootstrapper may not listen yet
 		out, err := r.at(ctx, driver.Owner, argv...)
 		if err == nil {
 			r.say("%s$ %s\n%s", driver.Owner, strings.Join(argv, " "), out)
@@ -94,7 +94,7 @@ func (r *run) init(ctx context.Context) error {
 }
 
 func (r *run) join(ctx context.Context) error {
-	return until(ctx, 2*time.Minute, func(ctx context.Context) error {
+	return until(ctx, func(ctx context.Context) error {
 		out, err := r.kubectl(ctx, "get", "node", "node2", "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status}`)
 		if err != nil {
 			return err
@@ -160,7 +160,7 @@ func (r *run) echo(ctx context.Context) error {
 		return err
 	}
 	pods := make(map[string][2]string) // node → name and IP of its pod
-	err = until(ctx, time.Minute, func(ctx context.Context) error {
+	err = until(ctx, func(ctx context.Context) error {
 		out, err := r.kubectl(ctx, "get", "pods", "-l", "app=echo", "-o",
 			`jsonpath={range .items[?(@.status.phase=="Running")]}{.spec.nodeName} {.metadata.name} {.status.podIP}{"\n"}{end}`)
 		if err != nil {
@@ -182,7 +182,7 @@ func (r *run) echo(ctx context.Context) error {
 	}
 	for from, to := range map[string]string{"node1": "node2", "node2": "node1"} {
 		// kube-proxy and routes follow the pods a moment later.
-		err := until(ctx, time.Minute, func(ctx context.Context) error {
+		err := until(ctx, func(ctx context.Context) error {
 			out, err := r.kubectl(ctx, "exec", pods[from][0], "--", "/echo", "get", "http://"+pods[to][1]+":8080/")
 			if err != nil {
 				return err

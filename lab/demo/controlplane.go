@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
 )
@@ -27,7 +26,7 @@ func (r *run) secondControlPlane(ctx context.Context) error {
 	var sight struct {
 		Machine string `json:"machine"`
 	}
-	err := until(ctx, time.Minute, func(ctx context.Context) error { // its bootstrapper may not listen yet
+	err := until(ctx, func(ctx context.Context) error { // its bootstrapper may not listen yet
 		out, err := r.at(ctx, driver.Owner, r.muster(), "verify", node5Machine, "--output", "json")
 		if err != nil {
 			return err
@@ -40,7 +39,7 @@ func (r *run) secondControlPlane(ctx context.Context) error {
 	if err := r.show(ctx, driver.Owner, r.muster(), "enroll", n.Name, "--role", "control-plane", "--machine-id", sight.Machine); err != nil {
 		return err
 	}
-	err = until(ctx, 4*time.Minute, func(ctx context.Context) error {
+	err = until(ctx, func(ctx context.Context) error {
 		out, err := r.kubectl(ctx, "get", "node", n.Name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status} {.metadata.labels}`)
 		if err != nil {
 			return err

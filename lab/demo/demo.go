@@ -217,9 +217,12 @@ func (r *run) kubectl(ctx context.Context, args ...string) (string, error) {
 	return r.at(ctx, "node1", append([]string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf"}, args...)...)
 }
 
-// until repeats a check until it succeeds, and gives its last error when time is up.
-func until(ctx context.Context, limit time.Duration, check func(context.Context) error) error {
-	ctx, cancel := context.WithTimeout(ctx, limit)
+// patience bounds each wait, on a computer that does other things too: a step takes seconds on one that doesn't.
+const patience = 10 * time.Minute
+
+// until repeats a check until it succeeds, and gives its last error after [patience].
+func until(ctx context.Context, check func(context.Context) error) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	tick := time.NewTicker(200 * time.Millisecond)
 	defer tick.Stop()
@@ -230,7 +233,7 @@ func until(ctx context.Context, limit time.Duration, check func(context.Context)
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("not after %s: %w", limit, err)
+			return fmt.Errorf("not after %s: %w", patience, err)
 		case <-tick.C:
 		}
 	}

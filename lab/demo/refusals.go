@@ -38,7 +38,7 @@ func (r *run) refuseMachine(ctx context.Context, n driver.Node, who, reason stri
 		return err
 	}
 	var audit string
-	err = until(ctx, time.Minute, func(ctx context.Context) error {
+	err = until(ctx, func(ctx context.Context) error {
 		log, err := os.ReadFile(filepath.Join(m.Log, "muster-bootstrapper.log"))
 		if err != nil {
 			return err
@@ -332,7 +332,7 @@ var endAPIServer = []string{"sh", "-c", "kill -KILL $(pidof kube-apiserver)"}
 // admin runs an administrator's commands on node1. The API server may be restarting.
 func (r *run) admin(ctx context.Context, commands ...[]string) error {
 	for _, argv := range commands {
-		err := until(ctx, time.Minute, func(ctx context.Context) error {
+		err := until(ctx, func(ctx context.Context) error {
 			_, err := r.at(ctx, "node1", argv...)
 			return err
 		})
@@ -345,7 +345,7 @@ func (r *run) admin(ctx context.Context, commands ...[]string) error {
 
 // tokenGets waits until a request with the bootstrap token is answered with that status.
 func (r *run) tokenGets(ctx context.Context, status string) error {
-	return until(ctx, 2*time.Minute, func(ctx context.Context) error {
+	return until(ctx, func(ctx context.Context) error {
 		out, err := r.at(ctx, attacker, "curl", "-sS", "--max-time", "5", "--cacert", "/root/ca.crt", "-H", "Authorization: Bearer "+bootstrapToken,
 			"-o", "/dev/null", "-w", "%{http_code}", "https://"+node1API+"/api/v1/namespaces/kube-system/configmaps/kubeadm-config")
 		if err != nil {

@@ -24,7 +24,7 @@ import (
 const Joinservice = "192.168.77.11:30090"
 
 // Patience bounds what real machines need, on a computer that does other things too.
-const Patience = 5 * time.Minute
+const Patience = 10 * time.Minute
 
 // Cluster is a lab whose control plane is node1.
 type Cluster struct {

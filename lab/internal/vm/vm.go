@@ -8,6 +8,7 @@
 package vm
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -227,7 +228,7 @@ func (m *VM) booted(ctx context.Context) error {
 		return false
 	})
 	if errors.Is(err, errPowerOff) {
-		return fmt.Errorf("%w: %w", ErrFirmware, err)
+		return fmt.Errorf("%w: %w; %s ends with %q, %s with %q", ErrFirmware, err, m.qemu.log, lastLine(m.qemu.log), m.tpm.log, lastLine(m.tpm.log))
 	}
 	if err == nil && nothing {
 		return ErrNothingBoots
@@ -302,6 +303,16 @@ func favour(pid int) error {
 		return nil
 	}
 	return err
+}
+
+// lastLine returns the last line of a log; empty if there is none.
+func lastLine(file string) string {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return err.Error()
+	}
+	b = bytes.TrimRight(b, "\n")
+	return string(b[bytes.LastIndexByte(b, '\n')+1:])
 }
 
 func (p *process) kill(ctx context.Context) error {
