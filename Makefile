@@ -54,7 +54,7 @@ vm-image: deps kube build ## Build the disk image of machines and predict its me
 
 .PHONY: vm-lock
 vm-lock: deps kube ## Write deploy/vm/packages.lock: what the image is made of, as Debian's mirror has it now (as root; VM_FLAGS=… for another mirror)
-	go run -buildvcs=false ./deploy/vm lock -containerd "$$($(LAB) kube-binaries --pinned)" $(VM_FLAGS)
+	go run -buildvcs=false ./deploy/vm lock -containerd "$$($(LAB) kube-binaries)" $(VM_FLAGS)
 
 .PHONY: test-image
 test-image: deps kube build ## Build the disk image twice from nothing but packages, and compare (as root, 10 minutes); not part of test

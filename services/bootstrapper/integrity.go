@@ -1,15 +1,11 @@
 package bootstrapper
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"io/fs"
-	"maps"
 	"os"
-	"path"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/internal/versions"
@@ -30,18 +26,18 @@ const (
 	kubeletFlags = kubeletFolder + "/kubeadm-flags.env"
 )
 
-// checkState compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
-// may have left it there, and may have set the journal back as well. What it is compared with came with the key of the disk, from a joinservice of this boot, and
-// lies in memory: on the disk is nothing that root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
+// checkState compares what runs as root from the state disk with what the cluster lists, before the kubelet and its pods start (B8): somebody who was root once
+// may have left it there. What it is compared with came with the key of the disk, from a joinservice of this boot, and lies in memory: on the disk is nothing that
+// root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
 func (b *Bootstrapper) checkState(ctx context.Context) error {
-	d, err := component.DesiredFile(b.on(component.UnlockFile)).Load()
+	list, err := component.ListFile(b.on(component.UnlockList)).Load()
 	if err != nil {
 		return err
 	}
-	if d == nil {
+	if list == nil {
 		return b.recallSandbox(ctx)
 	}
-	s, err := parseSoftware(d.List.Wire(), d.List.Images)
+	s, err := parseSoftware(list.Wire(), list.Images)
 	if err != nil {
 		return err
 	}
@@ -55,15 +51,12 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	if err := b.checkPrograms(ctx, s); err != nil {
 		return err
 	}
-	if !d.Adopted {
+	if !list.Adopted {
 		if err := b.checkManifests(ctx, s.images, meta.Role == metadata.RoleControlPlane); err != nil {
 			return err
 		}
 	}
-	if err := b.checkAuthorities(ctx, d.Authorities); err != nil {
-		return err
-	}
-	if err := b.checkKubelet(ctx, meta, d); err != nil {
+	if err := b.checkKubelet(ctx, meta); err != nil {
 		return err
 	}
 	if err := b.checkVolumes(ctx); err != nil {
@@ -93,7 +86,6 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 	for {
 		err := in.Install(ctx, s.components, func(text string) {
 			if what, changed := strings.CutPrefix(text, "fetching "); changed {
-				what, _, _ = strings.Cut(what, " (") // how many of how many
 				b.found(ctx, what, "installed anew")
 			}
 		})
@@ -114,8 +106,11 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 // checkManifests removes static pods that kubeadm would not have made.
 func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
 	dir := b.on(kubeadm.Manifests)
-	if err := b.wantFolder(ctx, kubeadm.Manifests); err != nil {
-		return err
+	if info, err := os.Lstat(dir); err == nil && !info.IsDir() { // a link leads to where somebody writes later
+		if err := os.Remove(dir); err != nil {
+			return err
+		}
+		b.found(ctx, kubeadm.Manifests, "removed")
 	}
 	files, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -141,54 +136,6 @@ func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Image
 	return err
 }
 
-// wantFolder removes what is in the place of a folder: a link leads to where somebody writes later.
-func (b *Bootstrapper) wantFolder(ctx context.Context, name string) error {
-	if info, err := os.Lstat(b.on(name)); err != nil || info.IsDir() {
-		return nil //nolint:nilerr // there is none
-	}
-	if err := os.Remove(b.on(name)); err != nil {
-		return err
-	}
-	b.found(ctx, name, "removed")
-	return nil
-}
-
-// checkAuthorities puts right by whom the node is given orders. What is not there is not made: kubeadm refuses to find it.
-func (b *Bootstrapper) checkAuthorities(ctx context.Context, want map[string][]byte) error {
-	for _, folder := range []string{pkiFolder, path.Join(pkiFolder, "etcd")} {
-		if err := b.wantFolder(ctx, folder); err != nil {
-			return err
-		}
-	}
-	for _, name := range slices.Sorted(maps.Keys(want)) {
-		file := path.Join(pkiFolder, name)
-		info, err := os.Lstat(b.on(file))
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		if info.Mode().IsRegular() {
-			is, err := os.ReadFile(b.on(file))
-			if err != nil {
-				return err
-			}
-			if bytes.Equal(bytes.TrimSpace(is), bytes.TrimSpace(want[name])) {
-				continue
-			}
-		}
-		if err := os.RemoveAll(b.on(file)); err != nil {
-			return err
-		}
-		if err := machine.WriteFile(b.on(file), want[name], 0o644, 0o755); err != nil {
-			return err
-		}
-		b.found(ctx, file, "written anew")
-	}
-	return nil
-}
-
 // checkVolumes removes what is in the place of a pod's volume and is no folder: the kubelet and the container runtime would follow a link to anywhere.
 func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{"/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*", "/pods", "/pods/*"} {
@@ -212,24 +159,22 @@ func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 	return nil
 }
 
-// checkKubelet puts right what would have the kubelet run something else, or take it from elsewhere. Of what is not there yet kubeadm makes what is right.
-func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
+// checkKubelet puts right what would have the kubelet run something else, or read it from elsewhere.
+func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine) error {
 	config, flags := b.on(kubeletFolder+"/config.yaml"), b.on(kubeletFlags)
 	text, err := os.ReadFile(config)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err != nil {
 		return err
 	}
-	if err == nil {
-		right, changed, err := b.image.CheckKubelet(text)
-		if err != nil {
+	right, changed, err := b.image.CheckKubelet(text)
+	if err != nil {
+		return err
+	}
+	if len(changed) > 0 {
+		if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
 			return err
 		}
-		if len(changed) > 0 {
-			if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
-				return err
-			}
-			b.found(ctx, kubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
-		}
+		b.found(ctx, kubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
 	}
 	text, err = os.ReadFile(flags)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -241,7 +186,7 @@ func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine,
 		}
 		b.found(ctx, kubeletFlags, "written anew")
 	}
-	if err := b.checkKubeconfig(ctx, meta, d); err != nil {
+	if err := b.checkKubeconfig(ctx); err != nil {
 		return err
 	}
 	const bootstrap = kubernetesFolder + "/bootstrap-kubelet.conf" // no node of Muster's has one once it is a node
