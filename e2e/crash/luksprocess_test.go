@@ -71,8 +71,8 @@ func (d mortalDisk) Unlock(ctx context.Context, key keys.Disk) error {
 var programs = map[string]string{
 	"cryptsetup": `#!/bin/sh
 set -eu
-real=/usr/sbin/cryptsetup
 BASE
+real=$programs/real
 case $1 in
 luksFormat)
 	say "a new header is about to be made"
@@ -134,12 +134,15 @@ say "the file system is made"
 func writePrograms(t testing.TB, p *plan, data string) {
 	t.Helper()
 	p.Programs = filepath.Join(t.TempDir(), "programs")
-	base := fmt.Sprintf(`kernel='%s' sys='%s' data='%s'
+	base := fmt.Sprintf(`kernel='%s' sys='%s' data='%s' programs='%s'
 say() {
-	echo "$1" >'%s/say'
-	read -r answer <'%s/heard'
-}`, p.beside("kernel"), filepath.Join(p.Root, "sys/block/dm-0/dm"), data, p.Programs, p.Programs)
+	echo "$1" >"$programs/say"
+	read -r answer <"$programs/heard"
+}`, p.beside("kernel"), filepath.Join(p.Root, "sys/block/dm-0/dm"), data, p.Programs)
 	if err := os.Mkdir(p.Programs, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(p.Programs, "real"), nil, 0o700); err != nil { // withPrograms puts it there
 		t.Fatal(err)
 	}
 	for name, text := range programs {
@@ -149,10 +152,13 @@ say() {
 	}
 }
 
-// withPrograms gives this program in a mount namespace of its own, in which the programs come first: a bootstrapper looks for its children in
-// fixed folders.
+// withPrograms runs this program in a mount namespace of its own, in which the programs lie over those of the host: a bootstrapper looks
+// for its children in fixed folders, /usr/sbin first. The real cryptsetup is then beside them.
 func withPrograms(dir string) *exec.Cmd {
-	return exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-ec", `mount --bind "$0" /usr/local/sbin; exec "$1"`, dir, os.Args[0])
+	return exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-ec", `
+mount --bind /usr/sbin/cryptsetup "$0/real"
+for p in cryptsetup mkfs.ext4; do mount --bind "$0/$p" "/usr/sbin/$p"; done
+exec "$1"`, dir, os.Args[0])
 }
 
 // ask makes what the programs tell effects of this process: if one is the last, the programs end with it.
