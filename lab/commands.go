@@ -159,14 +159,14 @@ func pushCommand(open opener) *cobra.Command {
 
 func kubeBinariesCommand() *cobra.Command {
 	var source string
-	var pin bool
+	var pin, pinned bool
 	cmd := &cobra.Command{
 		Use: "kube-binaries", Short: "Build the Kubernetes programs, unless the cache has them, and print their folder", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if pin {
 				return driver.PinKubeBinaries(cmd.Context(), source, cmd.ErrOrStderr())
 			}
-			dir, err := driver.KubeBinaries(cmd.Context(), source, os.Stderr)
+			dir, err := driver.KubeBinaries(cmd.Context(), source, pinned, os.Stderr)
 			if err != nil {
 				return err
 			}
@@ -175,7 +175,9 @@ func kubeBinariesCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&source, "source", "", "checkout of Muster (default: the one around the working directory)")
-	cmd.Flags().BoolVar(&pin, "pin", false, "write tools/kube/sha256sums.json, after a change of versions or of the Go release")
+	cmd.Flags().BoolVar(&pin, "pin", false, "build the programs anew and write tools/kube/sha256sums.json, after a change of versions or of the Go release")
+	cmd.Flags().BoolVar(&pinned, "pinned", false, "fail unless tools/kube/sha256sums.json names the programs")
+	cmd.MarkFlagsMutuallyExclusive("pin", "pinned")
 	return cmd
 }
 

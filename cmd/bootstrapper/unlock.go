@@ -49,6 +49,6 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
 		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Root: "/", Disk: volume,
-		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), List: component.UnlockList, Console: told, Timing: unlock.DefaultTiming, Log: log,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: told, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

@@ -4,14 +4,19 @@ import (
 	"bytes"
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
@@ -116,6 +121,40 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	}))
 	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk3)) {
 		t.Errorf("%v, %v", resp, err)
+	}
+	// B8: what a control plane knows its cluster by, and no private key.
+	told := map[string]string{}
+	for _, f := range resp.GetAuthorities() {
+		told[f.GetPath()] = string(f.GetContent())
+	}
+	want := map[string]string{}
+	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
+		want[name] = "content of " + name
+	}
+	if !maps.Equal(told, want) {
+		t.Errorf("authorities %q, want %q", told, want)
+	}
+}
+
+// B8: what a machine compares its disk with. A list without it would leave open what is to run there.
+func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	ticket := s.ticketFor(t, m, worker(t, encrypted))
+	m.LockTo(s.ID)
+	m.Reboot()
+	resp, err := s.rejoin(t, m, again())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(resp.GetComponents()) == 0 || !slices.EqualFunc(resp.GetComponents(), ticket.GetComponents(), func(a, b *initv1.Component) bool { return proto.Equal(a, b) }) || !slices.Equal(resp.GetImages(), ticket.GetImages()) || len(resp.GetImages()) == 0 {
+		t.Errorf("components %v and images %v, the ticket had %v and %v", resp.GetComponents(), resp.GetImages(), ticket.GetComponents(), ticket.GetImages())
+	}
+	if resp.GetControlPlaneEndpoint() != ticket.GetControlPlaneEndpoint() || resp.GetControlPlaneEndpoint() == "" {
+		t.Errorf("endpoint %q, the ticket had %q", resp.GetControlPlaneEndpoint(), ticket.GetControlPlaneEndpoint())
+	}
+	if a := resp.GetAuthorities(); len(a) != 1 || a[0].GetPath() != "ca.crt" || !bytes.Equal(a[0].GetContent(), s.CA()) {
+		t.Errorf("authorities %v", a)
 	}
 }
 

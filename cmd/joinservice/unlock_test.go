@@ -101,7 +101,7 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},
-		Root: root, List: component.ListFile(filepath.Join(t.TempDir(), "list")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		Root: root, Desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
 		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 		},

@@ -108,7 +108,7 @@ func (a *app) fromImageCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "from-image muster.raw --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
-		Short: "Make a commented policy from a disk image itself: every byte of it is read, and its measurements are computed here",
+		Short: "Make a commented policy from a disk image itself: everything in it that a machine would run is read, and its measurements are computed here",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			on := map[string][]bool{"off": {false}, "on": {true}, "both": {false, true}}[secureBoot]

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -50,6 +51,7 @@ type joinservice struct {
 	delay    time.Duration    // before an answer
 	gate     chan struct{}    // a ticket is answered once it is closed; nil: at once
 	now      func() time.Time // of the cluster
+	ca       []byte           // the authority of the last ticket, in PEM
 	asked    int              // requests for a ticket
 	issued   int
 	returned int
@@ -127,17 +129,32 @@ func inPEM(c *x509.Certificate) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
 }
 
+// components is what each machine installs.
+func (j *joinservice) components() []*initv1.Component {
+	sum := sha256.Sum256(kubeadmBinary)
+	return []*initv1.Component{{Url: j.b.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}
+}
+
+// file is a file of a control plane: the authority, or text in PEM.
+func (j *joinservice) file(name string) *joinv1.ControlPlaneFile {
+	content := pem.EncodeToMemory(&pem.Block{Type: "TEST", Bytes: []byte("content of " + name)})
+	if name == component.CA {
+		content = j.ca
+	}
+	return &joinv1.ControlPlaneFile{Path: name, Content: content}
+}
+
 func (j *joinservice) answer(req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 	authority := &x509.Certificate{Subject: pkix.Name{CommonName: "kubernetes"}, IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
 	ca, err := j.certificate(authority, authority, &j.key.PublicKey)
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256(kubeadmBinary)
+	j.ca = inPEM(ca)
 	out := &joinv1.IssueJoinTicketResponse{
 		TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: bytes.Repeat([]byte{0xD1}, 32), ClusterId: joinCluster[:], KubernetesVersion: "1.36.1",
-		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: inPEM(ca),
-		Components: []*initv1.Component{{Url: j.b.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}, Images: machinetest.Images().References(),
+		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: j.ca,
+		Components: j.components(), Images: machinetest.Images().References(),
 	}
 	for _, c := range []struct {
 		csr []byte
@@ -159,11 +176,7 @@ func (j *joinservice) answer(req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJ
 	}
 	if req.GetRole() == joinv1.Role_ROLE_CONTROL_PLANE {
 		for _, f := range []string{"ca.crt", "ca.key", "encryption.yaml", "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub"} {
-			content := []byte("content of " + f)
-			if f == "ca.crt" {
-				content = out.GetCaCertificate()
-			}
-			out.ControlPlaneFiles = append(out.ControlPlaneFiles, &joinv1.ControlPlaneFile{Path: f, Content: content})
+			out.ControlPlaneFiles = append(out.ControlPlaneFiles, j.file(f))
 		}
 		out.LeaseLifetime, out.ControlPlaneAddresses = durationpb.New(time.Minute), []string{"192.168.77.21"}
 	}

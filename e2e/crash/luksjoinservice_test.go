@@ -8,6 +8,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -83,7 +84,13 @@ func (j *joinservice) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRe
 		return nil, err
 	}
 	j.rejoins++
-	return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{8}, 16), DiskKey: key, ClusterId: joinCluster[:], Images: machinetest.Images().References()}, nil
+	resp := &joinv1.IssueRejoinTicketResponse{
+		TicketId: bytes.Repeat([]byte{8}, 16), DiskKey: key, ClusterId: joinCluster[:], Components: j.components(), Images: machinetest.Images().References(), ControlPlaneEndpoint: "192.168.77.1:6443",
+	}
+	for _, name := range component.Authorities(req.GetRole() == joinv1.Role_ROLE_CONTROL_PLANE) {
+		resp.Authorities = append(resp.Authorities, j.file(name))
+	}
+	return resp, nil
 }
 
 // forget ends the enrolments of all machines.

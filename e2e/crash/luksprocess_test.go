@@ -36,7 +36,7 @@ func unlockProcess(ctx context.Context, p plan, img *metadata.Image, f *fate, de
 	defer func() { _ = screen.Close() }()
 	return unlock.Serve(ctx, unlock.Config{
 		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(p.beside("metadata.yaml")) },
-		Root: p.Root, Disk: mortalDisk{volume, f}, TPM: device, Attester: own, NewVerifier: verifierOf, Policy: journal.Open(filepath.Join(p.Root, journal.UnlockPolicy)), List: component.ListFile(filepath.Join(p.Root, component.UnlockList)), Console: screen, Log: slog.New(slog.NewJSONHandler(os.Stderr, nil)),
+		Root: p.Root, Disk: mortalDisk{volume, f}, TPM: device, Attester: own, NewVerifier: verifierOf, Policy: journal.Open(filepath.Join(p.Root, journal.UnlockPolicy)), Desired: component.DesiredFile(filepath.Join(p.Root, component.UnlockFile)), Console: screen, Log: slog.New(slog.NewJSONHandler(os.Stderr, nil)),
 		Timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 10 * time.Second, Ticket: 30 * time.Second},
 	})
 }

@@ -232,9 +232,13 @@ func (l *life) kill() {
 	<-l.over
 }
 
-// killed says whether the process was ended by SIGKILL.
+// killed says whether the process was ended by SIGKILL. One that still runs was not.
 func (l *life) killed() bool {
-	<-l.over
+	select {
+	case <-l.over:
+	default:
+		return false
+	}
 	s, ok := l.cmd.ProcessState.Sys().(syscall.WaitStatus)
 	return ok && s.Signaled() && s.Signal() == syscall.SIGKILL
 }

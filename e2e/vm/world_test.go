@@ -208,7 +208,7 @@ func (w *world) buildImage(t *testing.T, more ...string) (image string, predicte
 	if err := w.imageYAML(config); err != nil {
 		return "", nil, err
 	}
-	containerd, err := driver.KubeBinaries(t.Context(), w.Root, t.Output())
+	containerd, err := driver.KubeBinaries(t.Context(), w.Root, false, t.Output())
 	if err != nil {
 		return "", nil, err
 	}

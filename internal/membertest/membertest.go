@@ -176,6 +176,7 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 // describe writes the two ConfigMaps as init does, and empties the list of machines that wait.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
+	info.Components = []versions.Component{{URL: "http://mirror.example/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}}
 	for i, name := range versions.ImageNames() {
 		info.Images = append(info.Images, fmt.Sprintf("registry.example/%s:v1@sha256:%064x", name, i+1))
 	}

@@ -67,8 +67,6 @@ type List struct {
 	Components []Component `json:"components"`
 	// Images are those that [ParseImages] reads.
 	Images []string `json:"images"`
-	// Adopted is set by machines alone: the cluster was there before Muster.
-	Adopted bool `json:"adopted,omitempty"`
 }
 
 // NewList gives a list that [Parse] reads, once it has images.

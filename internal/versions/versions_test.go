@@ -90,6 +90,8 @@ func TestParseRefuses(t *testing.T) {
 		"an image that is listed twice":    {"/pause:", "/etcd:"},
 		"an image that nobody asked for":   {"/pause:", "/tool:"},
 		"an image that is not listed":      {"- registry.example:5000/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000007\n", ""},
+		"one more image than all":          {"images:\n", "images:\n- registry.example:5000/tool:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009\n"},
+		"all images, and one twice":        {"images:\n", "images:\n- registry.example:5000/etcd:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009\n"},
 		"an image with a second reference": {"/pause:v1", "/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009:v1"},
 		"no images": {`images:
 - registry.example:5000/etcd:v1@sha256:0000000000000000000000000000000000000000000000000000000000000001

@@ -228,6 +228,9 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := b.checkState(ctx); err != nil { // B8: whatever the journal says
+		return fmt.Errorf("compare what is on the state disk with the cluster's list: %w", err)
+	}
 	b.ctx = ctx
 	close(b.running)
 	rec := b.lock.record()
@@ -330,9 +333,6 @@ func (b *Bootstrapper) startNode(ctx context.Context) error {
 	if err := b.renewControlPlane(ctx); err != nil {
 		// Without it the kubelet may still run what needs no certificate of these, and its unit tries again.
 		b.log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
-	}
-	if err := b.checkState(ctx); err != nil {
-		return fmt.Errorf("compare what is on the state disk with the cluster's list: %w", err)
 	}
 	// The attester first: pods that the kubelet starts ask it.
 	if err := b.startUnit(ctx, machine.UnitAttester); err != nil {

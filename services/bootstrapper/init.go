@@ -4,10 +4,8 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
-	"net"
 	"net/netip"
 	"regexp"
-	"strconv"
 	"strings"
 
 	"connectrpc.com/connect"
@@ -167,7 +165,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	if v, err := versions.Resolve(req.GetKubernetesVersion()); err != nil || v != req.GetKubernetesVersion() {
 		return nil, invalid("kubernetes_version: want a full version without v, of one of %s", strings.Join(versions.Supported(), ", "))
 	}
-	if err := checkHostPort(req.GetControlPlaneEndpoint()); err != nil {
+	if err := metadata.CheckHostPort(req.GetControlPlaneEndpoint()); err != nil {
 		return nil, invalid("control_plane_endpoint: %w", err)
 	}
 	if err := checkNetworks(kind, req); err != nil {
@@ -177,7 +175,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 		return nil, invalid("api_server_sans: at most %d, not %d", maxSANs, len(req.GetApiServerSans()))
 	}
 	for _, s := range req.GetApiServerSans() {
-		if !isHost(strings.TrimPrefix(s, "*.")) {
+		if !metadata.IsHost(strings.TrimPrefix(s, "*.")) {
 			return nil, invalid("api_server_sans: %q is neither a name nor an address", s)
 		}
 	}
@@ -217,24 +215,6 @@ func checkNetworks(kind journal.Kind, req *initv1.InitRequest) error {
 type fieldError string
 
 func (e fieldError) Error() string { return string(e) }
-
-func checkHostPort(s string) error {
-	host, port, err := net.SplitHostPort(s)
-	n, perr := strconv.ParseUint(port, 10, 16)
-	if err != nil || perr != nil || n == 0 || !isHost(host) {
-		return fieldError("want HOST:PORT")
-	}
-	return nil
-}
-
-var dnsName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
-
-func isHost(s string) bool {
-	if a, err := netip.ParseAddr(s); err == nil {
-		return a.Zone() == ""
-	}
-	return len(s) <= 253 && dnsName.MatchString(s)
-}
 
 // checkCIDRs wants one or two networks of different families.
 func checkCIDRs(list []string) error {

@@ -1,14 +1,21 @@
 package bootstrapper
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"io/fs"
+	"maps"
 	"os"
+	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -26,22 +33,28 @@ const (
 	kubeletFlags = kubeletFolder + "/kubeadm-flags.env"
 )
 
-// checkState compares what runs as root from the state disk with what the cluster lists, before the kubelet and its pods start (B8): somebody who was root once
-// may have left it there. What it is compared with came with the key of the disk, from a joinservice of this boot, and lies in memory: on the disk is nothing that
-// root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
+// checkState compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
+// may have left it there, and may have set the journal back as well. What it is compared with came with the key of the disk, from a joinservice of this boot, and
+// lies in memory: on the disk is nothing that root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
 func (b *Bootstrapper) checkState(ctx context.Context) error {
-	list, err := component.ListFile(b.on(component.UnlockList)).Load()
+	d, err := component.DesiredFile(b.on(component.UnlockFile)).Load()
 	if err != nil {
 		return err
 	}
-	if list == nil {
+	if d == nil {
 		return b.recallSandbox(ctx)
 	}
-	s, err := parseSoftware(list.Wire(), list.Images)
+	s, err := parseSoftware(d.List.Wire(), d.List.Images)
 	if err != nil {
 		return err
 	}
-	if _, err := os.Stat(b.on(checkedFile)); !errors.Is(err, fs.ErrNotExist) {
+	mark, err := b.checkedMark()
+	if err != nil {
+		return err
+	}
+	if is, err := os.ReadFile(b.on(checkedFile)); err == nil && bytes.Equal(is, mark) {
+		return nil
+	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	meta, err := b.cfg.Metadata()
@@ -51,12 +64,24 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	if err := b.checkPrograms(ctx, s); err != nil {
 		return err
 	}
-	if !list.Adopted {
+	if err := b.checkTrees(ctx); err != nil {
+		return err
+	}
+	if err := b.finishRenewal(ctx); err != nil {
+		return err
+	}
+	if !d.Adopted {
 		if err := b.checkManifests(ctx, s.images, meta.Role == metadata.RoleControlPlane); err != nil {
 			return err
 		}
 	}
-	if err := b.checkKubelet(ctx, meta); err != nil {
+	if err := b.checkAuthorities(ctx, d.Authorities); err != nil {
+		return err
+	}
+	if err := b.checkKubelet(ctx, meta, d); err != nil {
+		return err
+	}
+	if err := b.checkAdministrators(ctx, meta, d); err != nil {
 		return err
 	}
 	if err := b.checkVolumes(ctx); err != nil {
@@ -65,7 +90,18 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	if err := b.pinSandbox(ctx, s.images[versions.Pause]); err != nil {
 		return err
 	}
-	return machine.WriteFile(b.on(checkedFile), nil, 0o600, 0o755)
+	return machine.WriteFile(b.on(checkedFile), mark, 0o600, 0o755)
+}
+
+// checkedMark returns what [checkedFile] holds once the disk was compared: nobody who does not run in this boot can have written it, as by a link on the disk that a
+// program follows before.
+func (b *Bootstrapper) checkedMark() ([]byte, error) {
+	secret, err := bootsecret.Load(b.cfg.Root)
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256(append([]byte("muster state disk compared v1\x00"), secret.Expose()...))
+	return []byte(hex.EncodeToString(sum[:])), nil
 }
 
 // letKubeletStart has the kubelet's unit start from now on, in this boot.
@@ -86,6 +122,7 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 	for {
 		err := in.Install(ctx, s.components, func(text string) {
 			if what, changed := strings.CutPrefix(text, "fetching "); changed {
+				what, _, _ = strings.Cut(what, " (") // how many of how many
 				b.found(ctx, what, "installed anew")
 			}
 		})
@@ -106,11 +143,8 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 // checkManifests removes static pods that kubeadm would not have made.
 func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
 	dir := b.on(kubeadm.Manifests)
-	if info, err := os.Lstat(dir); err == nil && !info.IsDir() { // a link leads to where somebody writes later
-		if err := os.Remove(dir); err != nil {
-			return err
-		}
-		b.found(ctx, kubeadm.Manifests, "removed")
+	if err := b.wantFolder(ctx, kubeadm.Manifests); err != nil {
+		return err
 	}
 	files, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -136,6 +170,54 @@ func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Image
 	return err
 }
 
+// wantFolder removes what is in the place of a folder: a link leads to where somebody writes later.
+func (b *Bootstrapper) wantFolder(ctx context.Context, name string) error {
+	if info, err := os.Lstat(b.on(name)); err != nil || info.IsDir() {
+		return nil //nolint:nilerr // there is none
+	}
+	if err := os.Remove(b.on(name)); err != nil {
+		return err
+	}
+	b.found(ctx, name, "removed")
+	return nil
+}
+
+// checkAuthorities puts right by whom the node is given orders. What is not there is not made: kubeadm refuses to find it.
+func (b *Bootstrapper) checkAuthorities(ctx context.Context, want map[string][]byte) error {
+	for _, folder := range []string{pkiFolder, path.Join(pkiFolder, "etcd")} {
+		if err := b.wantFolder(ctx, folder); err != nil {
+			return err
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(want)) {
+		file := path.Join(pkiFolder, name)
+		info, err := os.Lstat(b.on(file))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if info.Mode().IsRegular() {
+			is, err := os.ReadFile(b.on(file))
+			if err != nil {
+				return err
+			}
+			if bytes.Equal(bytes.TrimSpace(is), bytes.TrimSpace(want[name])) {
+				continue
+			}
+		}
+		if err := os.RemoveAll(b.on(file)); err != nil {
+			return err
+		}
+		if err := machine.WriteFile(b.on(file), want[name], 0o644, 0o755); err != nil {
+			return err
+		}
+		b.found(ctx, file, "written anew")
+	}
+	return nil
+}
+
 // checkVolumes removes what is in the place of a pod's volume and is no folder: the kubelet and the container runtime would follow a link to anywhere.
 func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{"/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*", "/pods", "/pods/*"} {
@@ -159,22 +241,24 @@ func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 	return nil
 }
 
-// checkKubelet puts right what would have the kubelet run something else, or read it from elsewhere.
-func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine) error {
+// checkKubelet puts right what would have the kubelet run something else, or take it from elsewhere. Of what is not there yet kubeadm makes what is right.
+func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	config, flags := b.on(kubeletFolder+"/config.yaml"), b.on(kubeletFlags)
 	text, err := os.ReadFile(config)
-	if err != nil {
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	right, changed, err := b.image.CheckKubelet(text)
-	if err != nil {
-		return err
-	}
-	if len(changed) > 0 {
-		if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
+	if err == nil {
+		right, changed, err := b.image.CheckKubelet(text)
+		if err != nil {
 			return err
 		}
-		b.found(ctx, kubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
+		if len(changed) > 0 {
+			if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
+				return err
+			}
+			b.found(ctx, kubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
+		}
 	}
 	text, err = os.ReadFile(flags)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -186,7 +270,7 @@ func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine)
 		}
 		b.found(ctx, kubeletFlags, "written anew")
 	}
-	if err := b.checkKubeconfig(ctx); err != nil {
+	if err := b.checkKubeconfig(ctx, meta, d); err != nil {
 		return err
 	}
 	const bootstrap = kubernetesFolder + "/bootstrap-kubelet.conf" // no node of Muster's has one once it is a node

@@ -2,6 +2,7 @@ package bootstrapper_test
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -10,6 +11,8 @@ import (
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 
@@ -58,11 +61,27 @@ func rebooted(t *testing.T) *world {
 	}
 	w.put(t, "var/lib/kubelet/config.yaml", kubeletConfig)
 	w.put(t, "var/lib/kubelet/kubeadm-flags.env", kubeletEnv)
-	list := versions.FromWire(w.components(), machinetest.Images().References())
-	if err := component.ListFile(filepath.Join(w.root, component.UnlockList)).Save(list); err != nil {
+	w.put(t, "etc/kubernetes/pki/sa.pub", "sa")
+	admin := strings.NewReplacer("client-certificate: /var/lib/kubelet/pki/kubelet-client-current.pem", "client-certificate-data: YQ==", "client-key: /var/lib/kubelet/pki/kubelet-client-current.pem", "client-key-data: Yg==")
+	w.put(t, "etc/kubernetes/admin.conf", admin.Replace(w.get("etc/kubernetes/kubelet.conf")))
+	if err := os.Chmod(filepath.Join(w.root, "etc/kubernetes/admin.conf"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	w.desires(t)
 	return w
+}
+
+// desires has the joinservice that gave the key say what the machine is to be.
+func (w *world) desires(t *testing.T) {
+	t.Helper()
+	ca := []byte(strings.TrimSpace(w.get("etc/kubernetes/pki/ca.crt")))
+	d := component.Desired{
+		List: versions.FromWire(w.components(), machinetest.Images().References()), Endpoint: w.request().GetControlPlaneEndpoint(),
+		Authorities: map[string][]byte{component.CA: ca, "etcd/ca.crt": []byte("etcd"), "front-proxy-ca.crt": []byte("front"), "sa.pub": []byte("sa\n")},
+	}
+	if err := component.DesiredFile(filepath.Join(w.root, component.UnlockFile)).Save(d); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // startAgain lets the machine come up.
@@ -140,9 +159,14 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 	}
 }
 
-// B8: a link in the place of a folder leads programs elsewhere.
+// B8: a link in the place of a folder leads programs elsewhere, and one in the place of a static pod can say something else later.
 func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	w := rebooted(t)
+	const pod = "etc/kubernetes/manifests/etcd.yaml"
+	w.put(t, "var/evil/etcd.yaml", w.get(pod))
+	if err := errors.Join(os.Remove(filepath.Join(w.root, pod)), os.Symlink("../../../var/evil/etcd.yaml", filepath.Join(w.root, pod))); err != nil {
+		t.Fatal(err)
+	}
 	w.put(t, "var/evil/bridge", "#!evil")
 	if err := errors.Join(os.RemoveAll(filepath.Join(w.root, "opt/cni/bin")), os.MkdirAll(filepath.Join(w.root, "opt/cni"), 0o755), os.Symlink("../../var/evil", filepath.Join(w.root, "opt/cni/bin"))); err != nil {
 		t.Fatal(err)
@@ -150,6 +174,9 @@ func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	w.startAgain(t)
 	if w.exists("opt/cni/bin/bridge") {
 		t.Error("the link is there")
+	}
+	if _, err := os.Lstat(filepath.Join(w.root, pod)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the link to a static pod is there: %v", err)
 	}
 }
 
@@ -214,8 +241,8 @@ func TestNothingOfTheStateDiskStartsBeforeItWasLookedAt(t *testing.T) {
 		t.Error("systemd would not start the kubelet")
 	}
 	unit, err := os.ReadFile("../../deploy/vm/files/root/etc/systemd/system/kubelet.service")
-	if err != nil || !strings.Contains(string(unit), "\nConditionPathExists="+mayStart+"\n") {
-		t.Errorf("%v: the unit of the image has no such condition", err)
+	if err != nil || !strings.Contains(string(unit), "\nConditionPathExists="+mayStart+"\n") || strings.Contains(string(unit), "[Install]") {
+		t.Errorf("%v: the unit of the image has no such condition, or systemd would start it by itself", err)
 	}
 }
 
@@ -243,15 +270,103 @@ func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 			t.Errorf("%s: nobody is told", name)
 		}
 	}
-	w := rebooted(t)
-	conf := w.get("etc/kubernetes/kubelet.conf")
-	w.put(t, "etc/kubernetes/kubelet.conf", strings.Replace(conf, "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1))
-	if w.get("etc/kubernetes/kubelet.conf") == conf {
-		t.Fatalf("not changed: %s", conf)
+}
+
+// B8: the kubelet takes its pods, and orders, from whom the cluster's own authority and address say.
+func TestTheKubeletsClusterIsPutRight(t *testing.T) {
+	const conf, kubelet = "etc/kubernetes/kubelet.conf", "  user:\n"
+	own := "https://192.168.77.11:6443"
+	for name, tt := range map[string]struct {
+		worker   bool
+		old, new string
+	}{
+		"another server":        {old: own, new: "https://evil:6443"},
+		"a worker's server":     {worker: true, old: own, new: "https://evil:6443"},
+		"a program":             {old: kubelet, new: kubelet + "    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n"},
+		"another user":          {old: kubelet, new: kubelet + "    as: evil\n"},
+		"a plugin":              {old: kubelet, new: kubelet + "    auth-provider: {name: evil}\n"},
+		"a proxy":               {old: "    server:", new: "    proxy-url: http://evil\n    server:"},
+		"nobody's server":       {old: "    server:", new: "    insecure-skip-tls-verify: true\n    server:"},
+		"another name in TLS":   {old: "    server:", new: "    tls-server-name: evil\n    server:"},
+		"another authority":     {old: "    certificate-authority-data: ", new: "    certificate-authority-data: ZXZpbA==\n    x: "},
+		"an authority's file":   {old: "    server:", new: "    certificate-authority: /var/evil\n    server:"},
+		"another context":       {old: "current-context: default-context", new: "current-context: evil"},
+		"what is no kubeconfig": {old: "apiVersion: v1", new: "evil"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			want := own
+			if tt.worker {
+				w.meta.Role, want = "worker", "https://192.168.77.1:6443"
+			}
+			before := w.get(conf)
+			text := strings.Replace(before, tt.old, tt.new, 1)
+			if text == before {
+				t.Fatalf("not changed: %s", before)
+			}
+			w.put(t, conf, text)
+			w.startAgain(t)
+			if got := w.get(conf); got != strings.Replace(before, own, want, 1) {
+				t.Errorf("%s, want %s with server %s", got, before, want)
+			}
+			if !strings.Contains(w.logged.String(), tampered) {
+				t.Error("nobody is told")
+			}
+		})
 	}
-	w.startAgain(t)
-	if got := w.get("etc/kubernetes/kubelet.conf"); strings.Contains(got, "evil") {
-		t.Error(got)
+}
+
+// B8: whoever has an authority's key gives a kubelet orders, or an API server.
+func TestAuthoritiesAreThoseOfTheCluster(t *testing.T) {
+	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
+		w := rebooted(t)
+		at := "etc/kubernetes/pki/" + name
+		w.desires(t)
+		want := map[string]string{"ca.crt": w.get(at), "etcd/ca.crt": "etcd", "front-proxy-ca.crt": "front", "sa.pub": "sa\n"}[name]
+		w.put(t, at, "evil")
+		w.startAgain(t)
+		if got := w.get(at); strings.TrimSpace(got) != strings.TrimSpace(want) {
+			t.Errorf("%s is %q, want %q", name, got, want)
+		}
+		if !strings.Contains(w.logged.String(), tampered) {
+			t.Errorf("%s: nobody is told", name)
+		}
+	}
+	for name, at := range map[string]string{"the file": "etc/kubernetes/pki/ca.crt", "the folder": "etc/kubernetes/pki"} {
+		w := rebooted(t)
+		if err := errors.Join(os.Rename(filepath.Join(w.root, at), filepath.Join(w.root, "elsewhere")), os.Symlink(filepath.Join(w.root, "elsewhere"), filepath.Join(w.root, at))); err != nil {
+			t.Fatal(err)
+		}
+		w.startAgain(t)
+		if info, err := os.Lstat(filepath.Join(w.root, at)); err == nil && info.Mode()&os.ModeSymlink != 0 {
+			t.Errorf("%s is a link still", name)
+		}
+	}
+}
+
+// B8: a journal that was set back has kubeadm run again, and the kubelet with it.
+func TestAJournalThatWasSetBackRunsNothing(t *testing.T) {
+	for _, step := range []journal.Step{journal.StepDisk, journal.StepConfigured, journal.StepKubeadm, journal.StepKubeadmRan} {
+		t.Run(step.String(), func(t *testing.T) {
+			w := rebooted(t)
+			rec, err := w.journal.Load()
+			if err != nil {
+				t.Fatal(err)
+			}
+			rec.Kind, rec.Step = journal.KindJoin, step
+			if err := w.journal.Save(rec); err != nil {
+				t.Fatal(err)
+			}
+			w.put(t, "usr/local/bin/kubeadm", "#!evil")
+			w.put(t, "usr/local/bin/evil", "#!evil")
+			w.put(t, "etc/kubernetes/manifests/evil.yaml", staticPod("evil", "evil"))
+			r := w.boot()
+			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
+			r.kill(t)
+			if w.get("usr/local/bin/kubeadm") != string(kubeadmBinary) || w.exists("usr/local/bin/evil") || w.exists("etc/kubernetes/manifests/evil.yaml") {
+				t.Error("what somebody left is there")
+			}
+		})
 	}
 }
 
@@ -271,5 +386,137 @@ func TestAWorkerHasNoStaticPods(t *testing.T) {
 	r.kill(t)
 	if !w.exists("opt/cni/bin/bridge") {
 		t.Error("a program of this boot was removed")
+	}
+}
+
+// B8: links, and files with a second name, lead to what somebody changes later.
+func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
+	const volume = "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"
+	for name, tt := range map[string]struct {
+		at   string
+		hard bool
+		gone bool // or else a file of its own
+	}{
+		"an authority in a volume":       {at: "etc/kubernetes/pki/ca.crt", hard: true},
+		"a static pod in a volume":       {at: "etc/kubernetes/manifests/etcd.yaml", hard: true},
+		"a configuration in a volume":    {at: "var/lib/kubelet/config.yaml", hard: true},
+		"flags in a volume":              {at: "var/lib/kubelet/kubeadm-flags.env", hard: true},
+		"a kubeconfig in a volume":       {at: "etc/kubernetes/kubelet.conf", hard: true},
+		"an authority that is a link":    {at: "etc/kubernetes/pki/sa.pub", gone: true},
+		"flags that are a link":          {at: "var/lib/kubelet/kubeadm-flags.env", gone: true},
+		"the hosts of a pod":             {at: "var/lib/kubelet/pods/u/etc-hosts", gone: true},
+		"the containers of a pod":        {at: "var/lib/kubelet/pods/u/containers", gone: true},
+		"the plugins of a pod":           {at: "var/lib/kubelet/pods/u/plugins", gone: true},
+		"the devices' folder":            {at: "var/lib/kubelet/device-plugins", gone: true},
+		"the kubelet's certificates":     {at: "var/lib/kubelet/pki", gone: true},
+		"a certificate of the kubelet's": {at: "var/lib/kubelet/pki/kubelet-client-current.pem", gone: true},
+		"a log":                          {at: "var/log/pods/x/0.log", gone: true},
+		"a renewal":                      {at: "etc/kubernetes/muster-renewal/controller-manager.conf", gone: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			at, to := filepath.Join(w.root, tt.at), filepath.Join(w.root, volume, "x")
+			if err := errors.Join(os.MkdirAll(filepath.Dir(to), 0o755), os.MkdirAll(filepath.Dir(at), 0o755)); err != nil {
+				t.Fatal(err)
+			}
+			if tt.hard {
+				if err := os.Link(at, to); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
+				t.Fatal(err)
+			}
+			r := w.boot()
+			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
+			r.kill(t)
+			info, err := os.Lstat(at)
+			switch {
+			case tt.gone && err == nil && info.Mode()&fs.ModeSymlink != 0:
+				if to, _ := os.Readlink(at); strings.Contains(to, "volumes") {
+					t.Error("the link is there")
+				}
+			case !tt.gone:
+				other, oerr := os.Stat(to)
+				if err != nil || oerr != nil || os.SameFile(info, other) {
+					t.Errorf("%v %v: it is still the same file", err, oerr)
+				}
+			}
+		})
+	}
+}
+
+// B8: a mark that somebody has a program leave by a link on the disk says nothing.
+func TestAForeignMarkDoesNotEndTheComparison(t *testing.T) {
+	for _, content := range []string{"", "0123456789abcdef0123456789abcdef\n"} {
+		w := rebooted(t)
+		w.put(t, "run/muster/state-checked", content)
+		w.put(t, "etc/kubernetes/manifests/evil.yaml", staticPod("evil", "evil"))
+		w.startAgain(t)
+		if w.exists("etc/kubernetes/manifests/evil.yaml") {
+			t.Errorf("%q: nothing was compared", content)
+		}
+	}
+}
+
+// B8: this machine's own services use these as root.
+func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
+	const user = "  user:\n"
+	own := "https://192.168.77.11:6443"
+	for name, change := range map[string][2]string{
+		"a program":      {user, user + "    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n"},
+		"another server": {own, "https://evil:6443"},
+		"a file":         {"client-certificate-data: YQ==", "client-certificate: /var/evil"},
+		"no kubeconfig":  {"apiVersion: v1", "evil"},
+		"a proxy":        {"    server:", "    proxy-url: http://evil\n    server:"},
+	} {
+		for _, file := range []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"} {
+			w := rebooted(t)
+			text := strings.Replace(w.get("etc/kubernetes/admin.conf"), change[0], change[1], 1)
+			if text == w.get("etc/kubernetes/admin.conf") {
+				t.Fatalf("%s: not changed: %s", name, text)
+			}
+			w.put(t, "etc/kubernetes/"+file, text)
+			w.startAgain(t)
+			if got := w.get("etc/kubernetes/" + file); strings.Contains(got, "evil") {
+				t.Errorf("%s, %s: %s", name, file, got)
+			}
+			if !strings.Contains(w.logged.String(), tampered) {
+				t.Errorf("%s, %s: nobody is told", name, file)
+			}
+		}
+	}
+	// One that leads to the cluster's address stays as it is, and a worker has none.
+	w := rebooted(t)
+	text := strings.Replace(w.get("etc/kubernetes/admin.conf"), own, "https://192.168.77.1:6443", 1)
+	w.put(t, "etc/kubernetes/admin.conf", text)
+	w.startAgain(t)
+	if w.get("etc/kubernetes/admin.conf") != text || strings.Contains(w.logged.String(), tampered) {
+		t.Errorf("%s\n%s", w.get("etc/kubernetes/admin.conf"), w.logged.String())
+	}
+	w = rebooted(t)
+	w.meta.Role = "worker"
+	w.put(t, "etc/kubernetes/controller-manager.conf", text)
+	w.startAgain(t)
+	for _, file := range []string{"etc/kubernetes/admin.conf", "etc/kubernetes/controller-manager.conf", "etc/kubernetes/pki/ca.key"} {
+		if w.exists(file) {
+			t.Errorf("a worker has %s", file)
+		}
+	}
+}
+
+// B7: an authority that was moved away makes no worker of a control plane.
+func TestAControlPlaneWithoutItsAuthorityIsComparedWithItsTPM(t *testing.T) {
+	w := rebooted(t)
+	if err := os.Remove(filepath.Join(w.root, "etc/kubernetes/pki/ca.key")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(filepath.Join(w.root, epoch.Folder)); err != nil {
+		t.Fatal(err)
+	}
+	r := w.boot()
+	defer r.kill(t)
+	eventually(t, "it is refused", func() bool { return strings.Contains(w.logged.String(), "CLUSTER_ROLLED_BACK") })
+	if w.machine.Running("kubelet.service") {
+		t.Error("the kubelet runs")
 	}
 }

@@ -1,23 +1,29 @@
 package bootstrapper
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -196,39 +202,52 @@ func (b *Bootstrapper) firstKubelet(ctx context.Context, o *initOrder, config []
 	return b.placeKubelet(client, serving)
 }
 
-// checkKubeconfig writes the kubelet's kubeconfig anew if it has more than a server, its authority and the kubelet's own certificate: a user of one can name a program
-// to run (B8).
-func (b *Bootstrapper) checkKubeconfig(ctx context.Context) error {
+// checkKubeconfig writes the kubelet's kubeconfig anew if it is not as a ticket would have it: another server, or another authority, would give the kubelet its pods, and a
+// user can name a program to run (B8).
+func (b *Bootstrapper) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	text, err := os.ReadFile(b.on(kubeadm.KubeletConf))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // it is no node yet
+	}
 	if err != nil {
 		return err
 	}
-	c, err := clientcmd.Load(text)
+	endpoint := d.Endpoint
+	if meta.Role == metadata.RoleControlPlane {
+		endpoint = kubeadm.LocalEndpoint(nodeOf(meta))
+	}
+	right, err := kubeletConf(endpoint, d.Authorities[component.CA])
 	if err != nil {
-		return fmt.Errorf("%s: %w", kubeadm.KubeletConf, err)
+		return err
 	}
-	plain := true
-	for _, u := range c.AuthInfos {
-		plain = plain && u.Exec == nil && u.AuthProvider == nil
-	}
-	for _, s := range c.Clusters {
-		plain = plain && s.ProxyURL == "" && !s.InsecureSkipTLSVerify
-	}
-	if plain {
+	if sameConnection(text, right) {
 		return nil
-	}
-	current := c.Contexts[c.CurrentContext]
-	if current == nil || c.Clusters[current.Cluster] == nil {
-		return fmt.Errorf("%s: it has no current context with a cluster", kubeadm.KubeletConf)
-	}
-	server := c.Clusters[current.Cluster]
-	right, err := kubeletConf(strings.TrimPrefix(server.Server, "https://"), server.CertificateAuthorityData)
-	if err != nil {
-		return err
 	}
 	if err := machine.WriteFile(b.on(kubeadm.KubeletConf), right, 0o600, 0o755); err != nil {
 		return err
 	}
 	b.found(ctx, kubeadm.KubeletConf, "written anew")
 	return nil
+}
+
+// sameConnection says whether two kubeconfigs lead to the same server, by the same authority, as the same user, and do nothing else.
+func sameConnection(a, b []byte) bool {
+	of := func(text []byte) (*clientcmdapi.Cluster, *clientcmdapi.AuthInfo) {
+		c, err := clientcmd.Load(text)
+		if err != nil {
+			return nil, nil
+		}
+		current := c.Contexts[c.CurrentContext]
+		if current == nil {
+			return nil, nil
+		}
+		cluster := c.Clusters[current.Cluster]
+		if cluster != nil {
+			cluster.CertificateAuthorityData = bytes.TrimSpace(cluster.CertificateAuthorityData)
+		}
+		return cluster, c.AuthInfos[current.AuthInfo]
+	}
+	clusterA, userA := of(a)
+	clusterB, userB := of(b)
+	return clusterA != nil && userA != nil && equality.Semantic.DeepEqual(clusterA, clusterB) && equality.Semantic.DeepEqual(userA, userB)
 }

@@ -64,9 +64,6 @@ func (b *Bootstrapper) revive(ctx context.Context) error {
 	if err := b.notRolledBack(ctx); err != nil { // B7
 		return err
 	}
-	if err := b.checkState(ctx); err != nil { // B8
-		return err
-	}
 	if err := b.letKubeletStart(); err != nil {
 		return err
 	}

@@ -31,7 +31,12 @@ func (b *Bootstrapper) beginEpoch(ctx context.Context) error {
 // notRolledBack lets a control plane go on whose state disk is the newest. One whose disk was put back to an earlier copy waits for its owner: nothing
 // of the cluster is served before that (B7).
 func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
-	if !renewal.IsControlPlane(b.cfg.Root) {
+	meta, err := b.cfg.Metadata()
+	if err != nil {
+		return err
+	}
+	// Who was root once can have moved the authority away.
+	if meta.Role != metadata.RoleControlPlane && !renewal.IsControlPlane(b.cfg.Root) {
 		return nil
 	}
 	s, err := b.epoch().Check(ctx)

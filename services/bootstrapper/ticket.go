@@ -86,7 +86,7 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k nodeKeys, m *metadata.Mach
 	if out.diskKey, err = keys.ParseDisk(t.GetDiskKey()); err != nil {
 		return nil, badTicket("%w", err)
 	}
-	if err := checkHostPort(out.endpoint); err != nil {
+	if err := metadata.CheckHostPort(out.endpoint); err != nil {
 		return nil, badTicket("control_plane_endpoint: %w", err)
 	}
 	if out.software, err = parseSoftware(t.GetComponents(), t.GetImages()); err != nil {

@@ -328,9 +328,25 @@ func (s *Service) controlPlaneFiles(role v1alpha1.Role) ([]*joinv1.ControlPlaneF
 	if role != v1alpha1.RoleControlPlane {
 		return nil, nil
 	}
-	files, err := readPKI(s.cfg.PKI)
+	files, err := readPKI(s.cfg.PKI, controlPlaneFiles)
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", fmt.Errorf("control plane's files: %w", err))
 	}
 	return files, nil
+}
+
+// authorities gives the public files by which a node of the role knows its cluster.
+func (s *Service) authorities(role v1alpha1.Role) ([]*joinv1.ControlPlaneFile, error) {
+	if role == v1alpha1.RoleControlPlane {
+		files, err := readPKI(s.cfg.PKI, authorities)
+		if err != nil {
+			return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", fmt.Errorf("control plane's authorities: %w", err))
+		}
+		return files, nil
+	}
+	ca, err := s.cfg.CA()
+	if err != nil {
+		return nil, err
+	}
+	return []*joinv1.ControlPlaneFile{{Path: caFile, Content: ca}}, nil
 }

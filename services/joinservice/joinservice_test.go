@@ -51,7 +51,7 @@ func TestAControlPlanesFilesAreThoseOfTheListAndNoOther(t *testing.T) {
 	}
 	write(filepath.Join(dir, "apiserver.key"), "stays here")
 	write(outside, "stays there")
-	files, err := readPKI(dir)
+	files, err := readPKI(dir, controlPlaneFiles)
 	if err != nil || len(files) != 9 || files[8].GetPath() != "encryption.yaml" {
 		t.Fatalf("%d files, %v", len(files), err)
 	}
@@ -66,12 +66,12 @@ func TestAControlPlanesFilesAreThoseOfTheListAndNoOther(t *testing.T) {
 			if err := spoil(path); err != nil {
 				t.Fatal(err)
 			}
-			if files, err := readPKI(dir); err == nil {
+			if files, err := readPKI(dir, controlPlaneFiles); err == nil {
 				t.Errorf("read %v", files)
 			}
 			_ = os.Remove(path)
 			write(path, "sa.key")
-			if _, err := readPKI(dir); err != nil {
+			if _, err := readPKI(dir, controlPlaneFiles); err != nil {
 				t.Errorf("repaired: %v", err)
 			}
 		})

@@ -3,6 +3,7 @@ package joinservice
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
@@ -12,10 +13,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
+	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/membertest"
@@ -44,7 +54,7 @@ type lone struct {
 }
 
 // newLone serves until the test ends. frozen is whether its clock stands still.
-func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone {
+func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ...func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string)) *lone {
 	t.Helper()
 	shared.Reset(t)
 	ca := attesttest.NewCA(t)
@@ -66,10 +76,14 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine)) *lone 
 	}
 	t.Cleanup(func() { _ = log.Close() })
 	l.log, l.done = log, path
+	url, token := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // there is none
+	for _, serve := range kms {
+		url, token = serve(ca, cp1)
+	}
 	service := membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return run(ctx, Options{
 			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: shared.Public, API: api,
-			KMS: "https://127.0.0.1:1", Token: filepath.Join(filepath.Dir(path), "token"), // there is none
+			KMS: url, Token: token,
 			VerdictMaxAge: 15 * time.Minute, CertificateLife: kube.DefaultCertificateLife, VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour,
 			Credential: kube.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(stderr, nil)),
 		}, func() time.Time {
@@ -154,6 +168,84 @@ func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 			refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
 			l.ahead.Store(0)
 			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+		})
+	}
+}
+
+// keyless is a key service that knows the cluster, and gives no key.
+type keyless struct {
+	kmsv1connect.UnimplementedKeyServiceHandler
+}
+
+func (keyless) DeriveClusterId(context.Context, *kmsv1.DeriveClusterIdRequest) (*kmsv1.DeriveClusterIdResponse, error) {
+	return &kmsv1.DeriveClusterIdResponse{ClusterId: shared.ID[:]}, nil
+}
+
+// serveKeyless serves one from a control plane until the test ends, and returns where, and the file of a token.
+func serveKeyless(t *testing.T) func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
+	return func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
+		t.Helper()
+		token = filepath.Join(t.TempDir(), "token")
+		l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+		metrics, merr := rpc.NewMetrics(prometheus.NewRegistry())
+		if err := errors.Join(err, merr, os.WriteFile(token, []byte("token"), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		server, err := rpc.NewServer(rpc.Config{
+			Listener: l, Health: rpc.NewHealth(), Metrics: metrics, Log: slog.New(slog.DiscardHandler),
+			ATLS: atls.ServerConfig{
+				Attester: cp1.Attester(attest.PurposeKMS), Verifier: attesttest.Verifier(t, ca), ClientPurpose: attest.PurposeJoinservice, RefuseUnattested: true, Limits: Limits,
+				Generation: func() int64 { return 1 },
+				Appraiser:  attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{cp1}).For(attest.LockedTo(shared.ID)),
+			},
+			Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(keyless{}), kmsv1connect.NewKeyServiceHandler)},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+		done := make(chan error, 1)
+		go func() { done <- server.Run(ctx) }()
+		t.Cleanup(func() {
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		})
+		return "https://" + l.Addr().String(), token
+	}
+}
+
+// J2: while it is looked whether a machine's earlier boot has ended, the evidence that it has shown before grows old.
+func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
+	for name, ask := range map[string]func(t *testing.T, l *lone) error{
+		"a ticket": func(t *testing.T, l *lone) error {
+			_, err := l.IssueJoinTicket(t.Context(), ticketRequest(t))
+			return err
+		},
+		"the key of its disk": func(t *testing.T, l *lone) error { return l.rejoin(t) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLone(t, false, func(*attesttest.Machine) {}, serveKeyless(t))
+			ran := client.RawPatch(types.MergePatchType, []byte(`{"status":{"resetCount":0}}`)) // so its Lease is looked at
+			if err := shared.Client.Status().Patch(t.Context(), shared.Node(t, "w1"), ran); err != nil {
+				t.Fatal(err)
+			}
+			lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
+			lease.Spec.RenewTime = new(metav1.NowMicro())
+			if err := shared.Client.Create(t.Context(), lease); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
+			answer := make(chan error, 1)
+			go func() { answer <- ask(t, l) }()
+			membertest.Eventually(t, func() error {
+				return membertest.Want(refusaltest.HasLine(l.witnesses.Log(), "msg", "a machine has booted anew; waiting whether its kubelet still renews its Lease"), "it does not wait")
+			})
+			l.ahead.Store(int64(maxEvidenceAge + time.Second))
+			if err := <-answer; rpc.ReasonFrom(err) != attestv1.Reason_REASON_VERDICT_OLD {
+				t.Errorf("got %v, want VERDICT_OLD", err)
+			}
 		})
 	}
 }

@@ -24,14 +24,19 @@ var controlPlaneFiles = []string{
 // maxPKIFile is the limit of one file in bytes.
 const maxPKIFile = 64 << 10
 
-// readPKI reads them below dir, and nothing that a link leads to outside of it.
-func readPKI(dir string) ([]*joinv1.ControlPlaneFile, error) {
+// authorities are those of them that are public, and by which a control plane knows its cluster (B8); a worker has the first alone.
+var authorities = []string{caFile, "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"}
+
+const caFile = "ca.crt"
+
+// readPKI reads files below dir, and nothing that a link leads to outside of it.
+func readPKI(dir string, names []string) ([]*joinv1.ControlPlaneFile, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]*joinv1.ControlPlaneFile, 0, len(controlPlaneFiles))
-	for _, name := range controlPlaneFiles {
+	out := make([]*joinv1.ControlPlaneFile, 0, len(names))
+	for _, name := range names {
 		content, err := readBounded(root, name)
 		if err != nil {
 			return nil, errors.Join(err, root.Close())

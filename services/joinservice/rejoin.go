@@ -32,9 +32,10 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 
 // rejoinTicket is what a machine gets that has rebooted.
 type rejoinTicket struct {
-	id   string
-	disk keys.Disk
-	info *clusterinfo.Info
+	id          string
+	disk        keys.Disk
+	info        *clusterinfo.Info
+	authorities []*joinv1.ControlPlaneFile
 }
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
@@ -42,6 +43,7 @@ func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	return &joinv1.IssueRejoinTicketResponse{
 		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
 		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Adopted: t.info.Adopted, // B8
+		ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, Authorities: t.authorities,
 	}
 }
 
@@ -100,6 +102,10 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
+	authorities, err := s.authorities(claim.Role)
+	if err != nil {
+		return nil, err
+	}
 	if err := rejoining.AwaitEarlier(ctx); err != nil { // J11
 		return nil, err
 	}
@@ -120,7 +126,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	s.cfg.Kube.Rejoined(peer.Machine())
-	return &rejoinTicket{id: a.id, disk: key, info: info}, nil
+	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}, nil
 }
 
 // mayRejoin compares the machine with the policy in force and with its enrolment.

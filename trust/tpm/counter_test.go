@@ -41,13 +41,31 @@ func TestAnIndexThatCanBeSetIsNoCounter(t *testing.T) {
 		t.Errorf("incremented: %v, want ErrForeignCounter", err)
 	}
 	remove()
-	orderly := gotpm.TPMSNVPublic{NVIndex: tpm.CounterIndex, NameAlg: gotpm.TPMAlgSHA256, DataSize: 8,
-		Attributes: gotpm.TPMANV{NT: gotpm.TPMNTCounter, AuthRead: true, AuthWrite: true, OwnerRead: true, NoDA: true, Orderly: true}}
-	if _, err := (gotpm.NVDefineSpace{AuthHandle: owner, PublicInfo: gotpm.New2B(orderly)}).Execute(bare); err != nil {
-		t.Fatal(err)
-	}
-	if got, err := dev.Counter(t.Context()); !errors.Is(err, tpm.ErrForeignCounter) {
-		t.Errorf("a counter that is kept in memory: %d, %v, want ErrForeignCounter", got, err)
+	for name, change := range map[string]func(*gotpm.TPMSNVPublic){
+		"a counter that is kept in memory":   func(p *gotpm.TPMSNVPublic) { p.Attributes.Orderly = true },
+		"a counter that its owner can write": func(p *gotpm.TPMSNVPublic) { p.Attributes.OwnerWrite = true },
+		"a counter with another algorithm":   func(p *gotpm.TPMSNVPublic) { p.NameAlg = gotpm.TPMAlgSHA384 },
+		"a counter with a policy":            func(p *gotpm.TPMSNVPublic) { p.AuthPolicy = gotpm.TPM2BDigest{Buffer: make([]byte, 32)} },
+	} {
+		other := gotpm.TPMSNVPublic{NVIndex: tpm.CounterIndex, NameAlg: gotpm.TPMAlgSHA256, DataSize: 8,
+			Attributes: gotpm.TPMANV{NT: gotpm.TPMNTCounter, AuthRead: true, AuthWrite: true, OwnerRead: true, NoDA: true}}
+		change(&other)
+		if _, err := (gotpm.NVDefineSpace{AuthHandle: owner, PublicInfo: gotpm.New2B(other)}).Execute(bare); err != nil {
+			t.Fatal(name, err)
+		}
+		public, err := gotpm.NVReadPublic{NVIndex: tpm.CounterIndex}.Execute(bare)
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		if _, err := (gotpm.NVIncrement{
+			AuthHandle: gotpm.AuthHandle{Handle: tpm.CounterIndex, Name: public.NVName, Auth: gotpm.PasswordAuth(nil)}, NVIndex: gotpm.NamedHandle{Handle: tpm.CounterIndex, Name: public.NVName},
+		}).Execute(bare); err != nil {
+			t.Fatal(name, err)
+		}
+		if got, err := dev.Counter(t.Context()); !errors.Is(err, tpm.ErrForeignCounter) {
+			t.Errorf("%s: %d, %v, want ErrForeignCounter", name, got, err)
+		}
+		remove()
 	}
 	again, err := dev.DefineCounter(t.Context())
 	if err != nil || again <= value {

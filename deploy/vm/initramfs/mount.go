@@ -74,13 +74,18 @@ var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
 	with []string // folders inside that must be there
+	// noLinks are folders inside that programs write to before the disk was compared with the cluster's list.
+	noLinks []string
 }{
-	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}},
-	{"/etc/kubernetes", 0o700, nil},
-	{"/etc/cni/net.d", 0o755, nil},
-	{"/opt/cni", 0o755, []string{"bin"}},
-	{"/usr/local/bin", 0o755, nil},
-	{"/usr/local/lib/muster", 0o755, nil},
+	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}, []string{
+		"lib/muster", "lib/kubelet", "lib/containerd", "lib/etcd", "lib/systemd", "lib/dbus", "lib/cni", "log/pods", "log/containers",
+		"lib/systemd/random-seed", "lib/systemd/timesync", "lib/systemd/timers", "lib/systemd/catalog", "lib/containerd/io.containerd.metadata.v1.bolt",
+	}},
+	{"/etc/kubernetes", 0o700, nil, nil},
+	{"/etc/cni/net.d", 0o755, nil, nil},
+	{"/opt/cni", 0o755, []string{"bin"}, nil},
+	{"/usr/local/bin", 0o755, nil, nil},
+	{"/usr/local/lib/muster", 0o755, nil, nil},
 }
 
 // stateFlags: no program on the disk makes its caller root, and no file is a device. Containers have their own: the
@@ -97,38 +102,93 @@ func mountState(device, root string) error {
 	}
 	for _, k := range kept {
 		from := filepath.Join(stateFolder, strings.ReplaceAll(k.at[1:], "/", "-"))
-		for _, dir := range append([]string{"."}, k.with...) {
-			if err := os.MkdirAll(filepath.Join(from, dir), k.perm); err != nil {
-				return err
-			}
+		if err := prepare(from, k.perm, k.with, k.noLinks); err != nil {
+			return err
 		}
 		if err := bind(from, root+k.at); err != nil {
 			return err
 		}
 	}
-	if err := os.Chmod(filepath.Join(stateFolder, "var", "tmp"), fs.ModeSticky|0o777); err != nil {
+	v := filepath.Join(stateFolder, "var")
+	if err := os.Chmod(filepath.Join(v, "tmp"), fs.ModeSticky|0o777); err != nil {
 		return err
 	}
+	// Debian's link: a folder in its place would keep what belongs into memory.
+	if to, err := os.Readlink(filepath.Join(v, "run")); err != nil || to != "/run" {
+		if err := errors.Join(os.RemoveAll(filepath.Join(v, "run")), os.Symlink("/run", filepath.Join(v, "run"))); err != nil {
+			return err
+		}
+	}
 	return machineID(filepath.Join(stateFolder, "machine-id"), root+"/etc/machine-id")
+}
+
+// prepare makes a folder of the state disk and those inside of it that have to be there. What is in the place of one and is no folder is removed, and of noLinks what is
+// a link: whoever was root once would have something else mounted there, or written to, before anybody has looked at the disk (B8).
+func prepare(top string, perm fs.FileMode, with, noLinks []string) error {
+	if err := folder(top, perm); err != nil {
+		return err
+	}
+	for _, inside := range with {
+		at := top
+		for part := range strings.SplitSeq(inside, "/") {
+			at = filepath.Join(at, part)
+			if err := folder(at, perm); err != nil {
+				return err
+			}
+		}
+	}
+	for _, inside := range noLinks {
+		if info, err := os.Lstat(filepath.Join(top, inside)); err == nil && info.Mode().Type() == fs.ModeSymlink {
+			if err := os.Remove(filepath.Join(top, inside)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func folder(at string, perm fs.FileMode) error {
+	if info, err := os.Lstat(at); err == nil && !info.IsDir() {
+		if err := os.Remove(at); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(at, perm); err != nil {
+		return err
+	}
+	return os.Chmod(at, perm)
 }
 
 // machineID gives the root the ID that systemd and the kubelet know this installation by
 // (machine-id(5)): made once, then kept.
 func machineID(file, over string) error {
-	b, err := os.ReadFile(file)
-	if id, derr := hex.DecodeString(strings.TrimSpace(string(b))); err != nil || derr != nil || len(id) != 16 {
-		id = make([]byte, 16)
-		_, _ = rand.Read(id) // never fails
-		id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
-		b = fmt.Appendf(nil, "%x\n", id)
-		if err := os.WriteFile(file, b, 0o444); err != nil {
-			return err
-		}
+	b, err := machineIDOf(file)
+	if err != nil {
+		return err
 	}
 	if err := write(layout.RunMachine, b); err != nil {
 		return err
 	}
 	return bind(layout.RunMachine, over)
+}
+
+// machineIDOf reads the ID, and makes it if there is none.
+func machineIDOf(file string) ([]byte, error) {
+	// A link that leads to nowhere would have any file made.
+	if info, err := os.Lstat(file); err == nil && !info.Mode().IsRegular() {
+		if err := os.RemoveAll(file); err != nil {
+			return nil, err
+		}
+	}
+	b, err := os.ReadFile(file)
+	if id, derr := hex.DecodeString(strings.TrimSpace(string(b))); err == nil && derr == nil && len(id) == 16 {
+		return b, nil
+	}
+	id := make([]byte, 16)
+	_, _ = rand.Read(id) // never fails
+	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
+	b = fmt.Appendf(nil, "%x\n", id)
+	return b, os.WriteFile(file, b, 0o444)
 }
 
 // switchRoot makes root the machine's root and runs its init program in place of this one.

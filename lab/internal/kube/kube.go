@@ -117,6 +117,21 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
 }
 
+// Rebuild returns a build that was made now, whatever the cache has: what is to be pinned comes from the module's sources, which Go compares with go.sum (S1).
+func Rebuild(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
+	b, err := expected(filepath.Join(source, "tools", "kube"), cache)
+	if err != nil {
+		return Build{}, err
+	}
+	if err := os.RemoveAll(b.Dir); err != nil {
+		return Build{}, err
+	}
+	return Binaries(ctx, source, cache, log)
+}
+
+// Pinned says whether the programs are those that sha256sums.json names.
+func (b Build) Pinned() bool { return b.pinned }
+
 // expected returns the build of a module, with the sums that the pin has for it. Another compiler leads to other programs: then only the
 // list that the cache has beside them is left to compare with, which shows damage, but no attack.
 func expected(module, cache string) (Build, error) {

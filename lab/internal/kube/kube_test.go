@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"path/filepath"
@@ -149,5 +150,43 @@ func TestThePinIsThatOfToolsKube(t *testing.T) {
 	b, err := expected(module, t.TempDir())
 	if err != nil || b.pinned != (p.Go == runtime.Version()) {
 		t.Errorf("the pin of %s is not used by %s: %v", p.Go, runtime.Version(), err)
+	}
+}
+
+// S1: what is pinned is not what a cache says.
+func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
+	source, cache := t.TempDir(), t.TempDir()
+	module := filepath.Join(source, "tools", "kube")
+	if err := os.MkdirAll(module, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	// A module that can't be built: whatever Rebuild returns would come from the cache.
+	for name, text := range map[string]string{"go.mod": "module nothing\n", "go.sum": "", sumsFile: "{}"} {
+		if err := os.WriteFile(filepath.Join(module, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b, err := expected(module, cache)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.Sums = map[string]string{}
+	if err := os.MkdirAll(b.Dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range Programs {
+		if err := os.WriteFile(b.Path(name), []byte("evil"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if b.Sums[name], err = Sum(b.Path(name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	writeList(t, b.Dir, b.Sums)
+	if got, err := Binaries(t.Context(), source, cache, io.Discard); err != nil || got.Pinned() {
+		t.Fatalf("%v, pinned %t: want what the cache has", err, got.Pinned())
+	}
+	if got, err := Rebuild(t.Context(), source, cache, io.Discard); err == nil {
+		t.Errorf("the cache's programs would be pinned: %v", got.Sums)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"compress/gzip"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"io/fs"
 	"log/slog"
 	"net/http"
@@ -104,6 +105,15 @@ func TestAFileIsInstalledOnce(t *testing.T) {
 	}
 	if b, _ := os.ReadFile(got); !bytes.Equal(b, content) {
 		t.Error("a changed file was taken for the component")
+	}
+	if err := os.Chmod(got, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := install(t, root, c); err != nil {
+		t.Fatal(err)
+	}
+	if st, err := os.Stat(got); err != nil || st.Mode().Perm() != 0o755 {
+		t.Errorf("mode %v, %v, want 0755", st.Mode(), err)
 	}
 	noLeftovers(t, root)
 }
@@ -327,6 +337,27 @@ func TestAnArchiveIsUnpackedOnceAndRepaired(t *testing.T) {
 		}
 		if got, _ := os.ReadFile(inner); string(got) != "hl" {
 			t.Errorf("%s: %q", name, got)
+		}
+		// B8: another archive in its place, with the files that it has.
+		other := archive(t, compress, entryOf{name: "./", kind: tar.TypeDir}, entryOf{name: "./ptp", body: "ptp"}, entryOf{name: "sub/host-local", body: "evil"})
+		kept := filepath.Join(root, "opt/cni/bin", archiveName(Component{sha256: sha256.Sum256(b)}))
+		if err := errors.Join(os.WriteFile(inner, []byte("evil"), 0o755), os.WriteFile(kept, other, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		if err := install(t, root, c); err != nil {
+			t.Fatal(err)
+		}
+		if got, _ := os.ReadFile(inner); string(got) != "hl" {
+			t.Errorf("%s: with another archive: %q", name, got)
+		}
+		if err := os.Chmod(inner, 0o777); err != nil { // whoever is in a container that has the folder could write to it
+			t.Fatal(err)
+		}
+		if err := install(t, root, c); err != nil {
+			t.Fatal(err)
+		}
+		if st, err := os.Stat(inner); err != nil || st.Mode().Perm() != 0o755 {
+			t.Errorf("%s: mode %v, %v, want 0755", name, st.Mode(), err)
 		}
 		noLeftovers(t, root)
 	}

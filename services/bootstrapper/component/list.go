@@ -11,41 +11,24 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// Where a machine has the cluster's list.
+// Where a machine has what the cluster wants it to run.
 const (
 	// KeptList is on the state disk: what was installed last. Who was root once can have changed it.
 	KeptList = "/var/lib/muster/components.json"
-	// UnlockList is in memory: what the joinservice said whose key has opened the state disk at this boot (B8).
-	UnlockList = "/run/muster/components.json"
+	// UnlockFile is in memory: what the joinservice said whose key has opened the state disk at this boot (B8).
+	UnlockFile = "/run/muster/components.json"
 )
 
 // A ListFile is the path of a file that has a list.
 type ListFile string
 
 // Save writes the list, by rename.
-func (f ListFile) Save(list versions.List) error {
-	text, err := json.Marshal(list)
-	if err != nil {
-		return err
-	}
-	return machine.WriteFile(string(f), text, 0o600, 0o700)
-}
-
-// Remove removes the file, if it is there.
-func (f ListFile) Remove() error {
-	if err := os.Remove(string(f)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return nil
-}
+func (f ListFile) Save(list versions.List) error { return save(string(f), list) }
 
 // Load reads the list; nil if there is none.
 func (f ListFile) Load() (*versions.List, error) {
-	text, err := os.ReadFile(string(f))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil //nolint:nilnil // there is none
-	}
-	if err != nil {
+	text, err := load(string(f))
+	if err != nil || text == nil {
 		return nil, err
 	}
 	list, err := versions.Parse(text)
@@ -53,4 +36,71 @@ func (f ListFile) Load() (*versions.List, error) {
 		return nil, fmt.Errorf("%s: %w", f, err)
 	}
 	return &list, nil
+}
+
+// Desired is what a cluster wants one of its nodes to run, and by what the node knows it.
+type Desired struct {
+	// List is what is installed.
+	List versions.List `json:"list"`
+	// Adopted says that the cluster was there before Muster.
+	Adopted bool `json:"adopted,omitempty"`
+	// Endpoint is HOST:PORT of the API servers.
+	Endpoint string `json:"endpoint"`
+	// Authorities are the content of public files by their path below /etc/kubernetes/pki: [Authorities].
+	Authorities map[string][]byte `json:"authorities"`
+}
+
+// CA is the one of [Authorities] that every node has: the cluster's certificate authority.
+const CA = "ca.crt"
+
+// Authorities gives the public files by which a node knows its cluster, in order.
+func Authorities(controlPlane bool) []string {
+	if !controlPlane {
+		return []string{CA}
+	}
+	return []string{CA, "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"}
+}
+
+// A DesiredFile is the path of a file that has a [Desired].
+type DesiredFile string
+
+// Save writes it, by rename.
+func (f DesiredFile) Save(d Desired) error { return save(string(f), d) }
+
+// Load reads it; nil if there is none.
+func (f DesiredFile) Load() (*Desired, error) {
+	text, err := load(string(f))
+	if err != nil || text == nil {
+		return nil, err
+	}
+	var d Desired
+	if err := json.Unmarshal(text, &d); err != nil {
+		return nil, fmt.Errorf("%s: %w", f, err)
+	}
+	return &d, nil
+}
+
+// Remove removes the file, if it is there.
+func (f DesiredFile) Remove() error {
+	if err := os.Remove(string(f)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func save(file string, what any) error {
+	text, err := json.Marshal(what)
+	if err != nil {
+		return err
+	}
+	return machine.WriteFile(file, text, 0o600, 0o700)
+}
+
+// load reads a file; nil if there is none.
+func load(file string) ([]byte, error) {
+	text, err := os.ReadFile(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return text, err
 }

@@ -153,6 +153,11 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 	tpmtest.WriteNV(t, raw, uint32(tpm.CounterIndex), []byte{0, 0, 0, 0, 0, 0, 0, byte(r.Counter)})
 	do(t, raw.Close())
 	refuses(t, k, "an index that can be set")
+	known, err := os.ReadFile(file)
+	do(t, err)
+	do(t, os.Remove(file))
+	refuses(t, k, "an index that can be set, and no record")
+	do(t, os.WriteFile(file, known, 0o600))
 	do(t, k.Begin(ctx, Record{Epoch: 3}))
 	stands(t, k, 3)
 }

@@ -232,8 +232,11 @@ func (f *File) Save(r Record) error {
 
 // replace writes b to path so that a crash leaves the old content or the new (B3).
 func replace(path string, b []byte) (err error) {
-	// Always the same name: what a crash leaves of it, the next write replaces.
-	tmp, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	// Always the same name: what a crash leaves of it, the next write replaces. A link there is not followed (B8).
+	if err := os.Remove(path + ".new"); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	tmp, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}

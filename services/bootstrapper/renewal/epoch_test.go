@@ -140,11 +140,18 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		{"an enrollment", func() error { return api.Client.Create(ctx, node) }, 1, 0, nil},
 		{"its label", func() error { node.Labels = map[string]string{"a": "b"}; return api.Client.Update(ctx, node) }, 0, 0, nil},
 		{"a ban", func() error { node.Spec.Banned = true; return api.Client.Update(ctx, node) }, 1, 0, []string{"node3"}},
+		{"its next machine", func() error { node.Spec.MachineID = strings.Repeat("cd", 32); return api.Client.Update(ctx, node) }, 1, 0, []string{"node3"}},
 		{"its end", func() error { node.Spec.Banned = false; return api.Client.Update(ctx, node) }, 1, 0, nil},
+		{"its disk", func() error { node.Spec.DiskID = disk.Name; return api.Client.Update(ctx, node) }, 1, 0, nil},
 		{"a disk", func() error { return api.Client.Create(ctx, disk) }, 1, 0, nil},
 		{"a disk's new machine", func() error { disk.Spec.MachineID = strings.Repeat("cd", 32); return api.Client.Update(ctx, disk) }, 1, 0, nil},
+		{"a disk that is erased", func() error { disk.Spec.Salt, disk.Spec.Erased = "", true; return api.Client.Update(ctx, disk) }, 1, 0, nil},
 		{"a disk that is free", func() error { return api.Client.Delete(ctx, disk) }, 1, 0, nil},
-		{"an enrollment that ends", func() error { return api.Client.Delete(ctx, node) }, 1, 0, nil},
+		{"an enrollment that outlives its end", func() error {
+			node.Finalizers = []string{v1alpha1.RetireCertificates}
+			return errors.Join(api.Client.Update(ctx, node), api.Client.Delete(ctx, node), api.Client.Get(ctx, client.ObjectKeyFromObject(node), node))
+		}, 1, 0, nil},
+		{"an enrollment that ends", func() error { node.Finalizers = nil; return api.Client.Update(ctx, node) }, 1, 0, nil},
 	} {
 		if err := step.change(); err != nil {
 			t.Fatalf("%s: %v", step.what, err)

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"net"
 	"slices"
+	"syscall"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -66,8 +67,11 @@ func ReasonOf(err error) attestv1.Reason {
 	if errors.Is(err, context.DeadlineExceeded) {
 		return attestv1.Reason_REASON_DEADLINE
 	}
-	if _, ok := errors.AsType[net.Error](err); ok {
-		return attestv1.Reason_REASON_NOT_READY
+	if e, ok := errors.AsType[net.Error](err); ok {
+		// A system call's number has the methods of a net.Error; the network's come within one.
+		if _, file := e.(syscall.Errno); !file {
+			return attestv1.Reason_REASON_NOT_READY
+		}
 	}
 	return attestv1.Reason_REASON_INTERNAL
 }

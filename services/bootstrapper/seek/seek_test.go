@@ -6,9 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
+	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -147,6 +150,8 @@ func TestReasonsOfErrors(t *testing.T) {
 		"a refusal":          {fmt.Errorf("a:1: %w", attest.Refuse(attestv1.Reason_REASON_BANNED, "no")), attestv1.Reason_REASON_BANNED},
 		"a deadline":         {context.DeadlineExceeded, attestv1.Reason_REASON_DEADLINE},
 		"a broken line":      {&net.OpError{Op: "dial"}, attestv1.Reason_REASON_NOT_READY},
+		"a refused line":     {&net.OpError{Op: "dial", Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}, attestv1.Reason_REASON_NOT_READY},
+		"a full disk":        {&fs.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}, attestv1.Reason_REASON_INTERNAL},
 		"anything else":      {errors.New("x"), attestv1.Reason_REASON_INTERNAL},
 		"nothing went wrong": {nil, attestv1.Reason_REASON_ACCEPTED},
 	} {

@@ -1,10 +1,17 @@
 package unlock_test
 
 import (
+	"bytes"
+	"context"
+	"os"
+	"path/filepath"
 	"testing"
 
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // B8: the running system compares the disk with what the joinservice said, which is in memory before the disk is open.
@@ -20,17 +27,29 @@ func TestTheListComesWithTheKey(t *testing.T) {
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	list, err := w.list.Load()
-	if err != nil || list == nil || len(list.Components) != 1 || list.Components[0].Path != "/usr/local/bin/kubelet" || !list.Adopted {
-		t.Errorf("%+v, %v", list, err)
+	d, err := w.desired.Load()
+	if err != nil || d == nil || len(d.List.Components) != 1 || d.List.Components[0].Path != "/usr/local/bin/kubelet" || !d.Adopted || d.Endpoint != "192.168.77.1:6443" || string(d.Authorities[component.CA]) != authority {
+		t.Errorf("%+v, %v", d, err)
 	}
 }
 
 // A machine does not come up on a list that leaves open what it is to run (B8, B9).
 func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 	for name, change := range map[string]func(*joinv1.IssueRejoinTicketResponse){
-		"no images":     func(r *joinv1.IssueRejoinTicketResponse) { r.Images = nil },
-		"an image less": func(r *joinv1.IssueRejoinTicketResponse) { r.Images = r.GetImages()[1:] },
+		"no images":             func(r *joinv1.IssueRejoinTicketResponse) { r.Images = nil },
+		"an image less":         func(r *joinv1.IssueRejoinTicketResponse) { r.Images = r.GetImages()[1:] },
+		"no endpoint":           func(r *joinv1.IssueRejoinTicketResponse) { r.ControlPlaneEndpoint = "" },
+		"an endpoint of a path": func(r *joinv1.IssueRejoinTicketResponse) { r.ControlPlaneEndpoint = "x/y:1" },
+		"no authority":          func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities = nil },
+		"an authority twice": func(r *joinv1.IssueRejoinTicketResponse) {
+			r.Authorities = append(r.Authorities, r.GetAuthorities()...)
+		},
+		"an authority that is none": func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Content = []byte("x") },
+		"a large authority": func(r *joinv1.IssueRejoinTicketResponse) {
+			r.Authorities[0].Content = append(r.GetAuthorities()[0].GetContent(), make([]byte, 64<<10)...)
+		},
+		"a file of a control plane": func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "sa.pub" },
+		"a file elsewhere":          func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "../x" },
 		"a component elsewhere": func(r *joinv1.IssueRejoinTicketResponse) {
 			r.Components = []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}
 		},
@@ -51,5 +70,40 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 		if err := r.end(t); err != nil || w.disk.opens != 1 {
 			t.Errorf("%s, repaired: %v", name, err)
 		}
+	}
+}
+
+// What the running system compares its disk with is kept before the disk is open, and what is left of a joinservice that gave no key is not taken for it (B8).
+func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
+	w := newWorld(t)
+	w.cluster(w.like(), w.owner)
+	noFolder := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(noFolder, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cfg := w.config()
+	cfg.Desired = component.DesiredFile(filepath.Join(noFolder, "desired"))
+	w.bootWith(cfg)
+	eventually(t, "it can't be kept", func() bool {
+		return bytes.Contains(w.log.Bytes(), []byte("note what the cluster wants this machine to run"))
+	})
+	w.disk.set(func(v *volume) {
+		if v.tried > 0 {
+			t.Error("a key was tried whose list could not be kept")
+		}
+	})
+
+	w = newWorld(t)
+	w.meta.Role = "control-plane"
+	w.cluster(w.like(), w.owner).script(gives(wrong))
+	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
+		eventually(t, "a wrong key was tried", func() bool { d, err := w.desired.Load(); return err == nil && d != nil })
+		return try(ctx, parsed(t, right), clusterID)
+	}
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if d, err := w.desired.Load(); err != nil || d != nil {
+		t.Errorf("the owner opened it, and kept is %+v, %v", d, err)
 	}
 }

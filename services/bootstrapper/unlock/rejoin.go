@@ -2,9 +2,11 @@ package unlock
 
 import (
 	"context"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -150,7 +152,7 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	if err != nil {
 		return err
 	}
-	key, cluster, list, err := parse(resp)
+	key, cluster, desired, err := parse(resp, meta.Role == metadata.RoleControlPlane)
 	if err != nil {
 		return err
 	}
@@ -158,12 +160,12 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 		return err
 	}
 	s.cfg.Log.InfoContext(ctx, "got the key of the state disk", "endpoint", endpoint, "ticket", fmt.Sprintf("%x", resp.GetTicketId()), "cluster", fmt.Sprintf("%x", resp.GetClusterId()))
-	return s.use(ctx, key, cluster, list)
+	return s.use(ctx, key, cluster, desired)
 }
 
 // parse checks an answer: REQUEST_INVALID.
-func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, *versions.List, error) {
-	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, *versions.List, error) {
+func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk, keys.ClusterID, *component.Desired, error) {
+	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, *component.Desired, error) {
 		return keys.Disk{}, keys.ClusterID{}, nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: "+format, args...)
 	}
 	if len(resp.GetTicketId()) != 16 || len(resp.GetClusterId()) != len(keys.ClusterID{}) {
@@ -179,14 +181,42 @@ func parse(resp *joinv1.IssueRejoinTicketResponse) (keys.Disk, keys.ClusterID, *
 	if _, err := versions.ParseImages(resp.GetImages()); err != nil { // B9
 		return refuse("the cluster's list: %w", err)
 	}
-	list := versions.FromWire(resp.GetComponents(), resp.GetImages())
-	list.Adopted = resp.GetAdopted()
-	return key, keys.ClusterID(resp.GetClusterId()), &list, nil
+	if err := metadata.CheckHostPort(resp.GetControlPlaneEndpoint()); err != nil {
+		return refuse("control_plane_endpoint: %w", err)
+	}
+	authorities, err := parseAuthorities(resp.GetAuthorities(), controlPlane)
+	if err != nil {
+		return refuse("authorities: %w", err)
+	}
+	return key, keys.ClusterID(resp.GetClusterId()), &component.Desired{
+		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities,
+	}, nil
+}
+
+// maxAuthority bounds one file of them, in bytes.
+const maxAuthority = 64 << 10
+
+// parseAuthorities wants each of the files of the machine's role, and no other (B4, B8).
+func parseAuthorities(files []*joinv1.ControlPlaneFile, controlPlane bool) (map[string][]byte, error) {
+	want, out := component.Authorities(controlPlane), map[string][]byte{}
+	for _, f := range files {
+		if !slices.Contains(want, f.GetPath()) {
+			return nil, fmt.Errorf("%q is not one of the files %q", f.GetPath(), want)
+		}
+		if block, _ := pem.Decode(f.GetContent()); block == nil || len(f.GetContent()) > maxAuthority {
+			return nil, fmt.Errorf("%s has %d bytes, want PEM of at most %d", f.GetPath(), len(f.GetContent()), maxAuthority)
+		}
+		out[f.GetPath()] = f.GetContent()
+	}
+	if len(files) != len(want) || len(out) != len(want) {
+		return nil, fmt.Errorf("%d files, want exactly %q", len(files), want)
+	}
+	return out, nil
 }
 
 // use tries the key of a ticket.
-func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID, list *versions.List) error {
-	err := s.try(ctx, key, cluster, s.memory.Policy(), list)
+func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired *component.Desired) error {
+	err := s.try(ctx, key, cluster, s.memory.Policy(), desired)
 	switch {
 	case err == nil:
 		s.end()

@@ -26,7 +26,6 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
@@ -109,8 +108,8 @@ type Config struct {
 	// Policy keeps the policy that the joinservice was judged by whose key opens the disk, for the running system to compare
 	// with its journal: [journal.UnlockPolicy]. It has none if a recovery opens it.
 	Policy Policy
-	// List keeps what the cluster wants the machine to run, for the running system to compare the disk with (B8): [component.UnlockList]. A recovery has none.
-	List component.ListFile
+	// Desired keeps what the cluster wants the machine to run, for the running system to compare the disk with (B8): [component.UnlockFile]. A recovery has none.
+	Desired component.DesiredFile
 	// Recovery lets the owner of a control plane open the disk; nil: nobody can.
 	Recovery Recovery
 	// Console is told what a person should know; nil: nobody is.
@@ -144,7 +143,7 @@ type Unlocker struct {
 
 // New returns an Unlocker, or says which part of cfg is missing or wrong.
 func New(cfg Config) (*Unlocker, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Root == "" || cfg.Disk == nil || cfg.Policy == nil || cfg.List == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
+	if cfg.Image == nil || cfg.Metadata == nil || cfg.Root == "" || cfg.Disk == nil || cfg.Policy == nil || cfg.Desired == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("unlock: New: every field of Config but Recovery and Console is required")
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
@@ -271,9 +270,9 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 // the disk is used (B1). So a disk that somebody else has made, under a key of his own, never runs in a machine that
 // passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
 //
-// list is what the key's sender says that the machine is to run; nil if it says nothing. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
+// desired is what the key's sender says that the machine is to run; nil if it says nothing. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
 // an open disk and not what the running system has to compare its journal with.
-func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy, list *versions.List) error {
+func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy, desired *component.Desired) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
 	if u.open {
@@ -283,8 +282,8 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 		if err := u.cfg.Policy.Save(journal.Record{Policy: judged}); err != nil { // J2
 			return fmt.Errorf("note the policy: %w", err)
 		}
-		if err := u.note(list); err != nil { // B8
-			return fmt.Errorf("note the cluster's list: %w", err)
+		if err := u.note(desired); err != nil { // B8
+			return fmt.Errorf("note what the cluster wants this machine to run: %w", err)
 		}
 		if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
 			return err
@@ -299,9 +298,9 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 	return nil
 }
 
-func (u *Unlocker) note(list *versions.List) error {
-	if list == nil {
-		return u.cfg.List.Remove()
+func (u *Unlocker) note(desired *component.Desired) error {
+	if desired == nil {
+		return u.cfg.Desired.Remove()
 	}
-	return u.cfg.List.Save(*list)
+	return u.cfg.Desired.Save(*desired)
 }

@@ -149,7 +149,7 @@ type world struct {
 	recovery unlock.Recovery
 	timing   unlock.Timing
 	judged   *journal.File // the policy that the key came under
-	list     component.ListFile
+	desired  component.DesiredFile
 	root     string
 
 	planes []*attesttest.Machine // that the cluster's policy lists as control planes
@@ -171,7 +171,7 @@ func newWorld(t testing.TB) *world {
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
-		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), list: component.ListFile(filepath.Join(t.TempDir(), "list")),
+		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")),
 		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
@@ -208,7 +208,7 @@ func (w *world) config() unlock.Config {
 	w.t.Cleanup(func() { _ = c.Close() })
 	return unlock.Config{
 		Image: w.image, Metadata: w.metadata, Root: w.root, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
-		Policy: w.judged, List: w.list, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
+		Policy: w.judged, Desired: w.desired, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
 	}
 }
 
@@ -335,10 +335,18 @@ func (j *joinservice) asked() int {
 }
 
 func gives(key []byte) func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
-	return func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
-		return &joinv1.IssueRejoinTicketResponse{TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: key, ClusterId: clusterID[:], Images: machinetest.Images().References()}, nil
+	return func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+		resp := &joinv1.IssueRejoinTicketResponse{
+			TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: key, ClusterId: clusterID[:], Images: machinetest.Images().References(), ControlPlaneEndpoint: "192.168.77.1:6443",
+		}
+		for _, name := range component.Authorities(req.GetRole() == joinv1.Role_ROLE_CONTROL_PLANE) {
+			resp.Authorities = append(resp.Authorities, &joinv1.ControlPlaneFile{Path: name, Content: []byte(authority)})
+		}
+		return resp, nil
 	}
 }
+
+const authority = "-----BEGIN CERTIFICATE-----\nYQ==\n-----END CERTIFICATE-----\n"
 
 func refuses(r attestv1.Reason, again time.Duration) func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	return func(*joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {

@@ -57,6 +57,34 @@ func TestABootIsComparedWithTheLastOne(t *testing.T) {
 	}
 }
 
+// J11: what is recorded of a boot is its latest clock, whatever comes out of order, so that memory and TPM can't be put back in small steps; and since when it is known.
+func TestTheClockOfABootOnlyGoesOn(t *testing.T) {
+	n, s := &v1alpha1.AttestedNode{}, &v1alpha1.AttestedNodeStatus{ResetCount: new(int64(5))} // of a version that recorded no boots
+	at := time.Now()
+	b := Boot{Reset: 4, Clock: time.Hour, Secret: keys.NewBootSecret(), Verified: at}
+	if err := b.record(n, s, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
+		t.Errorf("fewer resets than were counted: %v, want CLOCK_WENT_BACK", err)
+	}
+	b.Reset = 5
+	if !ran(s) {
+		t.Error("a machine whose resets were counted has not run")
+	}
+	if err := b.record(n, s, false); err != nil {
+		t.Fatal(err)
+	}
+	b.Clock, b.Verified = b.Clock-maxClockBack, at.Add(time.Minute)
+	if err := b.record(n, s, false); err != nil {
+		t.Fatal(err)
+	}
+	if since := metav1.NewMicroTime(at); s.Boot.Clock != time.Hour.Milliseconds() || !s.Boot.Since.Equal(&since) {
+		t.Errorf("recorded is the clock %d since %s, want %d since %s", s.Boot.Clock, s.Boot.Since, time.Hour.Milliseconds(), since)
+	}
+	b.Clock -= maxClockBack
+	if err := b.record(n, s, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
+		t.Errorf("the second step back: %v, want CLOCK_WENT_BACK", err)
+	}
+}
+
 // J11: of two machines with one TPM's state that are let in by two replicas at the same time, the swap lets one pass.
 func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 	shared.Reset(t)

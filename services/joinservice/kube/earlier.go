@@ -105,7 +105,7 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 		return attest.RefuseFor(retryWait, attestv1.Reason_REASON_BUSY, "whether an earlier boot of node %s still runs is being looked at, or that of %d other machines", n.Name, maxLeaseWaits)
 	}
 	defer k.waits.end(m)
-	k.log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m, "boot", b.String())
+	k.log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
 	tick := time.NewTicker(leasePoll)
 	defer tick.Stop()
 	for {

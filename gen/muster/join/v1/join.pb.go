@@ -794,7 +794,13 @@ type IssueRejoinTicketResponse struct {
 	Images []string `protobuf:"bytes,9,rep,name=images,proto3" json:"images,omitempty"`
 	// The cluster was there before Muster, so a control plane's static pods need not be those
 	// that Muster makes.
-	Adopted       bool `protobuf:"varint,10,opt,name=adopted,proto3" json:"adopted,omitempty"`
+	Adopted bool `protobuf:"varint,10,opt,name=adopted,proto3" json:"adopted,omitempty"`
+	// HOST:PORT of the cluster's API servers, as in a join ticket.
+	ControlPlaneEndpoint string `protobuf:"bytes,11,opt,name=control_plane_endpoint,json=controlPlaneEndpoint,proto3" json:"control_plane_endpoint,omitempty"`
+	// The public files of /etc/kubernetes/pki by which the node knows its cluster: ca.crt, and on
+	// a control plane etcd/ca.crt, front-proxy-ca.crt and sa.pub as well. No other. The machine
+	// puts them in place of its own (B8).
+	Authorities   []*ControlPlaneFile `protobuf:"bytes,12,rep,name=authorities,proto3" json:"authorities,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -869,6 +875,20 @@ func (x *IssueRejoinTicketResponse) GetAdopted() bool {
 		return x.Adopted
 	}
 	return false
+}
+
+func (x *IssueRejoinTicketResponse) GetControlPlaneEndpoint() string {
+	if x != nil {
+		return x.ControlPlaneEndpoint
+	}
+	return ""
+}
+
+func (x *IssueRejoinTicketResponse) GetAuthorities() []*ControlPlaneFile {
+	if x != nil {
+		return x.Authorities
+	}
+	return nil
 }
 
 // RenewNodeCertificatesRequest is what the machine's bootstrapper asks for. Nothing in it says who
@@ -1347,7 +1367,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x12$\n" +
 	"\vboot_secret\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"\xe4\x01\n" +
+	"bootSecret\"\xde\x02\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
@@ -1358,7 +1378,9 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"components\x12\x16\n" +
 	"\x06images\x18\t \x03(\tR\x06images\x12\x18\n" +
 	"\aadopted\x18\n" +
-	" \x01(\bR\aadopted\"\xa2\x01\n" +
+	" \x01(\bR\aadopted\x124\n" +
+	"\x16control_plane_endpoint\x18\v \x01(\tR\x14controlPlaneEndpoint\x12B\n" +
+	"\vauthorities\x18\f \x03(\v2 .muster.join.v1.ControlPlaneFileR\vauthorities\"\xa2\x01\n" +
 	"\x1cRenewNodeCertificatesRequest\x12,\n" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
 	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\x12$\n" +
@@ -1453,29 +1475,30 @@ var file_muster_join_v1_join_proto_depIdxs = []int32{
 	20, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
 	18, // 10: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
-	20, // 11: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	19, // 12: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	15, // 13: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	20, // 14: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	2,  // 15: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 16: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 17: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 18: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 19: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	13, // 20: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	16, // 21: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	3,  // 22: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 23: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 24: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 25: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 26: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	14, // 27: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	17, // 28: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	22, // [22:29] is the sub-list for method output_type
-	15, // [15:22] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	4,  // 11: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
+	20, // 12: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	19, // 13: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	15, // 14: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	20, // 15: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	2,  // 16: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	5,  // 17: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	7,  // 18: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	9,  // 19: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	11, // 20: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	13, // 21: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	16, // 22: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	3,  // 23: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	6,  // 24: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	8,  // 25: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	10, // 26: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	12, // 27: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	14, // 28: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	17, // 29: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	23, // [23:30] is the sub-list for method output_type
+	16, // [16:23] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
