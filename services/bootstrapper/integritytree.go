@@ -65,7 +65,8 @@ func (b *Bootstrapper) checkTree(ctx context.Context, tree string) error {
 		return err
 	}
 	top := b.on(tree)
-	return filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
+	var wrong []string
+	err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) && at == top {
 			return nil
 		}
@@ -82,18 +83,20 @@ func (b *Bootstrapper) checkTree(ctx context.Context, tree string) error {
 			return b.ownFile(ctx, at, name)
 		case d.Type() == fs.ModeSymlink && (name == kubeletClient || name == kubeletServing):
 			to, err := os.Readlink(at)
-			if err == nil && filepath.Base(to) != to && filepath.Dir(to) != kubeletPKI {
-				err = os.Remove(at)
-				b.found(ctx, name, "removed")
+			if err != nil || filepath.Base(to) == to || filepath.Dir(to) == kubeletPKI {
+				return err
 			}
-			return err
 		}
-		if err := os.Remove(at); err != nil {
+		wrong = append(wrong, name)
+		return nil
+	})
+	for _, name := range wrong {
+		if err := os.Remove(b.on(name)); err != nil {
 			return err
 		}
 		b.found(ctx, name, "removed")
-		return nil
-	})
+	}
+	return err
 }
 
 // ownFile makes a file one that has no other name, and that root alone writes.
