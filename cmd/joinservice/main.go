@@ -49,7 +49,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
-	first := flags.Duration("first-lease-within", 2*time.Minute, "how long a machine may take from its ticket, or from the key of its disk, to the first Lease of its kubelet; a later boot of it within this time is told to come again, as it may be that of a copy; 0: it is not")
+	first := flags.Duration("first-lease-within", 2*time.Minute, "how long a kubelet may take to write its first Lease after its machine got a ticket or the key of its disk; a later boot of the same machine within this time is refused with BUSY, since it may be a copy of the machine; 0: no such boot is refused")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
@@ -14,12 +15,14 @@ import (
 	"slices"
 	"strings"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
@@ -27,21 +30,28 @@ const (
 	checkedFile = "/run/muster/state-checked"
 	// mayStartFile lets systemd start the kubelet, whose unit has it as a condition: nothing of the state disk runs before it was looked at.
 	mayStartFile = "/run/muster/kubelet-may-start"
-	// deviceCheckpoint gives a container devices and mounts by its pod's UID. The kubelet makes it anew.
-	deviceCheckpoint = kubeletFolder + "/device-plugins/kubelet_internal_checkpoint"
+	// findingsFile has a line for each finding of that comparison in this boot, for the attester's metrics.
+	findingsFile = "/run/muster/state-findings"
+	// csiData is the file of a volume of the Container Storage Interface beside the folder that is mounted; the kubelet reads names from it.
+	csiData = "vol_data.json"
 	// kubeletFlags are read by the kubelet's unit.
 	kubeletFlags = kubeletFolder + "/kubeadm-flags.env"
 )
 
 // checkState compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
 // may have left it there, and may have set the journal back as well. What it is compared with came with the key of the disk, from a joinservice of this boot, and
-// lies in memory: on the disk is nothing that root could not have written. A disk that was opened otherwise, or is not encrypted, is compared with nothing.
+// lies in memory: on the disk is nothing that root could not have written. A disk that a recovery opened, or that is not encrypted, is compared with nothing.
 func (b *Bootstrapper) checkState(ctx context.Context) error {
 	d, err := component.DesiredFile(b.on(component.UnlockFile)).Load()
-	if err != nil {
+	switch {
+	case err != nil:
 		return err
-	}
-	if d == nil {
+	case d == nil && b.cfg.Image.StateDisk.Mode == metadata.DiskLUKS: // something that follows the disk's paths can have removed it
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
+	case d == nil:
+		return b.recallSandbox(ctx)
+	case d.Uncompared != "":
+		b.log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
 		return b.recallSandbox(ctx)
 	}
 	s, err := parseSoftware(d.List.Wire(), d.List.Images)
@@ -64,6 +74,9 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	if err := b.checkPrograms(ctx, s); err != nil {
 		return err
 	}
+	if err := b.checkVolumes(ctx); err != nil { // first: the other steps take these folders for folders
+		return err
+	}
 	if err := b.checkTrees(ctx); err != nil {
 		return err
 	}
@@ -82,9 +95,6 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 		return err
 	}
 	if err := b.checkAdministrators(ctx, meta, d); err != nil {
-		return err
-	}
-	if err := b.checkVolumes(ctx); err != nil {
 		return err
 	}
 	if err := b.pinSandbox(ctx, s.images[versions.Pause]); err != nil {
@@ -113,6 +123,23 @@ func (b *Bootstrapper) letKubeletStart() error {
 func (b *Bootstrapper) found(ctx context.Context, what, done string) {
 	b.log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
 	b.cfg.Console.Say(what + " is not what the cluster lists: " + done)
+	f, err := os.OpenFile(b.on(findingsFile), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err == nil {
+		_, err = fmt.Fprintf(f, "%q %q\n", what, done)
+		err = errors.Join(err, f.Close())
+	}
+	if err != nil { // the log has it
+		b.log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
+	}
+}
+
+// findings returns how many findings the comparison of the state disk had in this boot (B8).
+func findings(root string) float64 {
+	text, err := os.ReadFile(filepath.Join(root, findingsFile))
+	if err != nil {
+		return 0 // nothing was found
+	}
+	return float64(bytes.Count(text, []byte("\n")))
 }
 
 // checkPrograms installs anew what was changed, and removes what is not listed.
@@ -218,15 +245,20 @@ func (b *Bootstrapper) checkAuthorities(ctx context.Context, want map[string][]b
 	return nil
 }
 
-// checkVolumes removes what is in the place of a pod's volume and is no folder: the kubelet and the container runtime would follow a link to anywhere.
+// checkVolumes removes what is in the place of a pod's folder or volume and is no folder: the kubelet, the container runtime and a volume's driver would follow a
+// link to anywhere. It goes from the top down, so that it follows none itself.
 func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
-	for _, pattern := range []string{"/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*", "/pods", "/pods/*"} {
+	for _, pattern := range []string{
+		"", "/pods", "/plugins", "/pods/*", "/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volumes/kubernetes.io~csi/*/*",
+		"/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*",
+	} {
 		found, err := filepath.Glob(b.on(kubeletFolder) + pattern)
 		if err != nil {
 			return err
 		}
 		for _, f := range found {
-			if info, err := os.Lstat(f); err != nil || info.IsDir() {
+			info, err := os.Lstat(f)
+			if err != nil || info.IsDir() || info.Mode().IsRegular() && filepath.Base(f) == csiData {
 				continue
 			}
 			if err := os.Remove(f); err != nil {
@@ -235,8 +267,20 @@ func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 			b.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(b.cfg.Root, "/")), "removed")
 		}
 	}
-	if err := os.Remove(b.on(deviceCheckpoint)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+	// What the kubelet makes anew, from the API or by itself. It would leave what it finds in a ConfigMap's volume, and take a device from a checkpoint.
+	for _, pattern := range []string{
+		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
+		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
+	} {
+		found, err := filepath.Glob(b.on(kubeletFolder) + pattern)
+		if err != nil {
+			return err
+		}
+		for _, f := range found {
+			if err := os.RemoveAll(f); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }

@@ -35,9 +35,9 @@ func (b *Bootstrapper) checkTrees(ctx context.Context) error {
 		return err
 	}
 	for _, pod := range pods {
-		parts, err := os.ReadDir(filepath.Join(b.on(kubeletFolder+"/pods"), pod.Name()))
+		parts, err := os.ReadDir(filepath.Join(b.on(kubeletFolder+"/pods"), pod.Name())) // a folder: see checkVolumes
 		if err != nil {
-			continue // it is no folder: see checkVolumes
+			return err
 		}
 		for _, p := range parts {
 			if p.Name() == podVolumes[0] || p.Name() == podVolumes[1] {
@@ -75,10 +75,12 @@ func (b *Bootstrapper) checkTree(ctx context.Context, tree string) error {
 		}
 		name := tree + strings.TrimPrefix(at, top)
 		switch {
-		case d.IsDir() && (strings.HasPrefix(name, kubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(kubeletFolder, "/")+2 || name == kubeletFolder+"/plugins"):
+		case d.IsDir() && (strings.HasPrefix(name, kubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(kubeletFolder, "/")+2):
 			return fs.SkipDir // volumes are their pods' own: see checkVolumes
 		case d.IsDir() || d.Type() == fs.ModeSocket:
 			return nil
+		case d.Type().IsRegular() && strings.HasPrefix(name, kubeletFolder+"/plugins/"):
+			return nil // a driver's own
 		case d.Type().IsRegular():
 			return b.ownFile(ctx, at, name)
 		case d.Type() == fs.ModeSymlink && (name == kubeletClient || name == kubeletServing):

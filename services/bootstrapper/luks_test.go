@@ -13,6 +13,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
@@ -33,6 +34,9 @@ func (w *world) encrypt(header luks2test.Header) {
 		integrity, beneath = metadata.IntegrityHMAC, "sys/block/dm-0/slaves/dm-1/slaves/state/dev"
 	}
 	w.image.StateDisk = metadata.StateDisk{Mode: metadata.DiskLUKS, Path: "/dev/state", Integrity: integrity}
+	if err := component.DesiredFile(filepath.Join(w.root, component.UnlockFile)).Save(component.Desired{Uncompared: component.UncomparedNew}); err != nil {
+		w.t.Fatal(err)
+	}
 	for file, content := range map[string][]byte{
 		"dev/state": append(header.Bytes(), make([]byte, 1<<20)...), "run/muster/state-key": []byte(hex.EncodeToString(firstKey) + "\n"),
 		"sys/block/dm-0/dm/name": []byte("muster-state\n"),

@@ -71,8 +71,8 @@ type ReattestConfig struct {
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
 	// Timing are the waits.
 	Timing ReattestTiming
-	// Metrics takes muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds and
-	// muster_insecure_config.
+	// Metrics takes muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds,
+	// muster_insecure_config and muster_state_disk_findings.
 	Metrics prometheus.Registerer
 	Log     *slog.Logger
 }
@@ -108,7 +108,10 @@ func NewReattester(cfg ReattestConfig) (*Reattester, error) {
 		}),
 	}
 	insecure := newInsecure()
-	for _, c := range []prometheus.Collector{r.total, r.last, insecure} {
+	changed := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or written anew in this boot, since the cluster does not list them.",
+	}, func() float64 { return findings(cfg.Root) })
+	for _, c := range []prometheus.Collector{r.total, r.last, insecure, changed} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("bootstrapper: %w", err)
 		}

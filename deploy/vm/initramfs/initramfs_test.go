@@ -7,7 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io/fs"
+
 	"net"
 	"net/netip"
 	"os"
@@ -359,54 +359,5 @@ func TestWaitingEnds(t *testing.T) {
 	cancel()
 	if _, err := await(ctx, time.Minute, func() (int, error) { return 0, errNotYet }); !errors.Is(err, errNotYet) {
 		t.Errorf("cancelled: %v", err)
-	}
-}
-
-// B8: whoever was root once leaves links where this program makes folders and files, before anybody has looked at the disk.
-func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
-	dir := t.TempDir()
-	elsewhere, top := filepath.Join(dir, "elsewhere"), filepath.Join(dir, "var")
-	link := func(at, to string) {
-		t.Helper()
-		if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := os.MkdirAll(elsewhere, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	link(top, elsewhere)
-	for range 2 {
-		if err := prepare(top, 0o755, []string{"lib", "log/journal"}, []string{"lib/muster", "lib/seed"}); err != nil {
-			t.Fatal(err)
-		}
-		for _, folder := range []string{top, filepath.Join(top, "lib"), filepath.Join(top, "log"), filepath.Join(top, "log", "journal")} {
-			if info, err := os.Lstat(folder); err != nil || !info.IsDir() {
-				t.Errorf("%s: %v, %v", folder, info, err)
-			}
-		}
-		for _, at := range []string{"lib/muster", "lib/seed"} {
-			if _, err := os.Lstat(filepath.Join(top, at)); !errors.Is(err, fs.ErrNotExist) {
-				t.Errorf("%s is there: %v", at, err)
-			}
-		}
-		if left, err := os.ReadDir(elsewhere); err != nil || len(left) > 0 {
-			t.Errorf("%v, %v", left, err)
-		}
-		link(filepath.Join(top, "log"), elsewhere)
-		link(filepath.Join(top, "lib/muster"), elsewhere)
-		link(filepath.Join(top, "lib/seed"), filepath.Join(elsewhere, "made"))
-	}
-	id := filepath.Join(dir, "machine-id")
-	link(id, filepath.Join(elsewhere, "made"))
-	made, err := machineIDOf(id)
-	if err != nil || len(made) != 33 {
-		t.Errorf("%q, %v", made, err)
-	}
-	if left, err := os.ReadDir(elsewhere); err != nil || len(left) > 0 {
-		t.Errorf("%v, %v", left, err)
-	}
-	if again, err := machineIDOf(id); err != nil || !bytes.Equal(again, made) {
-		t.Errorf("%q, was %q, %v", again, made, err)
 	}
 }

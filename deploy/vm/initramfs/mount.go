@@ -74,18 +74,23 @@ var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
 	with []string // folders inside that must be there
-	// noLinks are folders inside that programs write to before the disk was compared with the cluster's list.
-	noLinks []string
+	// trees are those inside that programs use before the disk was compared with the cluster's list.
+	trees []string
 }{
 	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}, []string{
-		"lib/muster", "lib/kubelet", "lib/containerd", "lib/etcd", "lib/systemd", "lib/dbus", "lib/cni", "log/pods", "log/containers",
-		"lib/systemd/random-seed", "lib/systemd/timesync", "lib/systemd/timers", "lib/systemd/catalog", "lib/containerd/io.containerd.metadata.v1.bolt",
+		"lib/muster", "lib/kubelet", "lib/containerd", "lib/etcd", "lib/systemd", "lib/dbus", "lib/cni", "lib/private", "log", "cache", "spool",
 	}},
-	{"/etc/kubernetes", 0o700, nil, nil},
-	{"/etc/cni/net.d", 0o755, nil, nil},
-	{"/opt/cni", 0o755, []string{"bin"}, nil},
-	{"/usr/local/bin", 0o755, nil, nil},
-	{"/usr/local/lib/muster", 0o755, nil, nil},
+	{"/etc/kubernetes", 0o700, nil, []string{"."}},
+	{"/etc/cni/net.d", 0o755, nil, []string{"."}},
+	{"/opt/cni", 0o755, []string{"bin"}, []string{"."}},
+	{"/usr/local/bin", 0o755, nil, []string{"."}},
+	{"/usr/local/lib/muster", 0o755, nil, []string{"."}},
+}
+
+// left are folders inside those trees whose content stays as it is: files of containers, pods and drivers, and the kubelet's certificates, to which its own links
+// lead. The bootstrapper looks at them before the kubelet starts, but for a container's files, which are no more than that.
+var left = []string{
+	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
 }
 
 // stateFlags: no program on the disk makes its caller root, and no file is a device. Containers have their own: the
@@ -102,7 +107,7 @@ func mountState(device, root string) error {
 	}
 	for _, k := range kept {
 		from := filepath.Join(stateFolder, strings.ReplaceAll(k.at[1:], "/", "-"))
-		if err := prepare(from, k.perm, k.with, k.noLinks); err != nil {
+		if err := prepare(from, k.perm, k.with, k.trees); err != nil {
 			return err
 		}
 		if err := bind(from, root+k.at); err != nil {
@@ -122,9 +127,9 @@ func mountState(device, root string) error {
 	return machineID(filepath.Join(stateFolder, "machine-id"), root+"/etc/machine-id")
 }
 
-// prepare makes a folder of the state disk and those inside of it that have to be there. What is in the place of one and is no folder is removed, and of noLinks what is
-// a link: whoever was root once would have something else mounted there, or written to, before anybody has looked at the disk (B8).
-func prepare(top string, perm fs.FileMode, with, noLinks []string) error {
+// prepare makes a folder of the state disk and those inside of it that have to be there. What is in the place of one and is no folder is removed, and all that is neither
+// folder nor file in its trees: by a link whoever was root once would have something else mounted, written or deleted, before anybody has looked at the disk (B8).
+func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	if err := folder(top, perm); err != nil {
 		return err
 	}
@@ -137,17 +142,50 @@ func prepare(top string, perm fs.FileMode, with, noLinks []string) error {
 			}
 		}
 	}
-	for _, inside := range noLinks {
-		if info, err := os.Lstat(filepath.Join(top, inside)); err == nil && info.Mode().Type() == fs.ModeSymlink {
-			if err := os.Remove(filepath.Join(top, inside)); err != nil {
-				return err
-			}
+	for _, tree := range trees {
+		if err := filesAlone(top, tree); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
+// filesAlone removes what is neither a folder nor a file from a tree below top, and lets root change and delete the rest again (chattr(1)).
+func filesAlone(top, tree string) error {
+	var wrong []string
+	err := filepath.WalkDir(filepath.Join(top, tree), func(at string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if !d.IsDir() && !d.Type().IsRegular() {
+			wrong = append(wrong, at)
+			return nil
+		}
+		if err := mutable(at); err != nil || !d.IsDir() {
+			return err
+		}
+		for _, pattern := range left {
+			if fits, err := filepath.Match(filepath.Join(top, pattern), at); err != nil {
+				return err
+			} else if fits {
+				return fs.SkipDir
+			}
+		}
+		return nil
+	})
+	for _, at := range wrong {
+		err = errors.Join(err, os.Remove(at))
+	}
+	return err
+}
+
 func folder(at string, perm fs.FileMode) error {
+	if err := mutable(filepath.Dir(at)); err != nil {
+		return err
+	}
 	if info, err := os.Lstat(at); err == nil && !info.IsDir() {
 		if err := os.Remove(at); err != nil {
 			return err
@@ -156,7 +194,35 @@ func folder(at string, perm fs.FileMode) error {
 	if err := os.MkdirAll(at, perm); err != nil {
 		return err
 	}
+	if err := mutable(at); err != nil {
+		return err
+	}
 	return os.Chmod(at, perm)
+}
+
+// mutable takes the attributes from a folder or file that keep root from changing or deleting it.
+func mutable(at string) error {
+	const immutable, appendOnly = 0x10, 0x20 // FS_IMMUTABLE_FL, FS_APPEND_FL of linux/fs.h
+	var is unix.Statx_t
+	if err := unix.Statx(unix.AT_FDCWD, at, unix.AT_SYMLINK_NOFOLLOW, 0, &is); err != nil {
+		return fmt.Errorf("%s: %w", at, err)
+	}
+	if is.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) == 0 {
+		return nil
+	}
+	fd, err := unix.Open(at, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("%s: %w", at, err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	flags, err := unix.IoctlGetInt(fd, unix.FS_IOC_GETFLAGS)
+	if err == nil {
+		err = unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, flags&^(immutable|appendOnly))
+	}
+	if err != nil {
+		return fmt.Errorf("take the attributes from %s: %w", at, err)
+	}
+	return nil
 }
 
 // machineID gives the root the ID that systemd and the kubelet know this installation by

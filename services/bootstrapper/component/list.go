@@ -15,7 +15,7 @@ import (
 const (
 	// KeptList is on the state disk: what was installed last. Who was root once can have changed it.
 	KeptList = "/var/lib/muster/components.json"
-	// UnlockFile is in memory: what the joinservice said whose key has opened the state disk at this boot (B8).
+	// UnlockFile is in memory: what the state disk is compared with in this boot (B8). `bootstrapper unlock` writes it whenever it opens or formats an encrypted disk.
 	UnlockFile = "/run/muster/components.json"
 )
 
@@ -40,6 +40,8 @@ func (f ListFile) Load() (*versions.List, error) {
 
 // Desired is what a cluster wants one of its nodes to run, and by what the node knows it.
 type Desired struct {
+	// Uncompared says why there is nothing to compare the disk with; empty: the other fields are there.
+	Uncompared string `json:"uncompared,omitempty"`
 	// List is what is installed.
 	List versions.List `json:"list"`
 	// Adopted says that the cluster was there before Muster.
@@ -49,6 +51,12 @@ type Desired struct {
 	// Authorities are the content of public files by their path below /etc/kubernetes/pki: [Authorities].
 	Authorities map[string][]byte `json:"authorities"`
 }
+
+// Values of [Desired.Uncompared].
+const (
+	UncomparedNew      = "it was formatted in this boot"
+	UncomparedRecovery = "its owner's recovery opened it"
+)
 
 // CA is the one of [Authorities] that every node has: the cluster's certificate authority.
 const CA = "ca.crt"
@@ -78,14 +86,6 @@ func (f DesiredFile) Load() (*Desired, error) {
 		return nil, fmt.Errorf("%s: %w", f, err)
 	}
 	return &d, nil
-}
-
-// Remove removes the file, if it is there.
-func (f DesiredFile) Remove() error {
-	if err := os.Remove(string(f)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return nil
 }
 
 func save(file string, what any) error {

@@ -203,24 +203,19 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 	return refuse("the TPM's counter does not go on") // it was incremented, and is not what it should be
 }
 
-// Advance writes a newer record and counts the counter up. The disk has to be the newest as it is.
+// Advance writes a newer record and increments the counter. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
 func (k Keeper) Advance(ctx context.Context, r Record) error {
-	return k.exclusive(func() error {
-		s, err := k.check(ctx)
-		if err == nil {
-			err = s.Err
-		}
-		if err != nil {
-			return err
-		}
-		return k.write(ctx, r, s.Counter, 1)
-	})
+	return k.onNewest(ctx, func(s Standing) error { return k.write(ctx, r, s.Counter, 1) })
 }
 
-// Renew writes the record again, two values of the counter later. It is for a boot: power that went away between file and counter has left a disk whose value
-// the counter has not reached yet. Whoever kept a copy of that disk, and boots an older one first, would find the copy valid once the counter has come to its value,
-// whatever has changed meanwhile.
+// Renew writes the record again, for a value of the counter that is two higher. It is called at each boot: a power cut between file and counter has left a disk whose
+// value the counter has not reached yet. Somebody who kept a copy of that disk, and boots an older one first, would otherwise have a valid copy once the counter
+// reaches that value, whatever has changed in between. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
 func (k Keeper) Renew(ctx context.Context) error {
+	return k.onNewest(ctx, func(s Standing) error { return k.write(ctx, *s.Record, s.Counter, renewal) })
+}
+
+func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 	return k.exclusive(func() error {
 		s, err := k.check(ctx)
 		if err == nil {
@@ -229,7 +224,7 @@ func (k Keeper) Renew(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		return k.write(ctx, *s.Record, s.Counter, renewal)
+		return do(s)
 	})
 }
 

@@ -103,7 +103,7 @@ func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	if d, err := w.desired.Load(); err != nil || d != nil {
+	if d, err := w.desired.Load(); err != nil || d == nil || d.Uncompared != component.UncomparedRecovery || len(d.List.Components) > 0 {
 		t.Errorf("the owner opened it, and kept is %+v, %v", d, err)
 	}
 }

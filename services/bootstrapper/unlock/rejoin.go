@@ -164,9 +164,9 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 }
 
 // parse checks an answer: REQUEST_INVALID.
-func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk, keys.ClusterID, *component.Desired, error) {
-	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, *component.Desired, error) {
-		return keys.Disk{}, keys.ClusterID{}, nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: "+format, args...)
+func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk, keys.ClusterID, component.Desired, error) {
+	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, component.Desired, error) {
+		return keys.Disk{}, keys.ClusterID{}, component.Desired{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: "+format, args...)
 	}
 	if len(resp.GetTicketId()) != 16 || len(resp.GetClusterId()) != len(keys.ClusterID{}) {
 		return refuse("its ID has %d bytes, its cluster ID %d", len(resp.GetTicketId()), len(resp.GetClusterId()))
@@ -188,7 +188,7 @@ func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk
 	if err != nil {
 		return refuse("authorities: %w", err)
 	}
-	return key, keys.ClusterID(resp.GetClusterId()), &component.Desired{
+	return key, keys.ClusterID(resp.GetClusterId()), component.Desired{
 		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities,
 	}, nil
 }
@@ -215,7 +215,7 @@ func parseAuthorities(files []*joinv1.ControlPlaneFile, controlPlane bool) (map[
 }
 
 // use tries the key of a ticket.
-func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired *component.Desired) error {
+func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error {
 	err := s.try(ctx, key, cluster, s.memory.Policy(), desired)
 	switch {
 	case err == nil:
@@ -237,7 +237,7 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 	s.serving = true
 	s.recovery.Go(func() {
 		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-			err := s.try(ctx, key, cluster, nil, nil)
+			err := s.try(ctx, key, cluster, nil, component.Desired{Uncompared: component.UncomparedRecovery})
 			if err == nil {
 				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
 				s.end()

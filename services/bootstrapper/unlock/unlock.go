@@ -108,7 +108,7 @@ type Config struct {
 	// Policy keeps the policy that the joinservice was judged by whose key opens the disk, for the running system to compare
 	// with its journal: [journal.UnlockPolicy]. It has none if a recovery opens it.
 	Policy Policy
-	// Desired keeps what the cluster wants the machine to run, for the running system to compare the disk with (B8): [component.UnlockFile]. A recovery has none.
+	// Desired keeps what the cluster wants the machine to run, for the running system to compare the disk with (B8): [component.UnlockFile].
 	Desired component.DesiredFile
 	// Recovery lets the owner of a control plane open the disk; nil: nobody can.
 	Recovery Recovery
@@ -221,7 +221,10 @@ func (u *Unlocker) once(ctx context.Context) error {
 	case disk.StateBlank, disk.StateNew:
 		u.enter(initv1.Phase_PHASE_FORMATTING)
 		u.cfg.Log.InfoContext(ctx, "formatting the state disk", "state", state.String())
-		return disked(u.cfg.Disk.Format(ctx, u.progress()))
+		if err := u.cfg.Disk.Format(ctx, u.progress()); err != nil {
+			return disked(err)
+		}
+		return u.note(component.Desired{Uncompared: component.UncomparedNew})
 	case disk.StateLocked:
 		u.enter(initv1.Phase_PHASE_UNLOCKING)
 		return u.unlock(ctx)
@@ -270,9 +273,9 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 // the disk is used (B1). So a disk that somebody else has made, under a key of his own, never runs in a machine that
 // passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
 //
-// desired is what the key's sender says that the machine is to run; nil if it says nothing. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
+// desired is what the key's sender says that the machine is to run. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
 // an open disk and not what the running system has to compare its journal with.
-func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy, desired *component.Desired) error {
+func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy, desired component.Desired) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
 	if u.open {
@@ -283,7 +286,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 			return fmt.Errorf("note the policy: %w", err)
 		}
 		if err := u.note(desired); err != nil { // B8
-			return fmt.Errorf("note what the cluster wants this machine to run: %w", err)
+			return err
 		}
 		if err := u.cfg.Disk.Unlock(ctx, key); err != nil {
 			return err
@@ -298,9 +301,10 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 	return nil
 }
 
-func (u *Unlocker) note(desired *component.Desired) error {
-	if desired == nil {
-		return u.cfg.Desired.Remove()
+// note keeps what the running system compares the disk with. It does so also if that is nothing: a file that is missing says that somebody has removed it.
+func (u *Unlocker) note(desired component.Desired) error {
+	if err := u.cfg.Desired.Save(desired); err != nil {
+		return fmt.Errorf("note what the cluster wants this machine to run: %w", err)
 	}
-	return u.cfg.Desired.Save(*desired)
+	return nil
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
@@ -40,6 +41,9 @@ func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) 
 			}
 			if !w.disk.wrote || j.asked() > 0 {
 				t.Errorf("formatted %t, asked %d times", w.disk.wrote, j.asked())
+			}
+			if d, err := w.desired.Load(); err != nil || d == nil || d.Uncompared != component.UncomparedNew { // B8
+				t.Errorf("kept is %+v, %v", d, err)
 			}
 			lines := w.lines()
 			for _, want := range []string{"muster: formatting the state disk: 0 % of 32 MiB", "muster: formatting the state disk: 50 % of 32 MiB", "muster: formatting the state disk: 100 % of 32 MiB", "muster: the state disk is open"} {

@@ -1,0 +1,212 @@
+package bootstrapper_test
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
+	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
+	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// B8: links, and files with a second name, lead to what somebody changes later.
+func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
+	const volume = "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"
+	for name, tt := range map[string]struct {
+		at   string
+		hard bool
+		gone bool // or else a file of its own
+	}{
+		"an authority in a volume":       {at: "etc/kubernetes/pki/ca.crt", hard: true},
+		"a static pod in a volume":       {at: "etc/kubernetes/manifests/etcd.yaml", hard: true},
+		"a configuration in a volume":    {at: "var/lib/kubelet/config.yaml", hard: true},
+		"flags in a volume":              {at: "var/lib/kubelet/kubeadm-flags.env", hard: true},
+		"a kubeconfig in a volume":       {at: "etc/kubernetes/kubelet.conf", hard: true},
+		"an authority that is a link":    {at: "etc/kubernetes/pki/sa.pub", gone: true},
+		"flags that are a link":          {at: "var/lib/kubelet/kubeadm-flags.env", gone: true},
+		"the hosts of a pod":             {at: "var/lib/kubelet/pods/u/etc-hosts", gone: true},
+		"the containers of a pod":        {at: "var/lib/kubelet/pods/u/containers", gone: true},
+		"the plugins of a pod":           {at: "var/lib/kubelet/pods/u/plugins", gone: true},
+		"the devices' folder":            {at: "var/lib/kubelet/device-plugins", gone: true},
+		"the kubelet's certificates":     {at: "var/lib/kubelet/pki", gone: true},
+		"a certificate of the kubelet's": {at: "var/lib/kubelet/pki/kubelet-client-current.pem", gone: true},
+		"a log":                          {at: "var/log/pods/x/0.log", gone: true},
+		"a renewal":                      {at: "etc/kubernetes/muster-renewal/controller-manager.conf", gone: true},
+		"a pod":                          {at: "var/lib/kubelet/pods/x", gone: true},
+		"the pods":                       {at: "var/lib/kubelet/pods", gone: true},
+		"a volume of a driver":           {at: "var/lib/kubelet/pods/u/volumes/kubernetes.io~csi/pv/mount", gone: true},
+		"a mount of a driver":            {at: "var/lib/kubelet/plugins/example.org/mount", gone: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			at, to := filepath.Join(w.root, tt.at), filepath.Join(w.root, volume, "x")
+			if err := errors.Join(os.MkdirAll(filepath.Dir(to), 0o755), os.MkdirAll(filepath.Dir(at), 0o755)); err != nil {
+				t.Fatal(err)
+			}
+			if tt.hard {
+				if err := os.Link(at, to); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
+				t.Fatal(err)
+			}
+			r := w.boot()
+			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
+			r.kill(t)
+			info, err := os.Lstat(at)
+			switch {
+			case tt.gone && err == nil && info.Mode()&fs.ModeSymlink != 0:
+				if to, _ := os.Readlink(at); strings.Contains(to, "volumes") {
+					t.Error("the link is there")
+				}
+			case !tt.gone:
+				other, oerr := os.Stat(to)
+				if err != nil || oerr != nil || os.SameFile(info, other) {
+					t.Errorf("%v %v: it is still the same file", err, oerr)
+				}
+			}
+		})
+	}
+}
+
+// B8: a mark that somebody has a program leave by a link on the disk says nothing.
+func TestAForeignMarkDoesNotEndTheComparison(t *testing.T) {
+	for _, content := range []string{"", "0123456789abcdef0123456789abcdef\n"} {
+		w := rebooted(t)
+		w.put(t, "run/muster/state-checked", content)
+		w.put(t, "etc/kubernetes/manifests/evil.yaml", staticPod("evil", "evil"))
+		w.startAgain(t)
+		if w.exists("etc/kubernetes/manifests/evil.yaml") {
+			t.Errorf("%q: nothing was compared", content)
+		}
+	}
+}
+
+// B8: this machine's own services use these as root.
+func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
+	const user = "  user:\n"
+	own := "https://192.168.77.11:6443"
+	for name, change := range map[string][2]string{
+		"a program":      {user, user + "    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n"},
+		"another server": {own, "https://evil:6443"},
+		"a file":         {"client-certificate-data: YQ==", "client-certificate: /var/evil"},
+		"no kubeconfig":  {"apiVersion: v1", "evil"},
+		"a proxy":        {"    server:", "    proxy-url: http://evil\n    server:"},
+	} {
+		for _, file := range []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"} {
+			w := rebooted(t)
+			text := strings.Replace(w.get("etc/kubernetes/admin.conf"), change[0], change[1], 1)
+			if text == w.get("etc/kubernetes/admin.conf") {
+				t.Fatalf("%s: not changed: %s", name, text)
+			}
+			w.put(t, "etc/kubernetes/"+file, text)
+			w.startAgain(t)
+			if got := w.get("etc/kubernetes/" + file); strings.Contains(got, "evil") {
+				t.Errorf("%s, %s: %s", name, file, got)
+			}
+			if !strings.Contains(w.logged.String(), tampered) {
+				t.Errorf("%s, %s: nobody is told", name, file)
+			}
+		}
+	}
+	// One that leads to the cluster's address stays as it is, and a worker has none.
+	w := rebooted(t)
+	text := strings.Replace(w.get("etc/kubernetes/admin.conf"), own, "https://192.168.77.1:6443", 1)
+	w.put(t, "etc/kubernetes/admin.conf", text)
+	w.startAgain(t)
+	if w.get("etc/kubernetes/admin.conf") != text || strings.Contains(w.logged.String(), tampered) {
+		t.Errorf("%s\n%s", w.get("etc/kubernetes/admin.conf"), w.logged.String())
+	}
+	w = rebooted(t)
+	w.meta.Role = "worker"
+	w.put(t, "etc/kubernetes/controller-manager.conf", text)
+	w.startAgain(t)
+	for _, file := range []string{"etc/kubernetes/admin.conf", "etc/kubernetes/controller-manager.conf", "etc/kubernetes/pki/ca.key"} {
+		if w.exists(file) {
+			t.Errorf("a worker has %s", file)
+		}
+	}
+}
+
+// B7: an authority that was moved away makes no worker of a control plane.
+func TestAControlPlaneWithoutItsAuthorityIsComparedWithItsTPM(t *testing.T) {
+	w := rebooted(t)
+	if err := os.Remove(filepath.Join(w.root, "etc/kubernetes/pki/ca.key")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(filepath.Join(w.root, epoch.Folder)); err != nil {
+		t.Fatal(err)
+	}
+	r := w.boot()
+	defer r.kill(t)
+	eventually(t, "it is refused", func() bool { return strings.Contains(w.logged.String(), "CLUSTER_ROLLED_BACK") })
+	if w.machine.Running("kubelet.service") {
+		t.Error("the kubelet runs")
+	}
+}
+
+// B8: the log of a boot may be read by nobody, so the attester's metrics have it until the next boot.
+func TestFindingsAreInTheAttestersMetrics(t *testing.T) {
+	w := rebooted(t)
+	metrics := w.reattest()
+	if n := counter(t, metrics, "muster_state_disk_findings"); n != 0 {
+		t.Errorf("%v findings before the comparison", n)
+	}
+	w.put(t, "etc/kubernetes/manifests/evil.yaml", staticPod("evil", "evil"))
+	w.put(t, "usr/local/bin/evil\n", "#!evil")
+	w.startAgain(t)
+	if n := counter(t, metrics, "muster_state_disk_findings"); n != 2 {
+		t.Errorf("%v findings, want 2: %q", n, w.get("run/muster/state-findings"))
+	}
+}
+
+// B8: the kubelet leaves what it finds in the place of a ConfigMap's file, and what a folder of pods leads to is not the comparison's to delete.
+func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
+	w := rebooted(t)
+	const pod = "var/lib/kubelet/pods/u"
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state"} {
+		w.put(t, gone, "evil")
+	}
+	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
+		w.put(t, stays, "kept")
+	}
+	if err := os.Symlink(filepath.Join(w.root, "run/muster"), filepath.Join(w.root, "var/lib/kubelet/pods/a")); err != nil {
+		t.Fatal(err)
+	}
+	w.startAgain(t)
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/pods/a"} {
+		if w.exists(gone) {
+			t.Errorf("%s is there", gone)
+		}
+	}
+	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
+		if w.get(stays) != "kept" {
+			t.Errorf("%s is %q", stays, w.get(stays))
+		}
+	}
+}
+
+// B8: whoever has a program delete the list by a path on the disk gets no start without a comparison.
+func TestWithoutItsListNothingOfAnEncryptedDiskStarts(t *testing.T) {
+	w := rebooted(t)
+	w.encrypt(luks2test.Genuine(t, firstKey, luks2.HMACSHA256, luks2.LabelState))
+	if err := os.Remove(filepath.Join(w.root, component.UnlockFile)); err != nil {
+		t.Fatal(err)
+	}
+	before := len(w.machine.Calls())
+	r := w.boot()
+	if err := r.end(t); attest.ReasonOf(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(err.Error(), component.UnlockFile) {
+		t.Errorf("%v", err)
+	}
+	if calls := w.machine.Calls()[before:]; slices.Contains(calls, "start kubelet.service") || w.exists("run/muster/kubelet-may-start") {
+		t.Errorf("%q", calls)
+	}
+}
