@@ -31,7 +31,7 @@ func (w *world) copied(t *testing.T, of, as string) driver.VM {
 	return v
 }
 
-// copyFolder copies the files of a folder, without its sockets.
+// copyFolder copies a folder and those inside of it, without sockets.
 func copyFolder(to, from string) error {
 	entries, err := os.ReadDir(from)
 	if err != nil {
@@ -41,6 +41,11 @@ func copyFolder(to, from string) error {
 		return err
 	}
 	for _, e := range entries {
+		if e.IsDir() {
+			if err := copyFolder(filepath.Join(to, e.Name()), filepath.Join(from, e.Name())); err != nil {
+				return err
+			}
+		}
 		if !e.Type().IsRegular() {
 			continue
 		}
