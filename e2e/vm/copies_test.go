@@ -177,8 +177,8 @@ func (w *world) cloned(t *testing.T, accepted, refused string) {
 		}
 		return fmt.Errorf("conditions %+v", n.Status.Conditions)
 	})
-	out, err := w.At(t.Context(), driver.Owner, "", "muster", "status")
+	out, err := w.At(t.Context(), driver.Owner, "", "muster", "status", "--check")
 	if err == nil || !strings.Contains(out+err.Error(), "MACHINE_CLONED") {
-		t.Errorf("muster status: %v\n%s", err, out)
+		t.Errorf("muster status --check: %v\n%s", err, out)
 	}
 }
