@@ -30,7 +30,7 @@ const (
 	checkedFile = "/run/muster/state-checked"
 	// mayStartFile lets systemd start the kubelet, whose unit has it as a condition: nothing of the state disk runs before it was looked at.
 	mayStartFile = "/run/muster/kubelet-may-start"
-	// findingsFile has a line for each finding of that comparison in this boot, for the attester's metrics.
+	// findingsFile has a line for each finding of the comparison in this boot. The attester counts them in its metrics.
 	findingsFile = "/run/muster/state-findings"
 	// csiData is the file of a volume of the Container Storage Interface beside the folder that is mounted; the kubelet reads names from it.
 	csiData = "vol_data.json"
@@ -103,8 +103,8 @@ func (b *Bootstrapper) checkState(ctx context.Context) error {
 	return machine.WriteFile(b.on(checkedFile), mark, 0o600, 0o755)
 }
 
-// checkedMark returns what [checkedFile] holds once the disk was compared: nobody who does not run in this boot can have written it, as by a link on the disk that a
-// program follows before.
+// checkedMark returns the content of [checkedFile] once the disk was compared. It depends on the secret of this boot, so nothing that was prepared on the disk in an earlier
+// boot can make a valid one.
 func (b *Bootstrapper) checkedMark() ([]byte, error) {
 	secret, err := bootsecret.Load(b.cfg.Root)
 	if err != nil {
@@ -133,7 +133,7 @@ func (b *Bootstrapper) found(ctx context.Context, what, done string) {
 	}
 }
 
-// findings returns how many findings the comparison of the state disk had in this boot (B8).
+// findings returns the number of findings of the comparison of the state disk in this boot (B8).
 func findings(root string) float64 {
 	text, err := os.ReadFile(filepath.Join(root, findingsFile))
 	if err != nil {
@@ -197,10 +197,10 @@ func (b *Bootstrapper) checkManifests(ctx context.Context, images versions.Image
 	return err
 }
 
-// wantFolder removes what is in the place of a folder: a link leads to where somebody writes later.
+// wantFolder removes what is in the place of a folder and is none, as a link.
 func (b *Bootstrapper) wantFolder(ctx context.Context, name string) error {
 	if info, err := os.Lstat(b.on(name)); err != nil || info.IsDir() {
-		return nil //nolint:nilerr // there is none
+		return nil //nolint:nilerr // nothing is there
 	}
 	if err := os.Remove(b.on(name)); err != nil {
 		return err
@@ -209,7 +209,8 @@ func (b *Bootstrapper) wantFolder(ctx context.Context, name string) error {
 	return nil
 }
 
-// checkAuthorities puts right by whom the node is given orders. What is not there is not made: kubeadm refuses to find it.
+// checkAuthorities writes anew the public files by which the node knows its cluster if they differ. It does not make missing ones: kubeadm, which may still have to write
+// them, refuses to run if they are there.
 func (b *Bootstrapper) checkAuthorities(ctx context.Context, want map[string][]byte) error {
 	for _, folder := range []string{pkiFolder, path.Join(pkiFolder, "etcd")} {
 		if err := b.wantFolder(ctx, folder); err != nil {
@@ -285,7 +286,7 @@ func (b *Bootstrapper) checkVolumes(ctx context.Context) error {
 	return nil
 }
 
-// checkKubelet puts right what would have the kubelet run something else, or take it from elsewhere. Of what is not there yet kubeadm makes what is right.
+// checkKubelet corrects the kubelet's files where they would have it run another program, or take pods from elsewhere. It does not make missing ones: kubeadm does.
 func (b *Bootstrapper) checkKubelet(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	config, flags := b.on(kubeletFolder+"/config.yaml"), b.on(kubeletFlags)
 	text, err := os.ReadFile(config)

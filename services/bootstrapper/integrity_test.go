@@ -70,6 +70,18 @@ func rebooted(t *testing.T) *world {
 	return w
 }
 
+// link makes to a second name of the file at, or at a link to it.
+func link(t *testing.T, at, to string, hard bool) {
+	t.Helper()
+	if hard {
+		if err := os.Link(at, to); err != nil {
+			t.Fatal(err)
+		}
+	} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // desires has the joinservice that gave the key say what the machine is to be.
 func (w *world) desires(t *testing.T) {
 	t.Helper()
@@ -197,13 +209,7 @@ func TestWhatHasTwoNamesOrIsALinkIsNotLeft(t *testing.T) {
 			if err := errors.Join(os.MkdirAll(filepath.Join(w.root, "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"), 0o755)); err != nil {
 				t.Fatal(err)
 			}
-			if tt.hard {
-				if err := os.Link(at, to); err != nil {
-					t.Fatal(err)
-				}
-			} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
-				t.Fatal(err)
-			}
+			link(t, at, to, tt.hard)
 			if tt.at == "var/lib/etcd" {
 				w.put(t, "etc/kubernetes/manifests/etcd.yaml", staticPod("etcd", machinetest.Images()[versions.Etcd].String())+"    volumeMounts: [{name: x, mountPath: /var/lib/etcd}]\n  volumes: [{name: x, hostPath: {path: /var/lib/etcd}}]\n")
 			}

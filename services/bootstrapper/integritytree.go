@@ -27,8 +27,8 @@ const networkFolder = "/etc/cni/net.d"
 // podVolumes are the folders of a pod that outlive a reboot. The kubelet makes the others anew.
 var podVolumes = []string{"volumes", "volume-subpaths"}
 
-// checkTrees sees to it that files which are compared, and those beside them, are what their name says: a link leads elsewhere, and a file with a second name, as one in
-// the volume of a pod, can be changed after it was looked at.
+// checkTrees removes links from the folders of Kubernetes and the kubelet, and gives each file there one name only: a link leads elsewhere, and a file with a second name, as in
+// a pod's volume, can be changed after the comparison.
 func (b *Bootstrapper) checkTrees(ctx context.Context) error {
 	pods, err := os.ReadDir(b.on(kubeletFolder + "/pods"))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -101,7 +101,7 @@ func (b *Bootstrapper) checkTree(ctx context.Context, tree string) error {
 	return err
 }
 
-// ownFile makes a file one that has no other name, and that root alone writes.
+// ownFile replaces a file by a copy if it has a second name, or if others than root may write it.
 func (b *Bootstrapper) ownFile(ctx context.Context, at, name string) error {
 	info, err := os.Lstat(at)
 	if err != nil {
@@ -125,7 +125,7 @@ func (b *Bootstrapper) ownFile(ctx context.Context, at, name string) error {
 	return nil
 }
 
-// finishRenewal has a renewal of certificates that was cut off end before what it puts in place is compared.
+// finishRenewal finishes a renewal of certificates that was interrupted, so that the files that it puts in place are compared as well.
 func (b *Bootstrapper) finishRenewal(ctx context.Context) error {
 	if b.lock.record().Step < journal.StepDone {
 		return renewal.Discard(b.cfg.Root) // there is no node whose certificates could be renewed
@@ -193,7 +193,7 @@ func (b *Bootstrapper) checkAdministrators(ctx context.Context, meta *metadata.M
 	return nil
 }
 
-// administrator returns what a kubeconfig must be that has the certificate of this one; nil if it has none.
+// administrator returns the kubeconfig that has the certificate and key of text, and beside them only the cluster's server and authority; nil if text has no certificate.
 func administrator(text []byte, local string, d *component.Desired) ([]byte, error) {
 	c, err := clientcmd.Load(text)
 	if err != nil {

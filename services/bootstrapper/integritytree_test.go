@@ -51,13 +51,7 @@ func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 			if err := errors.Join(os.MkdirAll(filepath.Dir(to), 0o755), os.MkdirAll(filepath.Dir(at), 0o755)); err != nil {
 				t.Fatal(err)
 			}
-			if tt.hard {
-				if err := os.Link(at, to); err != nil {
-					t.Fatal(err)
-				}
-			} else if err := errors.Join(os.RemoveAll(at), os.Symlink(to, at)); err != nil {
-				t.Fatal(err)
-			}
+			link(t, at, to, tt.hard)
 			r := w.boot()
 			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
 			r.kill(t)
@@ -133,6 +127,18 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 		if w.exists(file) {
 			t.Errorf("a worker has %s", file)
 		}
+	}
+}
+
+// B8: a renewal that was interrupted has files that are put in place at the next boot.
+func TestAStagedRenewalIsComparedToo(t *testing.T) {
+	w := rebooted(t)
+	evil := strings.Replace(w.get("etc/kubernetes/admin.conf"), "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1)
+	w.put(t, "etc/kubernetes/pki/ca.key", "key")
+	w.put(t, "etc/kubernetes/muster-renewal/admin.conf", evil)
+	w.startAgain(t)
+	if got := w.get("etc/kubernetes/admin.conf"); strings.Contains(got, "evil") || w.exists("etc/kubernetes/muster-renewal/admin.conf") {
+		t.Errorf("%s", got)
 	}
 }
 

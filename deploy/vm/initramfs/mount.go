@@ -74,7 +74,7 @@ var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
 	with []string // folders inside that must be there
-	// trees are those inside that programs use before the disk was compared with the cluster's list.
+	// trees are folders inside that programs use before the bootstrapper compares the disk with the cluster's list.
 	trees []string
 }{
 	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}, []string{
@@ -87,9 +87,9 @@ var kept = []struct {
 	{"/usr/local/lib/muster", 0o755, nil, []string{"."}},
 }
 
-// left are folders inside those trees whose content stays as it is: files of containers, pods and drivers, and the kubelet's certificates, to which its own links
-// lead. The bootstrapper looks at them before the kubelet starts, but for a container's files, which are no more than that.
-var left = []string{
+// unchecked are folders inside those trees whose content filesAlone does not look at, since links are usual there. The bootstrapper removes
+// wrong links from all but the snapshots before the kubelet starts. Files of a snapshot are used inside its container only.
+var unchecked = []string{
 	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
 }
 
@@ -127,8 +127,9 @@ func mountState(device, root string) error {
 	return machineID(filepath.Join(stateFolder, "machine-id"), root+"/etc/machine-id")
 }
 
-// prepare makes a folder of the state disk and those inside of it that have to be there. What is in the place of one and is no folder is removed, and all that is neither
-// folder nor file in its trees: by a link whoever was root once would have something else mounted, written or deleted, before anybody has looked at the disk (B8).
+// prepare makes a folder of the state disk and the folders inside of it that have to be there. It removes what is in the place of one and is no folder, and from its trees
+// what is neither a folder nor a regular file. An attacker who was root before the reboot could otherwise leave a link, and so have another folder mounted, written to or
+// deleted before the bootstrapper compares the disk (B8).
 func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	if err := folder(top, perm); err != nil {
 		return err
@@ -150,7 +151,7 @@ func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	return nil
 }
 
-// filesAlone removes what is neither a folder nor a file from a tree below top, and lets root change and delete the rest again (chattr(1)).
+// filesAlone removes what is neither a folder nor a regular file from a tree below top, and clears the attributes immutable and append-only of the rest (chattr(1)).
 func filesAlone(top, tree string) error {
 	var wrong []string
 	err := filepath.WalkDir(filepath.Join(top, tree), func(at string, d fs.DirEntry, err error) error {
@@ -167,7 +168,7 @@ func filesAlone(top, tree string) error {
 		if err := mutable(at); err != nil || !d.IsDir() {
 			return err
 		}
-		for _, pattern := range left {
+		for _, pattern := range unchecked {
 			if fits, err := filepath.Match(filepath.Join(top, pattern), at); err != nil {
 				return err
 			} else if fits {
@@ -200,7 +201,7 @@ func folder(at string, perm fs.FileMode) error {
 	return os.Chmod(at, perm)
 }
 
-// mutable takes the attributes from a folder or file that keep root from changing or deleting it.
+// mutable clears the attributes of a folder or file that keep root from changing or deleting it.
 func mutable(at string) error {
 	const immutable, appendOnly = 0x10, 0x20 // FS_IMMUTABLE_FL, FS_APPEND_FL of linux/fs.h
 	var is unix.Statx_t
@@ -220,7 +221,7 @@ func mutable(at string) error {
 		err = unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, flags&^(immutable|appendOnly))
 	}
 	if err != nil {
-		return fmt.Errorf("take the attributes from %s: %w", at, err)
+		return fmt.Errorf("clear the attributes of %s: %w", at, err)
 	}
 	return nil
 }
@@ -238,9 +239,9 @@ func machineID(file, over string) error {
 	return bind(layout.RunMachine, over)
 }
 
-// machineIDOf reads the ID, and makes it if there is none.
+// machineIDOf returns the ID in the file, which it makes if there is none.
 func machineIDOf(file string) ([]byte, error) {
-	// A link that leads to nowhere would have any file made.
+	// To write through a link that leads to a missing file would make that file.
 	if info, err := os.Lstat(file); err == nil && !info.Mode().IsRegular() {
 		if err := os.RemoveAll(file); err != nil {
 			return nil, err

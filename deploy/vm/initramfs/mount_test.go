@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// B8: whoever was root once leaves links where this program makes folders and files, before anybody has looked at the disk.
+// B8: an attacker who was root before the reboot leaves links where this program, systemd or containerd makes folders and files.
 func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
 	dir := t.TempDir()
 	elsewhere, top := filepath.Join(dir, "elsewhere"), filepath.Join(dir, "var")
@@ -74,7 +74,7 @@ func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
 	}
 }
 
-// B8: attributes of chattr(1) would keep what somebody left from those who compare the disk.
+// B8: a file that root can't delete would survive the comparison of the disk.
 func TestNoAttributeKeepsAFileFromRoot(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "etc-kubernetes")
 	file := filepath.Join(top, "manifests", "evil.yaml")

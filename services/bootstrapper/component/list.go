@@ -13,7 +13,7 @@ import (
 
 // Where a machine has what the cluster wants it to run.
 const (
-	// KeptList is on the state disk: what was installed last. Who was root once can have changed it.
+	// KeptList is on the state disk: what was installed last. An attacker who was root can have changed it.
 	KeptList = "/var/lib/muster/components.json"
 	// UnlockFile is in memory: what the state disk is compared with in this boot (B8). `bootstrapper unlock` writes it whenever it opens or formats an encrypted disk.
 	UnlockFile = "/run/muster/components.json"
@@ -61,7 +61,7 @@ const (
 // CA is the one of [Authorities] that every node has: the cluster's certificate authority.
 const CA = "ca.crt"
 
-// Authorities gives the public files by which a node knows its cluster, in order.
+// Authorities returns the names of the public files by which a node of the role knows its cluster, in order.
 func Authorities(controlPlane bool) []string {
 	if !controlPlane {
 		return []string{CA}
