@@ -242,6 +242,9 @@ type Boot struct {
 	Address string `json:"address,omitempty"`
 	// Since is when the first evidence of this boot was verified.
 	Since metav1.MicroTime `json:"since"`
+	// EarlierEnded says that joinservice has found the machine's boot before this one to have ended. Before that, it gives
+	// nothing for this boot: no ticket, no key of a disk and no certificate.
+	EarlierEnded bool `json:"earlierEnded,omitempty"`
 }
 
 // NodeCertificates are the kubelet's. Nothing is decided on them.

@@ -28,6 +28,7 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -69,9 +70,7 @@ func (s *stage) virtual(t *testing.T) *virtual {
 		p.Tpm2.Images = append(p.Tpm2.Images, &attestv1.Image{Name: "virtual", Pcrs: zero(4, 8, 9, 11, 12, 13, 14)})
 		p.Tpm2.Classes = append(p.Tpm2.Classes, &attestv1.MachineClass{Name: "virtual", Pcrs: zero(0, 2, 3, 7)})
 	}))
-	w := worker(t, encrypted)
-	w.BootSecret = v.secret.Expose()
-	if _, err := s.dialAs(t, v, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
+	if err := s.ticket(t, v); err != nil {
 		t.Fatal(err)
 	}
 	return v
@@ -88,8 +87,8 @@ func (v *virtual) reboot() {
 	v.secret = keys.NewBootSecret()
 }
 
-// dialAs is a client with evidence of now.
-func (s *stage) dialAs(t *testing.T, v *virtual, endpoint string) joinv1connect.JoinServiceClient {
+// askAs calls a joinservice over a connection with evidence of now, and closes it: a machine may have 8.
+func (s *stage) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv1connect.JoinServiceClient) error) error {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: v.tpm.Open(), Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
@@ -102,25 +101,40 @@ func (s *stage) dialAs(t *testing.T, v *virtual, endpoint string) joinv1connect.
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = transport.Close() })
-	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...)
+	defer func() { _ = transport.Close() }()
+	return call(joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+endpoint, rpc.ClientOptions()...))
 }
 
 // key asks a joinservice for the key of disk1.
 func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
 	t.Helper()
-	resp, err := s.dialAs(t, v, endpoint).IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
-	if err == nil && !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) {
-		err = errors.New("another key")
-	}
-	return err
+	return s.askAs(t, v, endpoint, func(c joinv1connect.JoinServiceClient) error {
+		resp, err := c.IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
+		if err == nil && !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk1)) {
+			err = errors.New("another key")
+		}
+		return err
+	})
 }
 
 // verdict attests as a node does; its machine is locked to the cluster.
 func (s *stage) verdict(t *testing.T, v *virtual) error {
 	t.Helper()
-	_, err := s.dialAs(t, v, s.join.Addr).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: v.secret.Expose()})
-	return err
+	return s.askAs(t, v, s.join.Addr, func(c joinv1connect.JoinServiceClient) error {
+		_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: v.secret.Expose()})
+		return err
+	})
+}
+
+// ticket asks for one, as w1 with disk1.
+func (s *stage) ticket(t *testing.T, v *virtual) error {
+	t.Helper()
+	w := worker(t, encrypted)
+	w.BootSecret = v.secret.Expose()
+	return s.askAs(t, v, s.join.Addr, func(c joinv1connect.JoinServiceClient) error {
+		_, err := c.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	})
 }
 
 func (s *stage) lock(t *testing.T, v *virtual) {
@@ -202,7 +216,7 @@ func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known
 
 // J11: while the original runs, whoever has booted its TPM once more is a copy.
 func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, func(s *stage) { s.flags = []string{"--lease-watch=15s"} })
 	original := s.virtual(t)
 	s.lock(t, original)
 	if err := s.verdict(t, original); err != nil {
@@ -281,20 +295,73 @@ func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
 	})
 }
 
+// Re-attestation records a later boot although nobody has looked whether the one before has ended. That boot gets nothing for as long as the original runs: no
+// certificates, no ticket, and no key for another copy with its counters and its secret. The original's packets to joinservices are dropped here: it asks for nothing.
+func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	s.lock(t, original)
+	if err := s.verdict(t, original); err != nil {
+		t.Fatal(err)
+	}
+	running := s.runs(t)
+	locked, open := original.copied("127.0.0.3"), original.copied("127.0.0.4")
+	open.secret = locked.secret
+	s.lock(t, locked)
+	renewing := renewingAs(t)
+	renewing.BootSecret = locked.secret.Expose()
+	renew := func() error {
+		return s.askAs(t, locked, s.join.Addr, func(c joinv1connect.JoinServiceClient) error {
+			_, err := c.RenewNodeCertificates(t.Context(), renewing.RenewNodeCertificatesRequest)
+			return err
+		})
+	}
+	ticket := func() error { return s.ticket(t, locked) }
+	key := func() error { return s.key(t, open, s.join.Addr) }
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "renewal refused", "127.0.0.3", "127.0.0.2", renew)
+	if err := s.verdict(t, locked); err != nil {
+		t.Fatal(err)
+	}
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "renewal refused", "127.0.0.3", "127.0.0.3", renew)
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.4", "127.0.0.3", key)
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.3", ticket)
+	// The same requests of a machine that has attested in a boot of its own, once the kubelet of the boot before is gone.
+	running()
+	for what, ask := range map[string]func() error{"certificates": renew, "a ticket": ticket, "a key": key} {
+		if err := ask(); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
+// Whoever may delete Nodes has the Lease deleted; the kubelet, which runs, makes it again.
+func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
+	s := setUp(t)
+	original := s.virtual(t)
+	s.lock(t, original)
+	if err := s.verdict(t, original); err != nil {
+		t.Fatal(err)
+	}
+	clone := original.copied("127.0.0.3")
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error {
+		refused := make(chan error, 1)
+		go func() { refused <- s.key(t, clone, s.join.Addr) }()
+		membertest.Eventually(t, func() error {
+			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "nobody has looked yet")
+		})
+		s.runs(t)
+		return <-refused
+	})
+}
+
 // A machine with an empty disk asks for a ticket instead.
 func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
 	s.runs(t)
 	clone := original.copied("127.0.0.3")
-	w := worker(t, encrypted)
-	w.BootSecret = clone.secret.Expose()
-	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.2", func() error {
-		_, err := s.dialAs(t, clone, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
-		return err
-	})
-	w.BootSecret = original.secret.Expose() // it tries once more, in the same boot
-	if _, err := s.dialAs(t, original, s.join.Addr).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.2", func() error { return s.ticket(t, clone) })
+	if err := s.ticket(t, original); err != nil { // it tries once more, in the same boot
 		t.Errorf("the original: %v", err)
 	}
 }
@@ -309,7 +376,14 @@ func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 	errs := make([]error, len(all))
 	var wait sync.WaitGroup
 	for i, v := range all {
-		wait.Go(func() { errs[i] = s.key(t, v, endpoints[i%2]) })
+		wait.Go(func() {
+			for ctx := t.Context(); ctx.Err() == nil; { // one of a machine waits at a replica, the others are told to come again
+				if errs[i] = s.key(t, v, endpoints[i%2]); rpc.ReasonFrom(errs[i]) != attestv1.Reason_REASON_BUSY {
+					return
+				}
+				_ = retry.Wait(t.Context(), rpc.RetryAfterFrom(errs[i]))
+			}
+		})
 	}
 	wait.Wait()
 	got := 0

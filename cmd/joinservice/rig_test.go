@@ -227,7 +227,7 @@ func (s *stage) serveJoin(t *testing.T) {
 			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
 			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
 			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
-			"--first-lease-within=0s", // machines here boot several times a second, and few have a kubelet
+			"--first-lease-within=0s", "--lease-watch=2s", // machines here boot several times a second, few have a kubelet, and those renew their Leases each second
 		}, s.flags...), stderr)
 	})
 }

@@ -26,6 +26,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/evidence"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -45,6 +46,8 @@ type joinservice struct {
 	b        *bench
 	addr     string
 	ownerKey ed25519.PublicKey
+	owner    ed25519.PrivateKey
+	machine  attest.MachineID // that asks
 	key      *ecdsa.PrivateKey
 
 	mu       sync.Mutex
@@ -60,13 +63,32 @@ type joinservice struct {
 	enrolled map[attest.MachineID]*joinv1.IssueJoinTicketRequest
 }
 
+// machineOf returns the ID of the bench's machine.
+func machineOf(t *testing.T, b *bench) attest.MachineID {
+	t.Helper()
+	ek, err := b.tpm.Open().EndorsementKey(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(ek.Certificates[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return attest.MachineIDOf(cert.RawSubjectPublicKeyInfo)
+}
+
+// signs has the owner sign an init of the machine that asks (B10).
+func (j *joinservice) signs(req *initv1.InitRequest, cluster keys.ClusterID) {
+	req.OwnerSignature = ownerorder.Init{Cluster: cluster, Machine: j.machine}.Sign(j.owner)
+}
+
 func newJoinservice(t *testing.T, b *bench) *joinservice {
 	t.Helper()
 	pub, priv, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	j := &joinservice{t: t, b: b, ownerKey: pub, now: time.Now}
+	j := &joinservice{t: t, b: b, ownerKey: pub, owner: priv, machine: machineOf(t, b), now: time.Now}
 	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		t.Fatal(err)
 	}

@@ -56,6 +56,7 @@ func (c *contest) callInit(t *testing.T) {
 	t.Helper()
 	addr, req := c.l.addr(t), (*initv1.InitRequest)(nil)
 	req, _ = request(c.h.mirror)
+	c.j.signs(req, c.id)
 	c.got = make(chan call, 1)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	go func(got chan<- call) {
@@ -271,6 +272,7 @@ func (r *race) run(t *testing.T) (journal.Kind, error) {
 	t.Helper()
 	r.j.counts()
 	req, _ := request(r.h.mirror)
+	r.j.signs(req, r.initCluster)
 	var got call
 	for range livesAtMost {
 		l := r.h.start(-1)

@@ -31,6 +31,7 @@ import (
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/owner/progress"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -256,11 +257,20 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	if err != nil {
 		return nil, fmt.Errorf("cluster.json: diskSalt: %w: it was begun with an older version of muster, so begin a new cluster in another --directory", err)
 	}
+	id, err := attest.ParseMachineID(c.FirstMachine.ID)
+	if err != nil {
+		return nil, fmt.Errorf("cluster.json: %w", err)
+	}
+	owner, err := i.Dir.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
 	events := i.events(ctx, s, &initv1.InitRequest{
 		IdempotencyKey: i.secrets.IdempotencyKey[:], InitSecret: i.secrets.Init[:], RootSecret: i.secrets.Root[:], Salt: i.secrets.Salt[:],
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
 		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
+		OwnerSignature: ownerorder.Init{Cluster: i.clusterID, Machine: id, Adopt: c.Adopted}.Sign(owner),
 	})
 	for event, err := range events {
 		if err != nil {

@@ -85,6 +85,7 @@ func (w *world) place(t *testing.T, path, content string) {
 func (w *world) adoption() *initv1.InitRequest {
 	q := w.request()
 	q.PodCidrs, q.ServiceCidrs = nil, nil
+	w.sign(q, true)
 	return q
 }
 

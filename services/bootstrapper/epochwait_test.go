@@ -40,8 +40,7 @@ func newPlane(t *testing.T, name string) plane {
 	w := first(t)
 	w.meta.Name, w.counter = name, tpmtest.SWTPM(t).Open()
 	w.image.Listen.Recover = "127.0.0.1:0"
-	pub, priv := ownerKey(t)
-	w.image.OwnerKey = pub
+	priv := w.signer
 	r := w.boot()
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
 		t.Fatal(out.err, w.logged)

@@ -14,6 +14,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -84,6 +85,9 @@ func (b *Bootstrapper) admit(kind journal.Kind, req *initv1.InitRequest) (*initR
 	if err := b.checkSecret(req.GetInitSecret(), meta.InitSecretHash); err != nil {
 		return nil, err
 	}
+	if err := b.checkOwner(kind, order.root, req); err != nil { // B10
+		return nil, err
+	}
 	if b.ctx.Err() != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the bootstrapper is stopping")
 	}
@@ -122,6 +126,16 @@ func (b *Bootstrapper) checkSecret(secret []byte, want *[32]byte) error {
 	b.wrong++
 	b.log.Warn("wrong init secret", "count", b.wrong, "logged_at_most", maxAttempts)
 	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are told apart", b.wrong, maxAttempts)
+}
+
+// checkOwner wants the owner's signature for this machine and the request's cluster (B10). Who writes the metadata, which nothing measures, chooses the init secret: without the signature he could
+// begin a cluster of his own on a machine that attests as accepted, and have it run what he likes.
+func (b *Bootstrapper) checkOwner(kind journal.Kind, root *keys.Root, req *initv1.InitRequest) error {
+	if b.cfg.Image.NoOwnerKey {
+		return nil
+	}
+	signed := ownerorder.Init{Cluster: root.ClusterID([secretSize]byte(req.GetMeasurementSalt())), Machine: b.machineID, Adopt: kind == journal.KindAdopt}
+	return signed.Verify(req.GetOwnerSignature(), b.cfg.Image.OwnerKey)
 }
 
 // initOrder is a checked request.

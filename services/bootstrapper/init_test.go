@@ -329,6 +329,7 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	}
 	foreign := w.request()
 	foreign.RootSecret = bytes.Repeat([]byte{9}, 32)
+	w.sign(foreign, false)
 	if out := w.init(t.Context(), r, foreign); reason(out.err) != "REQUEST_INVALID" {
 		t.Errorf("another root secret: %v", out.err)
 	}

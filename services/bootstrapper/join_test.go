@@ -30,8 +30,7 @@ func worker(t testing.TB) (*world, *joinservice) {
 	t.Helper()
 	w := newWorld(t, "node2")
 	w.meta.Role = "worker"
-	pub, priv := ownerKey(t)
-	w.image.OwnerKey = pub
+	priv := w.signer
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	w.meta.JoinEndpoints = []string{j.addr}
 	return w, j

@@ -52,10 +52,9 @@ func (b *Bootstrapper) renewKubelet(ctx context.Context) error {
 		return nil
 	}
 	b.log.WarnContext(ctx, "this node's certificates have to be renewed before its kubelet starts", "node", node, "why", why, "by", "joinservice")
-	if how == needNow { // one that was started with the machine ends and is started again all the time
-		if err := b.cfg.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
-			return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
-		}
+	// An image whose systemd starts the kubelet by itself has done so. While it renews the node's Lease, joinservice takes this boot for that of a copy (J11).
+	if err := b.cfg.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
 	}
 	b.renewing.Store(true)
 	defer b.renewing.Store(false)

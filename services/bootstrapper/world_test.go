@@ -52,6 +52,7 @@ type world struct {
 	machine *machinetest.Machine
 	journal *journal.File
 	image   *metadata.Image
+	signer  ed25519.PrivateKey // whose public key the image has
 	meta    metadata.Machine
 	// unreadable is why the metadata can't be read.
 	unreadable error
@@ -102,7 +103,7 @@ func newWorld(t testing.TB, name string) *world {
 	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
 	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
-	w.image.OwnerKey, _ = ownerKey(t)
+	w.image.OwnerKey, w.signer = ownerKey(t)
 	w.image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
 	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
 	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))
@@ -397,11 +398,13 @@ func (w *world) allowInit() {
 }
 
 func (w *world) request() *initv1.InitRequest {
-	return &initv1.InitRequest{
+	req := &initv1.InitRequest{
 		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32), DiskSalt: bytes.Repeat([]byte{0xDF}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
 		ApiServerSans: []string{"api.example.com"}, Components: w.components(), Images: machinetest.Images().References(),
 	}
+	w.sign(req, false)
+	return req
 }
 
 func (w *world) record() journal.Record {

@@ -44,6 +44,9 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	if err != nil {
 		return client, serving, err
 	}
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J7: that may have taken long
+		return client, serving, err
+	}
 	if err := s.limits.certificates.Take(peer.Machine(), a.began); err != nil {
 		return client, serving, err
 	}

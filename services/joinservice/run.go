@@ -49,9 +49,8 @@ type Options struct {
 	// CertificateLife is how long nodes' certificates live, at least [kube.MinCertificateLife] and what
 	// the cluster's signer gives when a kubelet renews.
 	CertificateLife time.Duration
-	// FirstLease is how long a machine may take from its ticket, or from the key of its disk, to the first Lease of its kubelet: until then no later boot of it
-	// is believed (J11). 0: a later boot is believed at once.
-	FirstLease time.Duration
+	// Leases are the waits for kubelets' Leases.
+	Leases kube.Leases
 	// VanishedAfter and ReleaseAfter say when nodes have vanished, see [kube.SweepConfig].
 	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
@@ -84,7 +83,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	k, err := kube.New(m.Cluster, o.Audit, o.Log, o.CertificateLife, o.FirstLease)
+	k, err := kube.New(m.Cluster, o.Audit, o.Log, o.CertificateLife, o.Leases)
 	if err != nil {
 		return err
 	}

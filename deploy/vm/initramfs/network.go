@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -24,6 +26,9 @@ type servers struct{ names, clocks []string }
 // network brings the machine's network up, by the medium's file or by DHCP, and writes the files
 // that the root's resolv.conf and hosts are links to, and the one that systemd-timesyncd waits for.
 func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) error {
+	if err := noAdvertisements(); err != nil {
+		return fmt.Errorf("the network: %w", err)
+	}
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
 		return fmt.Errorf("the network: %w", err)
@@ -50,6 +55,16 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 		}
 	}
 	return write(layout.RunResolv, resolv(found.names))
+}
+
+// noAdvertisements has no interface take addresses or routes from IPv6 router advertisements, those that come later included: a neighbor could otherwise speak to the
+// machine from as many sources as he likes, past the limits for each. A kernel without IPv6 takes none.
+func noAdvertisements() error {
+	files, err := filepath.Glob("/proc/sys/net/ipv6/conf/*/accept_ra")
+	for _, f := range files {
+		err = errors.Join(err, os.WriteFile(f, []byte("0"), 0))
+	}
+	return err
 }
 
 // clock is a drop-in of systemd-timesyncd (timesyncd.conf(5)).

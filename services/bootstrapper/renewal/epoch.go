@@ -73,16 +73,16 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	since := r.Now().Sub(had.Written)
 	switch {
 	case now.Epoch < had.Epoch:
 		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays.
 		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", had.Epoch)
-	case now.Epoch > had.Epoch && (had.Epoch == 0 || since < 0 || since >= betweenEpochs): // a clock that was ahead once must not hold it up
+	case now.Epoch > had.Epoch && (had.Epoch == 0 || r.advanced.IsZero() || r.Now().Sub(r.advanced) >= betweenEpochs):
 		now.Written = r.Now()
 		if err := r.Epoch.Advance(ctx, now); err != nil {
 			return err
 		}
+		r.advanced = now.Written
 		r.Log.InfoContext(ctx, "this machine's TPM knows the cluster's epoch", "epoch", now.Epoch, "policy_serial", now.PolicySerial, "bans", len(now.Bans))
 		had = &now
 	}

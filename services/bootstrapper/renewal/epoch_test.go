@@ -33,10 +33,16 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	k := epoch.Keeper{Dir: t.TempDir(), TPM: m}
 	begin := at(t, root, 0.1)
+	var now time.Time
+	start := func() *Renewer {
+		r := newRenewer(t, c, begin)
+		r.Epoch, r.Now = k, func() time.Time { return now }
+		return r
+	}
+	r := start()
 	follow := func(after time.Duration) error {
 		t.Helper()
-		r := newRenewer(t, c, begin.Add(after)) // each time as one that was started anew
-		r.Epoch = k
+		now = begin.Add(after)
 		return r.followEpoch(t.Context())
 	}
 	if err := follow(0); err == nil {
@@ -58,19 +64,23 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 		epoch uint64
 		knows uint64
 		up    uint64 // by how much the counter rises
+		fresh bool   // the process was started anew
 	}{
-		{time.Second, 3, 3, 1}, // the first, at once
-		{time.Minute, 3, 3, 0},
-		{2 * time.Minute, 4, 3, 0}, // too soon
-		{betweenEpochs, 5, 3, 0},
-		{betweenEpochs + time.Second, 5, 5, 1},
-		{time.Hour, 4, 5, 0}, // etcd was put back
-		{time.Hour, 6, 6, 1},
-		{-time.Hour, 7, 7, 1}, // the clock was put back: it may have been ahead for long
-		{time.Minute - time.Hour, 8, 7, 0},
-		{2 * time.Hour, 8, 8, 1},
+		{time.Second, 3, 3, 1, false}, // the first, at once
+		{time.Minute, 3, 3, 0, false},
+		{2 * time.Minute, 4, 3, 0, false}, // too soon
+		{betweenEpochs, 5, 3, 0, false},
+		{betweenEpochs + time.Second, 5, 5, 1, false},
+		{time.Hour, 4, 5, 0, false}, // etcd was put back
+		{time.Hour, 6, 6, 1, false},
+		{time.Hour, 7, 7, 1, true}, // whatever the record says of when it was written: by whose clock, nobody knows
+		{time.Hour + time.Minute, 8, 7, 0, false},
+		{2 * time.Hour, 8, 8, 1, false},
 	} {
 		was := counter()
+		if step.fresh {
+			r = start()
+		}
 		c.epoch = epoch.Record{Epoch: step.epoch, PolicySerial: step.epoch}
 		if err := follow(step.after); err != nil {
 			t.Fatal(i, err)
@@ -80,6 +90,45 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 			t.Errorf("step %d: %+v, %v, counter from %d, published %d", i, s, err, was, c.published)
 		}
 	}
+}
+
+// Whoever serves the time can keep the wall clock at that of the record: the counter follows by the monotonic one all the same (B7).
+func TestTheTPMFollowsTheClustersEpochWhileTheClockStandsStill(t *testing.T) {
+	c := &memoryCluster{root: newControlPlane(t), lease: new(sync.Mutex)}
+	k := &stillKeeper{}
+	r := newRenewer(t, c, time.Now())
+	began := time.Now()
+	passed := time.Duration(0)
+	r.Epoch, r.Now = k, func() time.Time { return began.Add(passed) }
+	k.now = r.Now
+	for i := range uint64(4) {
+		c.epoch = epoch.Record{Epoch: i + 1}
+		if err := r.followEpoch(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if k.Epoch != i+1 {
+			t.Errorf("after %s the machine knows epoch %d, and the cluster is at %d", passed, k.Epoch, i+1)
+		}
+		passed += betweenEpochs
+	}
+}
+
+// stillKeeper has a record that was always written just now.
+type stillKeeper struct {
+	epoch.Record
+
+	now func() time.Time
+}
+
+func (k *stillKeeper) Load() (*epoch.Record, error) {
+	r := k.Record
+	r.Written = k.now().Round(0)
+	return &r, nil
+}
+
+func (k *stillKeeper) Advance(_ context.Context, r epoch.Record) error {
+	k.Record = r
+	return nil
 }
 
 // What raises the epoch, at a real API server with two control planes that look at it.

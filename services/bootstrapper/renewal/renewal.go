@@ -59,6 +59,9 @@ type Renewer struct {
 	plane plane
 	// mu is held while the certificates are renewed, and while the API server is restarted.
 	mu sync.Mutex
+	// advanced is when this process last incremented the TPM's counter; zero: it has not. What it is compared with has the same monotonic clock: the wall clock is
+	// that of time servers, and the record's time is that of an earlier process.
+	advanced time.Time
 }
 
 // New returns a Renewer, or an error that says that a part of cfg is missing.

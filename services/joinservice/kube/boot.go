@@ -22,6 +22,10 @@ import (
 // old when it is used, and what a machine asks for at the same time is not recorded in order.
 const maxClockBack = 2 * time.Minute
 
+// maxLate is how long after evidence was verified the machine's next boot can have been recorded while the evidence was still used: evidence may be a minute old, and
+// clocks of control planes may differ by another.
+const maxLate = time.Minute + maxSkew
+
 // Boot is what evidence says of the boot that it was made in, and what its connection knows of it.
 type Boot struct {
 	// Reset and Restart are the TPM's counters, Clock is its clock.
@@ -33,7 +37,7 @@ type Boot struct {
 	Address string
 	// Verified is when the evidence was.
 	Verified time.Time
-	// over is the boot that was found to have ended before this one, see [Kube.awaitEnd]; nil: nobody has looked.
+	// over is the boot that was the last recorded one when [Kube.awaitEnd] found that no earlier one runs; nil: it has not looked.
 	over *bootID
 }
 
@@ -78,7 +82,9 @@ func judgeBoot(last v1alpha1.Boot, now Boot) (later bool, why string, reason att
 	case 1:
 		return true, "", attestv1.Reason_REASON_ACCEPTED
 	case -1:
-		if !now.Verified.After(last.Since.Time) { // it came late, and its machine has booted since
+		// It came late, and its machine has booted since. Evidence is used for a minute at the most, so an earlier boot that still shows some after that is no late one,
+		// however far joinservice's clock was ahead when the last boot was recorded.
+		if late := last.Since.Sub(now.Verified); late >= 0 && late <= maxLate {
 			return false, "the evidence was made before the machine's next boot", attestv1.Reason_REASON_VERDICT_OLD
 		}
 		return false, "it is an earlier boot than the last one", attestv1.Reason_REASON_MACHINE_CLONED
@@ -112,26 +118,33 @@ func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot)
 	return later, nil
 }
 
+// unproven says whether the boot could be that of a copy whose original still runs: it is a later one than is recorded, or the recorded one, for which
+// nobody has looked whether the boot before it had ended (J11).
+func unproven(s *v1alpha1.AttestedNodeStatus, later bool) bool {
+	return ran(s) && (later || s.Boot != nil && !s.Boot.EarlierEnded)
+}
+
 // ran says whether the enrollment's machine may have run before.
 func ran(s *v1alpha1.AttestedNodeStatus) bool {
 	return s.Boot != nil || s.ResetCount != nil || s.Ticket != nil || s.LastVerdict != nil
 }
 
 // record takes the boot into the status, which is written by compare-and-swap: of two machines that are about to be taken for
-// the same one, the second finds what the first has written (J11). A boot that is to get a key must be the one that
-// [Kube.awaitEnd] has looked for.
+// the same one, the second finds what the first has written (J11). A boot that is to get a ticket, a key or a certificate must be one whose
+// predecessor [Kube.awaitEnd] has found to have ended, now or before.
 func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, forKey bool) error {
 	later, err := checkBoot(n, s, b)
 	if err != nil {
 		return err
 	}
-	if forKey && later && ran(s) && (b.over == nil || *b.over != idOf(s.Boot)) {
+	ended := !unproven(s, later) || b.over != nil && *b.over == idOf(s.Boot)
+	if forKey && !ended {
 		return unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
 	}
 	hash := b.Secret.Hash()
 	next := v1alpha1.Boot{
 		ResetCount: int64(b.Reset), RestartCount: int64(b.Restart), Clock: b.Clock.Milliseconds(), SecretHash: hex.EncodeToString(hash[:]),
-		Address: b.Address, Since: metav1.NewMicroTime(b.Verified),
+		Address: b.Address, Since: metav1.NewMicroTime(b.Verified), EarlierEnded: ended,
 	}
 	if !later {
 		next.Clock, next.Since = max(next.Clock, s.Boot.Clock), s.Boot.Since

@@ -43,6 +43,7 @@ func TestABootIsComparedWithTheLastOne(t *testing.T) {
 		"an earlier boot":                       {Boot{4, 9, known + time.Hour, secret, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
 		"an earlier restart":                    {Boot{5, 1, known, secret, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
 		"an earlier boot that comes late":       {Boot{4, 0, known, secret, "", before, nil}, false, attestv1.Reason_REASON_VERDICT_OLD},
+		"an earlier boot that comes too late":   {Boot{4, 0, known, secret, "", since.Add(-maxLate - time.Second), nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
 		"an earlier boot of the very same time": {Boot{4, 0, known, secret, "", since, nil}, false, attestv1.Reason_REASON_VERDICT_OLD},
 		"the highest counters that a TPM has":   {Boot{1<<32 - 1, 1<<32 - 1, 0, other, "", after, nil}, true, attestv1.Reason_REASON_ACCEPTED},
 		"a cleared TPM, which counts from zero": {Boot{0, 0, 0, other, "", after, nil}, false, attestv1.Reason_REASON_MACHINE_CLONED},
@@ -177,7 +178,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	shared.Reset(t)
 	k := replicaOf(t)
-	k.firstLease = time.Minute
+	k.leases.First = time.Minute
 	c := claim(1)
 	now := time.Now()
 	c.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.1"}
@@ -197,7 +198,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	err := await()
 	refusal, ok := errors.AsType[*attest.Refusal](err)
-	if !ok || refusal.Reason != attestv1.Reason_REASON_BUSY || refusal.RetryAfter <= 0 || refusal.RetryAfter > k.firstLease || !strings.Contains(err.Error(), "192.0.2.1") || !strings.Contains(err.Error(), "192.0.2.2") {
+	if !ok || refusal.Reason != attestv1.Reason_REASON_BUSY || refusal.RetryAfter <= 0 || refusal.RetryAfter > k.leases.First || !strings.Contains(err.Error(), "192.0.2.1") || !strings.Contains(err.Error(), "192.0.2.2") {
 		t.Errorf("a rejoin: %v", err)
 	}
 	if _, err := k.AwaitEarlier(t.Context(), later); attest.ReasonOf(err) != attestv1.Reason_REASON_BUSY {
@@ -219,14 +220,14 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		"no Lease":            {last, nil, last.Since.Add(20 * time.Second), 40 * time.Second},
 		"a Lease of before":   {last, written(last.Since.Add(-time.Second)), last.Since.Add(20 * time.Second), 40 * time.Second},
 		"a Lease since":       {last, written(last.Since.Add(time.Second)), last.Since.Add(20 * time.Second), 0},
-		"no Lease, for long":  {last, nil, last.Since.Add(k.firstLease), 0},
+		"no Lease, for long":  {last, nil, last.Since.Add(k.leases.First), 0},
 		"no boot is recorded": {nil, nil, last.Since.Time, 0},
 	} {
 		if got := k.comesUp(tt.last, tt.lease, tt.now); got != tt.want {
 			t.Errorf("%s: %s, want %s", name, got, tt.want)
 		}
 	}
-	k.firstLease = 0
+	k.leases.First = 0
 	if err := await(); err != nil {
 		t.Error(err)
 	}
@@ -254,4 +255,16 @@ func replicaOf(t *testing.T) *Kube {
 	t.Helper()
 	k, _ := replica(t)
 	return k
+}
+
+// A kubelet renews its Lease each quarter of the time that it lasts.
+func TestALeaseThatLastsLongerIsWatchedLonger(t *testing.T) {
+	for seconds, want := range map[int32]time.Duration{1: 15 * time.Second, 40: 15 * time.Second, 80: 30 * time.Second, 1 << 30: maxWatch} {
+		if got := DefaultLeases.watch(&coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{LeaseDurationSeconds: &seconds}}); got != want {
+			t.Errorf("one of %d s: %s, want %s", seconds, got, want)
+		}
+	}
+	if got := DefaultLeases.watch(nil); got != DefaultLeases.Watch {
+		t.Errorf("one that is not there: %s", got)
+	}
 }

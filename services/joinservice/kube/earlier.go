@@ -19,9 +19,8 @@ import (
 )
 
 const (
-	// leaseWait is how long a Lease is looked at: one and a half times as long as the pause of 10 s between two writes of a kubelet, and as much more as the API
-	// server is slow. When it was last written is not asked: that is by the clock of another machine.
-	leaseWait = 15 * time.Second
+	// maxWatch bounds how long a Lease is watched that its node says to last long: less than evidence may be old when it is used.
+	maxWatch = 45 * time.Second
 	// leasePoll is the pause between two looks.
 	leasePoll = time.Second
 	// maxLeaseWaits bounds how many machines wait at one time.
@@ -76,9 +75,11 @@ func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 	return c, err
 }
 
-// awaitEnd looks whether a later boot can be true: while the machine still runs in the one before, whoever shows a later one is a copy
-// (J11). The kubelet of the node alone writes the node's Lease. One that is not written while it is looked at is that of a machine that has gone down. There is none
-// if the node never came, or was deleted.
+// awaitEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine that shows b is a
+// copy (J11). The kubelet of the node alone writes that Lease. It is watched also if it does not exist: whoever may delete Nodes can have it deleted,
+// and the kubelet makes it again at its next renewal.
+//
+// It looks again for a boot that is recorded already if nobody has looked before: re-attestation records a later boot without that.
 func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
 	later, err := checkBoot(n, &n.Status, *b)
 	if err != nil {
@@ -86,7 +87,7 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 	}
 	last := idOf(n.Status.Boot)
 	b.over = &last
-	if !later || !ran(&n.Status) {
+	if !unproven(&n.Status, later) {
 		return nil
 	}
 	lease, slow, err := k.nodeLease(ctx, n.Name)
@@ -97,9 +98,6 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 	if left := k.comesUp(n.Status.Boot, lease, began); left > 0 {
 		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
 			b, n.Name, cmp.Or(n.Status.Boot.Address, "an unknown address"), utc(n.Status.Boot.Since.Time), left.Round(time.Second))
-	}
-	if lease == nil {
-		return nil
 	}
 	if !k.waits.begin(m) {
 		return attest.RefuseFor(retryWait, attestv1.Reason_REASON_BUSY, "whether an earlier boot of node %s still runs is being looked at, or that of %d other machines", n.Name, maxLeaseWaits)
@@ -119,14 +117,21 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 		switch slow = max(slow, took); {
 		case err != nil:
 			return err
-		case now == nil:
-			return nil
-		case now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime):
+		case now != nil && (lease == nil || now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime)):
 			return cloned(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
-		case asked > leaseWait+2*slow:
+		case asked > k.leases.watch(lease)+2*slow:
 			return nil
 		}
 	}
+}
+
+// watch is how long a Lease is watched: one and a half times as long as its kubelet waits between two renewals, a quarter of the time for which it lasts (as much more as the API
+// server is slow comes on top). When it was last written is not asked: that is by the clock of another machine.
+func (l Leases) watch(lease *coordinationv1.Lease) time.Duration {
+	if lease == nil || lease.Spec.LeaseDurationSeconds == nil {
+		return l.Watch
+	}
+	return max(l.Watch, min(time.Duration(*lease.Spec.LeaseDurationSeconds)*time.Second*3/8, maxWatch))
 }
 
 // comesUp returns for how long no later boot than the last one is believed, since that one's kubelet had no time yet to write its Lease (J11).
@@ -134,7 +139,7 @@ func (k *Kube) comesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now tim
 	if last == nil || lease != nil && writtenAt(lease, now).After(last.Since.Time) {
 		return 0
 	}
-	return k.firstLease - now.Sub(last.Since.Time)
+	return k.leases.First - now.Sub(last.Since.Time)
 }
 
 // nodeLease reads a node's Lease, and says how long that took; nil: there is none.

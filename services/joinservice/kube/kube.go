@@ -57,12 +57,24 @@ type Kube struct {
 	cleanups  sync.WaitGroup
 	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
 	// life is how long a node's certificate lives.
-	life time.Duration
-	// firstLease is how long after a boot was recorded no later one is believed, unless the kubelet has written its Lease since.
-	firstLease time.Duration
+	life   time.Duration
+	leases Leases
 	// now is the clock of all that waits for hours.
 	now func() time.Time
 }
+
+// Leases are the waits for kubelets' Leases, by which a running machine is told from one that has gone down (J11).
+type Leases struct {
+	// First is how long a machine may take from its ticket, or from the key of its disk, to the first Lease of its kubelet: until then no later boot of it is
+	// believed. 0: one is believed at once.
+	First time.Duration
+	// Watch is how long the Lease is watched of a node whose machine has booted anew, at least: longer than its kubelet waits between two renewals, which is 10 s by
+	// default. A Lease that says that it lasts longer is watched longer.
+	Watch time.Duration
+}
+
+// DefaultLeases fit kubelets with their default settings.
+var DefaultLeases = Leases{First: 2 * time.Minute, Watch: 15 * time.Second}
 
 // DefaultCertificateLife is how long a node's certificate lives unless the owner wants it otherwise,
 // MinCertificateLife the least that Kubernetes' signer gives.
@@ -73,9 +85,8 @@ const (
 
 // New registers the informers that joinservice needs beside those of c. records gets what is done to machines that are shut out. life is how long a node's
 // certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
-// a kubelet renews (--cluster-signing-duration of kube-controller-manager). firstLease is how long a machine may take from its ticket, or from the key of its
-// disk, to the first Lease of its kubelet; 0: a later boot is believed at once (J11).
-func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life, firstLease time.Duration) (*Kube, error) {
+// a kubelet renews (--cluster-signing-duration of kube-controller-manager).
+func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Duration, leases Leases) (*Kube, error) {
 	if c == nil || records == nil || log == nil {
 		return nil, errors.New("kube: cluster, audit log and log are required")
 	}
@@ -87,7 +98,7 @@ func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life, firstLe
 	}
 	k := &Kube{
 		cluster: c, audit: records, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
-		life: life, firstLease: firstLease, now: time.Now,
+		life: life, leases: leases, now: time.Now,
 	}
 	k.requests.now = func() time.Time { return k.now() }
 	return k, errors.Join(

@@ -48,7 +48,7 @@ func replica(t *testing.T, with ...func(*Kube)) (*Kube, *Enforcer) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k, err := New(c, audit.NewStream(t.Output()), slog.New(slog.DiscardHandler), DefaultCertificateLife, 0)
+	k, err := New(c, audit.NewStream(t.Output()), slog.New(slog.DiscardHandler), DefaultCertificateLife, Leases{Watch: 2 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,7 +20,8 @@ type Renewal struct{ enrolment *Enrolment }
 // Renewable says whether the claim, of which role and disk are ignored, is what the machine is enrolled as, and records
 // the verdict of now that the certificates will be given on (J7). The enrollment is read from the API, so that a ban or a name
 // that the owner has just taken counts at whichever replica. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH,
-// BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
+// BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, BUSY, API_UNAVAILABLE. It takes some 20 s at the most if the machine has
+// booted since it was last looked at, longer if the API server is slow.
 func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
 	own := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
@@ -48,8 +49,11 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 			return nil, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrollment of node %q, which has %s", ip, c.Node, strings.Join(own.Spec.Addresses, ", "))
 		}
 	}
+	if err := k.awaitEnd(ctx, own, c.Machine, &c.Boot); err != nil { // J11
+		return nil, err
+	}
 	if err := k.writeStatus(ctx, own, func(s *v1alpha1.AttestedNodeStatus) error {
-		if err := c.Boot.record(own, s, false); err != nil { // J11
+		if err := c.Boot.record(own, s, true); err != nil { // J11
 			return err
 		}
 		judged(s, status)

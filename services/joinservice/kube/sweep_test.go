@@ -402,7 +402,7 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 	if _, err := k.NewSweeper(SweepConfig{VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Audit: log, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Error(err)
 	}
-	if _, err := New(k.cluster, k.audit, k.log, time.Minute, 0); err == nil {
+	if _, err := New(k.cluster, k.audit, k.log, time.Minute, Leases{}); err == nil {
 		t.Error("certificates of a minute were taken")
 	}
 }

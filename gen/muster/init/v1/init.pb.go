@@ -252,9 +252,15 @@ type InitRequest struct {
 	// kube-controller-manager, kube-scheduler, kube-proxy, coredns and pause, as
 	// REGISTRY/PATH/NAME:TAG@sha256:DIGEST. Static pods, add-ons and containerd's sandbox name
 	// them so; joining machines are told the same (B9).
-	Images        []string `protobuf:"bytes,13,rep,name=images,proto3" json:"images,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Images []string `protobuf:"bytes,13,rep,name=images,proto3" json:"images,omitempty"`
+	// The owner's Ed25519 signature (RFC 8032), 64 bytes, with the key whose public half is the
+	// image's ownerKey: over "muster init v1", 0x00, and then each with its length as 4 bytes
+	// before it, big-endian: "init" or "adopt", the cluster ID that follows from root_secret, salt
+	// and measurement_salt, and the machine's ID. Wrong: OWNER_SIGNATURE. An image with
+	// insecure.noOwnerKey takes any.
+	OwnerSignature []byte `protobuf:"bytes,15,opt,name=owner_signature,json=ownerSignature,proto3" json:"owner_signature,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *InitRequest) Reset() {
@@ -381,6 +387,13 @@ func (x *InitRequest) GetDiskSalt() []byte {
 func (x *InitRequest) GetImages() []string {
 	if x != nil {
 		return x.Images
+	}
+	return nil
+}
+
+func (x *InitRequest) GetOwnerSignature() []byte {
+	if x != nil {
+		return x.OwnerSignature
 	}
 	return nil
 }
@@ -726,7 +739,7 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\fAdoptRequest\x121\n" +
 	"\x05order\x18\x01 \x01(\v2\x1b.muster.init.v1.InitRequestR\x05order\"C\n" +
 	"\rAdoptResponse\x122\n" +
-	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"\x99\x04\n" +
+	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"\xc2\x04\n" +
 	"\vInitRequest\x12'\n" +
 	"\x0fidempotency_key\x18\x01 \x01(\fR\x0eidempotencyKey\x12\x1f\n" +
 	"\vinit_secret\x18\x02 \x01(\fR\n" +
@@ -746,7 +759,8 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"components\x12)\n" +
 	"\x10measurement_salt\x18\f \x01(\fR\x0fmeasurementSalt\x12\x1b\n" +
 	"\tdisk_salt\x18\x0e \x01(\fR\bdiskSalt\x12\x16\n" +
-	"\x06images\x18\r \x03(\tR\x06images\"w\n" +
+	"\x06images\x18\r \x03(\tR\x06images\x12'\n" +
+	"\x0fowner_signature\x18\x0f \x01(\fR\x0eownerSignature\"w\n" +
 	"\tComponent\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x16\n" +
 	"\x06sha256\x18\x02 \x01(\fR\x06sha256\x12\x12\n" +

@@ -1,0 +1,41 @@
+package ownerorder
+
+import (
+	"crypto/ed25519"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const initDomain = "muster init v1\x00"
+
+// Init is what the owner signs for the machine that is to begin a cluster, or is adopted into one (B10). The cluster's ID follows from the root secret in the request, so that nobody
+// else can use the signature for a request of his own.
+type Init struct {
+	Cluster keys.ClusterID
+	Machine attest.MachineID
+	Adopt   bool
+}
+
+func (i Init) input() []byte {
+	kind := "init"
+	if i.Adopt {
+		kind = "adopt"
+	}
+	return parts(initDomain, []byte(kind), i.Cluster[:], i.Machine[:])
+}
+
+// Sign returns the owner's signature.
+func (i Init) Sign(owner ed25519.PrivateKey) []byte { return ed25519.Sign(owner, i.input()) }
+
+// Verify refuses a signature that is not the owner's for this machine and cluster: REQUEST_INVALID, OWNER_SIGNATURE. A nil owner has signed nothing.
+func (i Init) Verify(signature []byte, owner ed25519.PublicKey) error {
+	if len(signature) != ed25519.SignatureSize {
+		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "owner_signature: %d bytes, want %d: this image wants the signature of its owner, which an earlier version of muster does not send", len(signature), ed25519.SignatureSize)
+	}
+	if len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, i.input(), signature) {
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key of this image for machine %s and cluster %s", i.Machine, i.Cluster)
+	}
+	return nil
+}
