@@ -249,6 +249,20 @@ func TestACopyOfTheMomentBeforeTheCounterIsNeverTheNewest(t *testing.T) {
 	}
 }
 
+// foreign is a TPM with an index of the counter's number that is none.
+type foreign struct{ *attesttest.Machine }
+
+func (foreign) Counter(context.Context) (uint64, error) { return 0, tpm.ErrForeignCounter }
+
+func TestADiskWithoutAReadableRecordOrATPMWithAForeignIndexWaitsForTheOwner(t *testing.T) {
+	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	k := Keeper{Dir: t.TempDir(), TPM: m} // the TPM has no counter
+	do(t, os.WriteFile(filepath.Join(k.Dir, fileName), []byte("{"), 0o600))
+	refuses(t, k, "a record that can't be read")
+	do(t, os.Remove(filepath.Join(k.Dir, fileName)))
+	refuses(t, Keeper{Dir: k.Dir, TPM: foreign{m}}, "a foreign index")
+}
+
 func TestATPMThatCannotBeAskedStartsNothing(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()

@@ -170,9 +170,14 @@ func TestFirmware(t *testing.T) {
 		"Secure Boot behind the separator":  {change: func(all []entry) []entry { return append(slices.Delete(all, sb, sb+1), secureBoot(1)) }, want: "PCR 7 has 4 events before its separator"},
 		"Secure Boot twice":                 {change: func(all []entry) []entry { return slices.Insert(all, sb, secureBoot(0)) }, want: "PCR 7 has 6 events before its separator"},
 		"Secure Boot of another vendor":     {change: change(sb, func(e *entry) { e.data = "x" + e.data[1:] }), want: "is not the variable SecureBoot"},
-		"a variable that is cut off":        {change: change(sb, func(e *entry) { e.data = e.data[:20] }), want: "is not the variable SecureBoot"},
-		"an event of another type":          {change: change(sb+1, func(e *entry) { e.typ = eventlog.EFIAction }), want: "event 2 of PCR 7: EV_EFI_ACTION"},
-		"a digest that is not of its data":  {change: change(sb, func(e *entry) { e.digest = other }), want: "is not the variable SecureBoot"},
+		"another global variable": {
+			change: change(sb, func(e *entry) {
+				*e = entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable("SetupMode", []byte{1}))}
+			}), want: "is not the variable SecureBoot",
+		},
+		"a variable that is cut off":       {change: change(sb, func(e *entry) { e.data = e.data[:20] }), want: "is not the variable SecureBoot"},
+		"an event of another type":         {change: change(sb+1, func(e *entry) { e.typ = eventlog.EFIAction }), want: "event 2 of PCR 7: EV_EFI_ACTION"},
+		"a digest that is not of its data": {change: change(sb, func(e *entry) { e.digest = other }), want: "is not the variable SecureBoot"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			all := boot()
