@@ -24,7 +24,7 @@ func (a *app) enrollCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "enroll NAME --role worker|control-plane --machine-id ID",
 		Short: "Give a node name to a machine before it joins; control planes need it",
-		Long: `A name belongs to one machine from then on. A worker enrols itself by passing attestation; a control plane gets the
+		Long: `A name belongs to one machine from then on. A worker enrolls itself by passing attestation; a control plane gets the
 cluster's keys, so you say which machine that is. muster verify shows a machine's ID.
 
 A control plane is also listed in the policy, which is signed anew with the next serial: no machine believes a joinservice or

@@ -36,7 +36,7 @@ type contents struct {
 func (c contents) cli(ctx context.Context) (debian, error) {
 	p := debian{
 		name: "muster", section: "admin", summary: "make Kubernetes clusters of machines that prove what they booted",
-		text: "The owner's program: initialises the first machine of a cluster, signs policies,\nenrols machines, and shows who is in and why others are not.",
+		text: "The owner's program: initializes the first machine of a cluster, signs policies,\nenrolls machines, and shows who is in and why others are not.",
 	}
 	muster := filepath.Join(c.bin, "muster")
 	if err := c.program(ctx, &p, muster); err != nil {

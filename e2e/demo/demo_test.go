@@ -49,7 +49,7 @@ func TestDemonstration(t *testing.T) {
 	t.Run("the policy's image is the manifest's", c.policyIsTheManifests)
 	t.Run("node2's certificate is good with node2's key", c.keyMakesTheDifference)
 	t.Run("the owner's seat has the owner's programs", c.ownersSeat)
-	t.Run("the owner enrols a control plane beforehand", c.enroll)
+	t.Run("the owner enrolls a control plane beforehand", c.enroll)
 	for _, name := range []string{"node3", "node4", "node9"} {
 		t.Run(name+" is admitted once its one fault is repaired", func(t *testing.T) {
 			if err := c.RemoveNode(t.Context(), name); err != nil {

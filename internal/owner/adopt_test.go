@@ -108,7 +108,7 @@ func (c cut) Begin(step string) {
 // A run that goes on where an earlier one stopped takes nobody for a node of before who came in between.
 func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 	ca := attesttest.NewCA(t)
-	for _, first := range []string{"define Muster's objects", "enrol the first machine", "set the policy"} {
+	for _, first := range []string{"define Muster's objects", "enroll the first machine", "set the policy"} {
 		t.Run("stopped at "+first, func(t *testing.T) {
 			m := attesttest.NewMachine(t, ca, attesttest.Options{})
 			f := serveFirst(t, m, succeed(m, kubeconfig(t), nil))

@@ -158,7 +158,7 @@ func unlisted(ctx context.Context, kube *cluster.Client, p *attest.Policy) ([]po
 		}
 		id, err := attest.ParseMachineID(n.Spec.MachineID)
 		if err != nil {
-			return nil, fmt.Errorf("enrolment of %s: %w", n.Name, err)
+			return nil, fmt.Errorf("enrollment of %s: %w", n.Name, err)
 		}
 		if p.MayServe(id) != nil {
 			out = append(out, policyfile.ControlPlane{Machine: id, Name: n.Name})
@@ -212,7 +212,7 @@ func leaveListing(n *v1alpha1.AttestedNode, to *cluster.Replacement) (listing, e
 	}
 	old, err := attest.ParseMachineID(n.Spec.MachineID)
 	if err != nil {
-		return listing{}, fmt.Errorf("enrolment of %s: %w", n.Name, err)
+		return listing{}, fmt.Errorf("enrollment of %s: %w", n.Name, err)
 	}
 	if to == nil {
 		return listing{remove: []attest.MachineID{old}}, nil

@@ -240,7 +240,7 @@ func (i *initialiser) opened(ctx context.Context, s *peerdial.Session) error {
 			return fmt.Errorf("cluster.json: %w", err)
 		}
 		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
-			fmt.Sprintf("If that was this cluster, and the power failed: muster recover %s --directory %s, and run the same command again. Otherwise erase the disk's first MiB if nothing on it is needed.", host, i.Dir.Path()))
+			fmt.Sprintf("If that was this cluster, and the power failed: muster recover %s --directory %s, and run the same command again. Otherwise erase the disk's first MiB if nothing on it is needed (docs/state-disk.md#erase-the-first-mib).", host, i.Dir.Path()))
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING, status.GetPhase() == initv1.Phase_PHASE_FORMATTING:
 		return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine makes its state disk ready")
 	}

@@ -65,7 +65,7 @@ func (i *initialiser) install(ctx context.Context) error {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
 		}},
 		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
-		{"enrol the first machine", func() (string, error) { return m.NodeName, i.enrol(ctx, kube) }},
+		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enrol(ctx, kube) }},
 		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {

@@ -317,7 +317,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 	spec := v1alpha1.AttestedNodeSpec{MachineID: other.String(), Role: v1alpha1.RoleControlPlane}
 	for i, want := range []bool{true, false} {
 		if created, err := Enrol(ctx, o.Dir, "node2", spec, func(string) {}); err != nil || created != want {
-			t.Errorf("enrolment %d: %v, %v", i, created, err)
+			t.Errorf("enrollment %d: %v, %v", i, created, err)
 		}
 	}
 	for name, tt := range map[string]struct {

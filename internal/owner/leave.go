@@ -93,12 +93,12 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 		}
 	}
 	if p.Enrolment != nil {
-		out.Plan = append(out.Plan, "delete its enrolment: name and machine are free, for the same machine too if the policy accepts it")
+		out.Plan = append(out.Plan, "delete its enrollment: name and machine are free, for the same machine too if the policy accepts it")
 		if disk := p.Enrolment.Spec.DiskID; disk != "" && !erase {
 			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
 		}
 		if p.Enrolment.Spec.Banned {
-			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrolment: keep a machine out by the policy, or leave it banned")
+			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrollment: keep a machine out by the policy, or leave it banned")
 		}
 	}
 	if out.erase != "" {
@@ -163,10 +163,10 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	}
 	out.shutOut()
 	if !sameMachine {
-		out.Plan = append(out.Plan, fmt.Sprintf("enrol machine %s under the name", to.MachineID))
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll machine %s under the name", to.MachineID))
 	}
 	if !sameDisk {
-		out.Plan = append(out.Plan, fmt.Sprintf("enrol disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
 		if have.DiskID != "" {
 			out.Warnings = append(out.Warnings, fmt.Sprintf("the key of the disk before, %s, can be derived until you say `muster forget --erase --disk %s`", have.DiskID, have.DiskID))
 		}

@@ -242,7 +242,7 @@ func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
 	}{
 		"a key that opens nothing": {waitingDisk, refuses(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, 0), "Use the owner's folder"},
 		"another owner's image":    {waitingDisk, refuses(attestv1.Reason_REASON_OWNER_SIGNATURE, 0), "the owner whose key is in the image"},
-		"a damaged disk":           {waitingDisk, refuses(attestv1.Reason_REASON_STATE_DISK, 0), "stateDisk"},
+		"a damaged disk":           {waitingDisk, refuses(attestv1.Reason_REASON_STATE_DISK, 0), "docs/state-disk.md"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, m, tt.answer, opens)

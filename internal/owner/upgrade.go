@@ -249,7 +249,7 @@ func (u *upgrader) ready(ctx context.Context) error {
 	for _, p := range planes {
 		id, err := attest.ParseMachineID(p.MachineID)
 		if err != nil {
-			return fmt.Errorf("enrolment of %s: %w", p.Name, err)
+			return fmt.Errorf("enrollment of %s: %w", p.Name, err)
 		}
 		next := 0
 		err = u.init.retry(ctx, func() error {

@@ -19,7 +19,7 @@ type onWire struct {
 	// tell lets the refusal's own text out. Without it a caller learns the reason alone:
 	// which PCR or which value it was stands in our log.
 	tell bool
-	// remedy is what the caller can do, one sentence; empty if only its owner knows.
+	// remedy is what the caller, or the cluster's owner, can do, 300 characters at most; empty if nothing.
 	remedy string
 }
 
@@ -31,15 +31,15 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_FRAME_INVALID:        {connect.CodeInvalidArgument, false, "Use a client that speaks muster-atls/1."},
 	attestv1.Reason_REASON_EVIDENCE_MALFORMED:   {connect.CodeInvalidArgument, false, "Use a version of Muster on the attesting side that fits the verifier's."},
 	attestv1.Reason_REASON_BINDING_MISMATCH:     {connect.CodeUnauthenticated, false, "Connect directly: something between the two sides ended the TLS session, or the evidence was made for another."},
-	attestv1.Reason_REASON_SIGNATURE_INVALID:    {connect.CodePermissionDenied, false, ""},
-	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, ""},
-	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "Add the authority that issued the machine's EK certificate to the policy's tpm2.ekRoots, if it is one of yours, with the kind of that machine's endorsement key."},
-	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, ""},
-	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine: its event log does not lead to its PCR values."},
-	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "If the machine's TPM was cleared on purpose, let an operator approve it again."},
-	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "Compare what the machine booted with the policy; the verifier's log names the PCRs that differ."},
-	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "Lift the ban on the machine's AttestedNode, if it was a mistake."},
-	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later."},
+	attestv1.Reason_REASON_SIGNATURE_INVALID:    {connect.CodePermissionDenied, false, "Treat it as an attack or a broken TPM."},
+	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, "Use Muster's attester: the attestation key of another agent is not accepted."},
+	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "`muster verify HOST` shows the chain and the reason. If `tpm2.revoked` lists a part of it, keep the machine out. Otherwise, if its authority is one of yours, add it to `tpm2.ekRoots` with the kind of the machine's endorsement key, and run `muster policy apply`."},
+	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, "Treat it as an attack. If the machine's TPM was exchanged, reboot it."},
+	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` says why: its firmware writes a wrong event log, or somebody changed the log."},
+	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "Reboot the machine. If you cleared its TPM: `muster replace NAME --tpm ID`, with its own ID, which `kubectl get attestednode NAME -o jsonpath='{.spec.machineID}'` prints."},
+	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "`muster verify HOST` shows what differs. If it is new firmware of yours: `muster policy add-class NAME --from HOST`. If it is a new image of yours, add it to `tpm2.images`. Then `muster policy apply`. Otherwise do not trust the machine until you know why."},
+	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "If the ban was a mistake: `kubectl patch attestednode NAME --type merge -p '{\"spec\":{\"banned\":false}}'`, then reboot the machine. If its enrollment is being deleted: wait, or `muster forget NAME`."},
+	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later. A machine that reboots twice within two minutes is let in after two minutes, which the log of joinservice says."},
 	attestv1.Reason_REASON_DEADLINE:             {connect.CodeDeadlineExceeded, false, "Try again; if it goes on, look at the load of the TPM and the network."},
 	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
 	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
@@ -49,8 +49,8 @@ var reasons = map[attestv1.Reason]onWire{
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
-	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "Correct the policy; `muster policy check` names the line."},
-	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Sign the policy with the key of the cluster's owner."},
+	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: `muster policy check FILE`. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If nobody changed the policy, the cluster was set back: docs/recovery.md."},
+	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to the image's ownerKey."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
 	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Of an init: use the init secret whose hash stands in the machine's metadata; it is admitted at any time. Of a recovery: wait as long as is asked for, or call from another address, with the folder of the cluster's owner."},
@@ -60,17 +60,17 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
 	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL."},
 	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
-	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "Correct stateDisk in the image's configuration, or the disk; make room if it is full."},
+	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "The text says what is wrong. A header that is not Muster's: find out who changed it, and erase the first MiB only if nothing on the disk is needed (docs/state-disk.md). A missing file in /run/muster: reboot. A full disk: make room. A wrong key: correct joinEndpoints or the root secret."},
 	attestv1.Reason_REASON_CLOCK_SKEW:            {connect.CodeFailedPrecondition, true, "Set the clock of the machine that is wrong; the text has both."},
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
-	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enrol the machine first: `muster enroll NAME --role control-plane --machine-id ID`. A machine that was forgotten joins anew with an empty state disk."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enroll the machine first: `muster enroll NAME --role control-plane --machine-id ID`. A machine that was forgotten joins anew with an empty state disk."},
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
-	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Nothing opens the disk any more. Erase its first MiB: the machine formats it, and has a new disk then. A machine that is enrolled: `muster replace NAME --disk UUID`."},
-	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with the disk that it is enrolled with. If the disk was exchanged: `muster replace NAME --disk UUID`."},
+	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Run `kubectl get attesteddisk UUID`. Not found: don't erase the disk, put its salt back from known.json (docs/leaving.md). If it says `erased: true`, its data are lost: erase its first MiB, then `muster replace NAME --disk NEW-UUID` (control plane: `muster forget`, `muster enroll`)."},
+	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with its own disk. If the disk was exchanged: `muster replace NAME --disk UUID` (control plane: `muster forget`, `muster enroll`). If the disk is another machine's: put it back there, or `muster replace NODE --tpm ID` gives that node to this machine."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that nobody else has."},
@@ -80,18 +80,18 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
-	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now."},
+	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder of this cluster: its owner.key signs the order."},
-	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have the same TPM state, or an older state was put back: `muster status` shows both addresses. Switch off the one that is a copy; then `muster replace NAME --tpm MACHINE-ID`, with the ID that is enrolled, lets the other one go on."},
-	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "Let the machine attest with the endorsement key that it is enrolled with, or let that node be forgotten with `muster forget NAME`."},
+	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have one TPM state: `muster status` shows both addresses. If the refused one is the copy, switch it off, then `muster replace NAME --tpm ID` with the enrolled ID. If the original was refused, or you don't know: ban the node, set up a new machine (docs/reason-codes.md)."},
+	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "The log of joinservice names the node that has the TPM. Let the machine attest with the endorsement key that this node is enrolled with, or run `muster forget` on that node."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
-	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root."},
+	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root from the owner's folder: docs/operate.md#9-when-something-is-wrong has the command."},
 
-	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Somebody put this control plane's disk back to an earlier copy, or cleared its TPM. Restore the newest disk, or look with `muster recover ADDRESS --machine-id ID` at what would be revived, and accept it."},
+	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Restore the newest disk. If other control planes run, don't accept this disk: forget the node, and let it join anew with an empty disk. Otherwise `muster recover ADDRESS --machine-id ID`; `muster status --endpoint ADDRESS` shows the ID. If it refuses the order, reboot it."},
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 

@@ -119,11 +119,11 @@ func TestAClientReadsReasonRemedyAndRetry(t *testing.T) {
 	}{
 		"no error":                    {reason: attestv1.Reason_REASON_ACCEPTED},
 		"an error of the network":     {err: errors.New("connection reset")},
-		"an answer of the server":     {err: Error(busy), reason: attestv1.Reason_REASON_BUSY, retry: 3 * time.Second, remedy: "Try again later."},
-		"a refusal of the connection": {err: connect.NewError(connect.CodeUnavailable, fmt.Errorf("dial: %w", busy)), reason: attestv1.Reason_REASON_BUSY, retry: 3 * time.Second, remedy: "Try again later."},
+		"an answer of the server":     {err: Error(busy), reason: attestv1.Reason_REASON_BUSY, retry: 3 * time.Second, remedy: reasons[attestv1.Reason_REASON_BUSY].remedy},
+		"a refusal of the connection": {err: connect.NewError(connect.CodeUnavailable, fmt.Errorf("dial: %w", busy)), reason: attestv1.Reason_REASON_BUSY, retry: 3 * time.Second, remedy: reasons[attestv1.Reason_REASON_BUSY].remedy},
 		"a server that asks for ages": {
 			err:    Error(attest.RefuseFor(1000*time.Hour, attestv1.Reason_REASON_BUSY, "too many")),
-			reason: attestv1.Reason_REASON_BUSY, retry: maxRetryAfter, remedy: "Try again later.",
+			reason: attestv1.Reason_REASON_BUSY, retry: maxRetryAfter, remedy: reasons[attestv1.Reason_REASON_BUSY].remedy,
 		},
 	} {
 		if got := ReasonFrom(tt.err); got != tt.reason {

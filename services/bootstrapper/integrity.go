@@ -39,8 +39,8 @@ const (
 )
 
 // checkState compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
-// may have left it there, and may have set the journal back as well. What it is compared with came with the key of the disk, from a joinservice of this boot, and
-// lies in memory: on the disk is nothing that root could not have written. A disk that a recovery opened, or that is not encrypted, is compared with nothing.
+// may have left it there, and may have set the journal back as well. The reference list came from a joinservice with the disk key in this boot, and is kept in
+// memory, because root could have written anything on the disk. A disk that a recovery opened, or that is not encrypted, is compared with nothing.
 func (b *Bootstrapper) checkState(ctx context.Context) error {
 	d, err := component.DesiredFile(b.on(component.UnlockFile)).Load()
 	switch {
@@ -119,18 +119,29 @@ func (b *Bootstrapper) letKubeletStart() error {
 	return machine.WriteFile(b.on(mayStartFile), nil, 0o600, 0o755)
 }
 
-// found tells what was not as it should be.
+// found tells what was not as it should be. A boot may compare the disk more than once: a file that was found before is not counted again.
 func (b *Bootstrapper) found(ctx context.Context, what, done string) {
 	b.log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
 	b.cfg.Console.Say(what + " is not what the cluster lists: " + done)
-	f, err := os.OpenFile(b.on(findingsFile), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
-	if err == nil {
-		_, err = fmt.Fprintf(f, "%q %q\n", what, done)
-		err = errors.Join(err, f.Close())
-	}
-	if err != nil { // the log has it
+	if err := b.countFinding(what, done); err != nil { // the log has it
 		b.log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
 	}
+}
+
+func (b *Bootstrapper) countFinding(what, done string) error {
+	before, err := os.ReadFile(b.on(findingsFile))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if strings.Contains("\n"+string(before), fmt.Sprintf("\n%q ", what)) {
+		return nil
+	}
+	f, err := os.OpenFile(b.on(findingsFile), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(f, "%q %q\n", what, done)
+	return errors.Join(err, f.Close())
 }
 
 // findings returns the number of findings of the comparison of the state disk in this boot (B8).
@@ -147,14 +158,21 @@ func (b *Bootstrapper) checkPrograms(ctx context.Context, s *software) error {
 	in := component.New(b.cfg.Root, b.cfg.Components, b.log)
 	defer in.Close()
 	for {
-		err := in.Install(ctx, s.components, func(text string) {
-			if what, changed := strings.CutPrefix(text, "fetching "); changed {
-				what, _, _ = strings.Cut(what, " (") // how many of how many
-				b.found(ctx, what, "installed anew")
+		for i, c := range s.components {
+			fetched := false
+			err := in.Install(ctx, s.components[i:i+1], func(text string) {
+				if strings.HasPrefix(text, "fetching ") { // found before the mirror is asked, which may not answer
+					fetched = true
+					b.found(ctx, c.Name(), "it is to be installed anew")
+				}
+			})
+			if err != nil {
+				return err
 			}
-		})
-		if err != nil {
-			return err
+			if fetched {
+				b.log.InfoContext(ctx, "a component was installed anew", "component", c.Name())
+				b.cfg.Console.Say(c.Name() + " was installed anew")
+			}
 		}
 		removed, err := in.Sweep(s.components)
 		for _, what := range removed {

@@ -27,8 +27,8 @@ const networkFolder = "/etc/cni/net.d"
 // podVolumes are the folders of a pod that outlive a reboot. The kubelet makes the others anew.
 var podVolumes = []string{"volumes", "volume-subpaths"}
 
-// checkTrees removes links from the folders of Kubernetes and the kubelet, and gives each file there one name only: a link leads elsewhere, and a file with a second name, as in
-// a pod's volume, can be changed after the comparison.
+// checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
+// otherwise be changed through its other name after the comparison.
 func (b *Bootstrapper) checkTrees(ctx context.Context) error {
 	pods, err := os.ReadDir(b.on(kubeletFolder + "/pods"))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -174,6 +174,33 @@ func TestFindingsAreInTheAttestersMetrics(t *testing.T) {
 	}
 }
 
+// B8: while the mirror does not answer, the process starts again and compares again. The program is one finding, and is said to be installed once it is.
+func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
+	w := rebooted(t)
+	metrics, mirror := w.reattest(), w.mirror
+	w.put(t, "usr/local/bin/kubeadm", "#!evil")
+	w.mirror = "http://127.0.0.1:1"
+	w.desires(t)
+	const found, installed = "it is to be installed anew", "a component was installed anew"
+	for n := range 2 {
+		r := w.boot()
+		eventually(t, "it is found", func() bool { return strings.Count(w.logged.String(), found) > n })
+		r.kill(t)
+	}
+	if strings.Contains(w.logged.String(), installed) {
+		t.Error("nothing was installed, and the log says so")
+	}
+	w.mirror = mirror
+	w.desires(t)
+	w.startAgain(t)
+	if got := w.get("usr/local/bin/kubeadm"); got != string(kubeadmBinary) || !strings.Contains(w.logged.String(), installed) {
+		t.Errorf("kubeadm is %q; log: %s", got, w.logged)
+	}
+	if n := counter(t, metrics, "muster_state_disk_findings"); n != 1 {
+		t.Errorf("%v findings, want 1: %q", n, w.get("run/muster/state-findings"))
+	}
+}
+
 // B8: the kubelet leaves what it finds in the place of a ConfigMap's file, and what a folder of pods leads to is not the comparison's to delete.
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)

@@ -15,8 +15,8 @@ func (b *Bootstrapper) epoch() epoch.Keeper {
 	return epoch.Keeper{Dir: b.on(epoch.Folder), TPM: b.cfg.TPM}
 }
 
-// beginEpoch is for a machine that is about to become a control plane: what its TPM knows of another disk counts no more. From here on an older copy of this disk
-// is found, whichever step of the join it is of.
+// beginEpoch starts a new record for a machine that becomes a control plane, and ignores the counter value left by an earlier disk. From here on an older copy
+// of this disk is found, whichever step of the join it is of.
 func (b *Bootstrapper) beginEpoch(ctx context.Context) error {
 	meta, err := b.cfg.Metadata()
 	if err != nil {
@@ -55,7 +55,7 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	b.older.Store(true)
 	defer b.older.Store(false)
 	b.log.ErrorContext(ctx, "this control plane does not start: its state disk is not the newest", "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err, "remedy", rpc.RemedyFrom(s.Err))
-	b.cfg.Console.Say("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy; its owner looks at it, and accepts it, by `muster recover`")
+	b.cfg.Console.Say("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md says what its owner does")
 	// An image whose systemd starts the kubelet by itself has done so.
 	if err := b.cfg.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return err

@@ -163,7 +163,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 // admit enrols the machine, makes the disk its own and completes its ticket, or leaves nothing behind but the
 // latter.
 func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, peer attest.Peer) error {
-	done := s.stage("enrol")
+	done := s.stage("enroll")
 	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
 	if err != nil {
 		return err

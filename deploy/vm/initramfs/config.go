@@ -22,8 +22,8 @@ import (
 // maxConfig bounds a file of the config medium, in bytes.
 const maxConfig = 256 << 10
 
-// network is what network.yaml says. Like all of the medium it is not measured: who lies in it
-// cuts the machine off, and learns nothing, since all connections are attested.
+// network is what network.yaml says. Like the whole config medium, it is not measured. False values
+// can isolate the machine but disclose nothing, because all connections are attested.
 type network struct {
 	APIVersion string `json:"apiVersion"` // muster.dev/v1alpha1
 	Kind       string `json:"kind"`       // MachineNetwork

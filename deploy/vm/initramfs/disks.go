@@ -115,7 +115,7 @@ func labelled(sys, dev, label string) (string, error) {
 			return name, nil
 		}
 	}
-	return "", fmt.Errorf("a vfat volume labelled %s: %w", label, errNotYet)
+	return "", fmt.Errorf("a vfat volume labeled %s: %w", label, errNotYet)
 }
 
 // fatLabel reads the label in a FAT file system's first sector (Microsoft, FAT File System

@@ -64,7 +64,7 @@ func (s *Status) attention(now time.Time) []Attention {
 	}
 	for _, r := range s.Requests {
 		if age := now.Sub(r.Since); age > requestSoon {
-			add("request "+r.Name, "Look at joinservice's log, and at journalctl -u muster-attester on that node: without a recent verdict nothing is renewed.",
+			add("request "+r.Name, "Look at joinservice's log, and at the attester's on that node: without a recent verdict nothing is renewed. "+journal("NODE", "muster-attester"),
 				"%s waits for %s for a certificate of %s", r.By, age.Round(time.Second), strings.TrimPrefix(r.Signer, "kubernetes.io/"))
 		}
 	}
@@ -90,6 +90,11 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 	}
 }
 
+// journal says how to read a unit's log on a machine that nobody logs in to.
+func journal(node, unit string) string {
+	return "Its log: kubectl -n kube-system debug node/" + node + " -it -q --profile=sysadmin --image=IMAGE@sha256:DIGEST -- chroot /host journalctl -u " + unit + " (which IMAGE: docs/operate.md#8-logs-and-records)."
+}
+
 // whatKeeps says where to look for what keeps the Node or the pods of a machine that is shut out.
 func whatKeeps(node string) string {
 	return "kubectl -n default get events --field-selector involvedObject.kind=AttestedNode,involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
@@ -98,7 +103,7 @@ func whatKeeps(node string) string {
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
 	about := "node " + n.Name
 	if n.Cloned != "" && !n.Deleting { // J11
-		add(about, "Find out which machine is genuine and switch the other one off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on.", "MACHINE_CLONED: %s", n.Cloned)
+		add(about, "Find out which machine is genuine. If the refused one is the copy, switch it off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on. If the genuine one was refused, or you don't know: ban the node and set up a new machine (docs/reason-codes.md#machine_cloned).", "MACHINE_CLONED: %s", n.Cloned)
 	}
 	switch {
 	case !n.Enrolled:
@@ -114,21 +119,21 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		return // enrolled beforehand, or on its way
 	}
 	if !n.Ready {
-		add(about, "kubectl describe node "+n.Name+"; on it, systemctl status kubelet containerd.", "it is not Ready")
+		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
 	}
 	switch {
 	case n.JudgedAt == nil:
-		add(about, "On it, look at journalctl -u muster-attester.", "it was never judged")
+		add(about, journal(n.Name, "muster-attester"), "it was never judged")
 	case n.Accepted != nil && !*n.Accepted:
-		add(about, "muster verify shows what differs. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
+		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
 	case now.Sub(*n.JudgedAt) > verdictOld:
-		add(about, "On it, look at journalctl -u muster-attester: until it attests, it gets no new certificates.", "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
+		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
 	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.JudgedAt) > verdictOld/2:
-		add(about, "On it, look at journalctl -u muster-attester.", "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+		add(about, journal(n.Name, "muster-attester"), "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
 	}
 	for _, c := range n.ControlPlane {
 		if left := c.Expires.Sub(now); left < 0 || left < c.Expires.Sub(*c.Renews)/2 {
-			add(about, "On it, look at journalctl -u muster-renewal: until all control planes are healthy, none renews.", "its certificate %s %s and was not renewed", c.Name, ends(left))
+			add(about, "Until all control planes are healthy, none renews. "+journal(n.Name, "muster-renewal"), "its certificate %s %s and was not renewed", c.Name, ends(left))
 		}
 	}
 	for _, c := range []struct {

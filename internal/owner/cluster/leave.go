@@ -205,7 +205,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}); err != nil {
 			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
 		}
-		say("enrolment deleted")
+		say("enrollment deleted")
 	}
 	return retired, nil
 }
@@ -261,7 +261,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}
-	say("enrolment changed")
+	say("enrollment changed")
 	return retired, nil
 }
 

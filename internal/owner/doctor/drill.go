@@ -175,7 +175,7 @@ func (d *doctor) recoverable(ctx context.Context) error {
 			d.Add(CheckControlPlanes, checkup.Warn, "Let it join, or forget it: muster forget "+n.Name+".", "%s is enrolled and has never come", n.Name)
 		case n.Spec.DiskID == "":
 			found++
-			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrolment names no disk", n.Name)
+			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrollment names no disk", n.Name)
 		case !d.knows(n):
 			found++
 			d.Add(CheckControlPlanes, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: accepted by the policy, but the folder does not know its disk. To recover it: muster recover %s --machine-id %s --disk %s", n.Name, at, n.Spec.MachineID, n.Spec.DiskID)

@@ -137,7 +137,7 @@ func testDrill(t *testing.T, p *patient) {
 		{"another root in the Secret", CheckDiskKeys, "another key", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), base64.StdEncoding.EncodeToString([]byte(strings.Repeat("x", 32))), "data", "root"), ""},
 		{"a short root in the Secret", CheckDiskKeys, "32 bytes", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), "eA==", "data", "root"), ""},
 		{"the description is gone", CheckDescription, "gone", deleted(namespaced(core.WithKind("ConfigMap"), clusterinfo.ConfigMap)), ""},
-		{"an enrolment without its disk", CheckControlPlanes, "names no disk", edited(node, nil, "spec", "diskID"), ""},
+		{"an enrollment without its disk", CheckControlPlanes, "names no disk", edited(node, nil, "spec", "diskID"), ""},
 		{"no control plane", CheckControlPlanes, "none is enrolled", edited(node, true, "spec", "banned"), ""},
 		{"a control plane out of reach", CheckControlPlanes, "no route to host", func(*testing.T) func(*testing.T) {
 			dial := p.dial

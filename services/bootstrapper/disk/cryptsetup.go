@@ -49,7 +49,7 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 	if id, isNew := luks2.New(b); isNew {
 		uuid = id.String()
 	} else if !luks2.Blank(b) {
-		return refuse("%s is not blank: erase its first MiB if nothing on it is needed", l.device)
+		return refuse("%s is not blank: erase its first MiB if nothing on it is needed (docs/state-disk.md)", l.device)
 	}
 	if m, err := l.mapped(); err != nil {
 		return err

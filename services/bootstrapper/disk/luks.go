@@ -259,7 +259,7 @@ func (l *LUKS) hasKey(ctx context.Context, h *luks2.Header, key keys.Disk) error
 	}
 	defer f.Close()
 	if err := l.try(ctx, f, key); errors.Is(err, ErrWrongKey) {
-		return refuse("the state disk %s belongs to another key, so to another cluster: erase its first MiB if nothing on it is needed, and restart the machine: %w", l.device, ErrWrongKey)
+		return refuse("the state disk %s belongs to another key, so to another cluster: erase its first MiB if nothing on it is needed (docs/state-disk.md), and restart the machine: %w", l.device, ErrWrongKey)
 	} else if err != nil {
 		return err
 	}
@@ -279,7 +279,7 @@ func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
 	h, err := luks2.Parse(b, l.integrity)
 	if err != nil {
 		return nil, refuse("the header of %s is not one that Muster writes, and nothing of it was opened: %w; "+
-			"if nothing on the disk is needed, erase its first MiB", l.device, err)
+			"find out who changed it, and erase its first MiB only if nothing on the disk is needed (docs/state-disk.md)", l.device, err)
 	}
 	return h, nil
 }
@@ -305,7 +305,7 @@ func (l *LUKS) judgeLocked(b []byte) (*luks2.Header, error) {
 	}
 	if err := luks2.CheckSuperblock(s, size); err != nil {
 		return nil, refuse("dm-integrity's superblock on %s, at 1 MiB, is not one of a state disk of this size, and nothing of it was opened: %w; "+
-			"if nothing on the disk is needed, erase its first MiB", l.device, err)
+			"find out who changed it, and erase its first MiB only if nothing on the disk is needed (docs/state-disk.md)", l.device, err)
 	}
 	return h, nil
 }

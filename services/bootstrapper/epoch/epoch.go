@@ -1,9 +1,8 @@
 // Package epoch finds a control plane whose state disk was put back to an earlier copy, before anything of the cluster is served from it (B7).
 //
-// Think of it as a number that the disk says and the TPM knows. The cluster's epoch is counted up with each change of the policy, of enrollments, bans and disks'
-// machines: what a restored copy would undo. A control plane follows it into a file on its state disk, and each time counts its TPM's counter up. The file says
-// which value the counter has then, so an older copy of the disk says a value that the counter has left behind, and only the owner lets
-// the machine go on.
+// The cluster's epoch increases with each change of the policy, of enrollments, of bans, and of the machine that a disk belongs to: what a restored copy would
+// undo. A control plane writes it into a file on its state disk, and increments its TPM's counter each time. The file stores the counter value. An older copy of
+// the disk has a lower value than the TPM, and the machine then waits for the owner's signed order.
 //
 // The file is written before the counter is incremented. So a crash in between leaves a file that is one ahead of the counter, at a boot up to two, which is settled
 // by incrementing it; no other difference is.

@@ -2,7 +2,7 @@
 //
 // The caller has judged this machine, and does not attest. It sends the key of this machine's own disk and the ID of the cluster that the
 // disk belongs to, signed with the owner's key that the image measured. The signature says that disk, key and cluster belong together, so that nobody
-// can have a disk of his own pass for this cluster's (PCR 15). What opens the disk is the proof of the key, so there is nothing to guess but 256 bits.
+// can have a disk of their own pass for this cluster's (PCR 15). What opens the disk is the proof of the key, so there is nothing to guess but 256 bits.
 //
 // What strangers could do is to keep the owner from the door. So nobody is locked out: each network
 // address has tries by the minute, one turn at a time, and keeps its place in the queue when it is

@@ -132,7 +132,7 @@ func condition(kind certificatesv1.RequestConditionType, reason, message string)
 }
 
 // renewalOf returns what r asks for, if that is the identity of who filed it and nothing else. The API server writes who that is, and
-// whoever is an administrator already gets no right by it that they have not. With the owner's order, he counts as who filed it.
+// whoever is an administrator already gets no right by it that they have not. With the owner's order, that administrator counts as who filed it.
 func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRequest, error) {
 	block, rest := pem.Decode(r.Spec.Request)
 	if block == nil || block.Type != "CERTIFICATE REQUEST" || len(rest) > 0 || len(r.Spec.Request) > maxRequest {

@@ -180,7 +180,7 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 	return f, err
 }
 
-// serial returns that of a policy which the owner signed; 0: he has not, or nobody knows him.
+// serial returns that of a policy which the owner signed; 0: there is none, or the owner is not known.
 func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
 	if err != nil {

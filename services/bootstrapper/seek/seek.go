@@ -48,7 +48,7 @@ func (p *Pauses) Next(err error) time.Duration {
 		p.refused.Reset()
 		return p.knock.Next(0)
 	}
-	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after he is gone.
+	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after they are gone.
 	if atls.Unproven(err) {
 		return min(p.knock.Next(rpc.RetryAfterFrom(err)), maxKnock)
 	}

@@ -224,7 +224,7 @@ func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID,
 	case errors.Is(err, ErrOpen):
 		return nil
 	case errors.Is(err, disk.ErrWrongKey):
-		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w: it belongs to another cluster than the joinservice's, or that has another root secret now; erase the disk if nothing on it is needed", err)
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w: it belongs to another cluster than the joinservice's, or that has another root secret now: correct joinEndpoints or the root secret, or erase its first MiB if nothing on it is needed (docs/state-disk.md)", err)
 	}
 	return disked(err)
 }

@@ -270,7 +270,7 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 }
 
 // try opens the disk, one key after the other, and locks the machine to the cluster whose key that is before anything of
-// the disk is used (B1). So a disk that somebody else has made, under a key of his own, never runs in a machine that
+// the disk is used (B1). So a disk that somebody else has made, under a key of their own, never runs in a machine that
 // passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
 //
 // desired is what the key's sender says that the machine is to run. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves

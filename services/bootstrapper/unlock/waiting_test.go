@@ -46,10 +46,10 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 		},
 		"not enrolled": {
 			refused(attestv1.Reason_REASON_NOT_ENROLLED), "NOT_ENROLLED",
-			key + "NOT_ENROLLED by JOINSERVICE (this machine is not enrolled, or no longer: the owner must enrol it; one that was forgotten starts over with an empty state disk); next try in ",
+			key + "NOT_ENROLLED by JOINSERVICE (this machine is not enrolled, or no longer: the owner must enroll it; one that was forgotten starts over with an empty state disk); next try in ",
 		},
 		"the control plane is busy": {
-			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once); next try in ",
+			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once, or this one reboots twice within two minutes; it tries again by itself); next try in ",
 		},
 		"the disk can't be used": {
 			func(w *world, _ *joinservice) {

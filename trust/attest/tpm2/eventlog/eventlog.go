@@ -1,11 +1,9 @@
 // Package eventlog reads and replays the TCG2 crypto-agile event log (TCG PC Client
 // Platform Firmware Profile, revision 1.06, section 10).
 //
-// A log is a story that explains PCR values; nothing signs it. Two things make it worth
-// reading. Replaying its digests must lead to the PCR values of a checked quote, or the
-// whole log is refused. And what an event's data says is believed only where the
-// specification makes its digest the hash of these data, and that is so; everything else
-// is text for people.
+// An event log is unsigned. It is used only if replaying its digests yields the quoted PCR
+// values. An event's data is used only where the specification makes its digest the hash of
+// the data, and it is; other data is shown, and decides nothing.
 package eventlog
 
 import (

@@ -210,7 +210,7 @@ func TestFirmware(t *testing.T) {
 	}
 }
 
-// relabeled is what root on a machine whose Secure Boot is off can do: call what firmware measured something else, and append what he likes.
+// relabeled is what root on a machine whose Secure Boot is off can do: call what firmware measured something else, and append measurements.
 func relabeled(separator entry) func([]entry) []entry {
 	return func(all []entry) []entry {
 		all[1].data = secureBoot(0).data

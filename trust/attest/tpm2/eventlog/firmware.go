@@ -12,7 +12,7 @@ const (
 
 // Firmware is what a replayed log says of the time before the boot loader.
 //
-// Whoever runs after the firmware can append measurements, and gives the log its types and its data. He can't take a measurement back, nor find other data for
+// Software that runs after the firmware can append measurements, and forge event types and data in the log. It can't undo an extend, nor find other data for
 // a digest. So separators, and what PCR 7 has before its own, are recognized by digest and place; no other event is
 // believed to be of the type that the log gives it.
 type Firmware struct {

@@ -40,7 +40,7 @@ func Replay(l *Log, quoted [tpm.PCRCount][]byte) (*Replayed, error) {
 }
 
 // PCRs gives the values of PCR 0 to 15 that the log leads to; nil where it has no event.
-// They are the log's word: nothing but a quote makes them true.
+// These values are unverified; compare them with a quote.
 func (l *Log) PCRs() [tpm.PCRCount][]byte {
 	var values [tpm.PCRCount][]byte
 	for _, e := range l.events {
@@ -63,7 +63,7 @@ const (
 	efiEvents        = Type(0x80000000) // from here on: events that firmware makes
 )
 
-// checkData holds the log against what firmware does.
+// checkData checks event types and order.
 func (r *Replayed) checkData() error {
 	exited := false
 	for i, e := range r.Events {
