@@ -49,7 +49,7 @@ var reasons = map[attestv1.Reason]onWire{
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
-	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: `muster policy check FILE`. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If nobody changed the policy, the cluster was set back: docs/recovery.md."},
+	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If nobody changed the policy, the cluster was set back: docs/recovery.md."},
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to the image's ownerKey."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
@@ -83,7 +83,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
-	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder of this cluster: its owner.key signs the order."},
+	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to the ownerKey of the machine's image."},
 	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have one TPM state: `muster status` shows both addresses. If the refused one is the copy, switch it off, then `muster replace NAME --tpm ID` with the enrolled ID. If the original was refused, or you don't know: ban the node, set up a new machine (docs/reason-codes.md)."},
 	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "The log of joinservice names the node that has the TPM. Let the machine attest with the endorsement key that this node is enrolled with, or run `muster forget` on that node."},
 
@@ -91,7 +91,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root from the owner's folder: docs/operate.md#9-when-something-is-wrong has the command."},
 
-	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Restore the newest disk. If other control planes run, don't accept this disk: forget the node, and let it join anew with an empty disk. Otherwise `muster recover ADDRESS --machine-id ID`; `muster status --endpoint ADDRESS` shows the ID. If it refuses the order, reboot it."},
+	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Restore the newest disk. If only this control plane's was put back, don't accept it: forget it, and let it join anew with an empty disk. If all were, or you cleared its TPM: `muster recover ADDRESS --machine-id ID` (ID: `muster status --endpoint ADDRESS`). If the order is refused, reboot it."},
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 
