@@ -114,7 +114,7 @@ func (a *app) open() (*ownerdir.Dir, error) {
 }
 
 // remember notes in the owner's folder what the cluster says now. What the command did is done, so an error is a line to read.
-// It returns what the cluster is behind, [owner.ErrBehind], for who asked for that.
+// It returns that the cluster is older, [owner.ErrBehind], for who asked for that: then nothing was noted (B7).
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := owner.Connect(dir)
 	if err == nil {

@@ -55,7 +55,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
 			}
 			older := a.remember(ctx, dir)
-			if behind := s.Behind(); behind != "" && older == nil {
+			if behind := s.Behind(); behind != "" && older == nil { // whatever became of the note
 				older = fmt.Errorf("%w: %s", owner.ErrBehind, behind)
 			}
 			if a.output == outputJSON {

@@ -22,7 +22,7 @@ import (
 var ErrBehind = errors.New("the cluster is older than what it said before")
 
 // Remember writes into the owner's folder what the cluster says now, for a recovery to be judged by. What the cluster says is taken only if the owner
-// signed its policy; if it is older than what the folder knows, nothing is written, and the error wraps [ErrBehind].
+// signed its policy; if it is older than what the folder knows, or than what control planes' machines know, nothing is written, and the error wraps [ErrBehind].
 func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error {
 	key, err := d.OwnerKey()
 	if err != nil {
@@ -36,15 +36,24 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error 
 	if err != nil {
 		return err
 	}
-	seen, generations, err := see(ctx, kube)
+	seen, err := see(ctx, kube)
 	if err != nil {
 		return err
 	}
-	older, err := had.Older(seen, generations, public)
+	// The epoch comes last. What it was counted for is then at least as new as what was seen, and a copy with a higher one is of after that.
+	machines, err := kube.Knowledge(ctx)
 	if err != nil {
 		return err
 	}
-	if len(older) > 0 {
+	seen.Epoch = machines.Epoch
+	older, err := had.Older(seen, public)
+	if err != nil {
+		return err
+	}
+	if behind := machines.Behind(); behind != "" {
+		older = append(older, behind)
+	}
+	if len(older) > 0 { // B7: what it says is no reason to forget what the folder knows
 		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
 	}
 	if _, err := seen.Policy.Open(public); err != nil {
@@ -56,46 +65,53 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error 
 	return nil
 }
 
-// see asks the cluster. The generations are those of all enrollments, by UID.
-func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, map[string]int64, error) {
+// see asks the cluster, but for its epoch.
+func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, error) {
 	policy, err := kube.Policy(ctx)
 	if err != nil && !cluster.Absent(err) {
-		return nil, nil, err
+		return nil, err
 	}
 	k := &ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{}, Bans: map[string]int64{}}
 	if err == nil {
 		signature, err := base64.StdEncoding.DecodeString(policy.Spec.Signature)
 		if err != nil {
-			return nil, nil, fmt.Errorf("the cluster's policy: signature: %w", err)
+			return nil, fmt.Errorf("the cluster's policy: signature: %w", err)
 		}
 		k.Policy = ownerdir.KnownPolicy{JSON: policy.Spec.Policy, Signature: signature}
 	}
 	var nodes v1alpha1.AttestedNodeList
 	if err := kube.Reader().List(ctx, &nodes); err != nil && !cluster.Absent(err) {
-		return nil, nil, err
+		return nil, err
 	}
 	var disks v1alpha1.AttestedDiskList
 	if err := kube.Reader().List(ctx, &disks); err != nil && !cluster.Absent(err) {
-		return nil, nil, err
+		return nil, err
 	}
-	known := map[string]ownerdir.KnownDisk{}
+	known, enrolled := map[string]ownerdir.KnownDisk{}, map[string]bool{}
 	for _, d := range disks.Items {
 		known[d.Name] = ownerdir.KnownDisk{ID: d.Name, Salt: d.Spec.Salt, RootVersion: d.Spec.RootVersion}
-		if d.Spec.Erased {
+		if d.Spec.Erased { // K4
 			known[d.Name] = ownerdir.KnownDisk{ID: d.Name}
 			k.Erased = append(k.Erased, d.Name)
 		}
 	}
 	slices.Sort(k.Erased)
-	generations := map[string]int64{}
 	for _, n := range nodes.Items {
-		k.Nodes[n.Name] = ownerdir.KnownNode{MachineID: n.Spec.MachineID, Role: string(n.Spec.Role), Banned: n.Spec.Banned, Disk: cmp.Or(known[n.Spec.DiskID], ownerdir.KnownDisk{ID: n.Spec.DiskID})}
-		generations[string(n.UID)] = n.Generation
+		k.Nodes[n.Name] = ownerdir.KnownNode{
+			UID: string(n.UID), Generation: n.Generation, MachineID: n.Spec.MachineID, Role: string(n.Spec.Role), Banned: n.Spec.Banned,
+			Disk: cmp.Or(known[n.Spec.DiskID], ownerdir.KnownDisk{ID: n.Spec.DiskID}),
+		}
+		enrolled[n.Spec.DiskID] = true
 		if n.Spec.Banned {
 			k.Bans[string(n.UID)] = n.Generation
 		}
 	}
-	return k, generations, nil
+	for _, d := range disks.Items {
+		if !enrolled[d.Name] && !d.Spec.Erased {
+			k.Disks = append(k.Disks, ownerdir.KnownFormer{KnownDisk: known[d.Name], MachineID: d.Spec.MachineID})
+		}
+	}
+	return k, nil
 }
 
 // current refuses a policy of the folder that is older than the one that the cluster had last, or says something else under the same serial.
@@ -164,7 +180,7 @@ func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID)
 	return ""
 }
 
-// KnownSalt returns the salt of a disk by what the cluster said last (K4). The folder has the first version of the root secret alone.
+// KnownSalt returns the salt of an enrolled disk by what the cluster said last (K4), and none of a node that has gone. The folder has the first version of the root secret alone.
 func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
 	none := func(err error) (keys.DiskSalt, error) {
 		return keys.DiskSalt{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),
@@ -192,6 +208,9 @@ func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.D
 			return none(fmt.Errorf("cluster.json: %w", err))
 		}
 		return salt, nil
+	}
+	if slices.ContainsFunc(known.Disks, func(d ownerdir.KnownFormer) bool { return d.ID == disk.String() }) {
+		return none(errors.New("no enrolled node has it any more; known.json has its salt only to be put back into the cluster, as docs/leaving.md says"))
 	}
 	return none(errors.New("neither known.json nor cluster.json has it"))
 }

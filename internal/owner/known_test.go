@@ -3,6 +3,7 @@ package owner
 import (
 	"crypto/ed25519"
 	"errors"
+	"fmt"
 	"maps"
 	"path/filepath"
 	"slices"
@@ -173,30 +174,93 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 		s := attest.SignPolicy(key, json)
 		return ownerdir.KnownPolicy{JSON: string(s.GetPolicy()), Signature: s.GetSignature()}
 	}
-	known := &ownerdir.Known{Version: 1, Policy: of(4), Bans: map[string]int64{"u1": 3, "gone": 2}}
+	nodes := func(list ...string) map[string]ownerdir.KnownNode { // each "name UID generation"
+		out := map[string]ownerdir.KnownNode{}
+		for _, text := range list {
+			var name string
+			var n ownerdir.KnownNode
+			_, _ = fmt.Sscan(text, &name, &n.UID, &n.Generation)
+			out[name] = n
+		}
+		return out
+	}
+	same := nodes("w1 u1 5", "w2 u2 4")
+	known := &ownerdir.Known{
+		Version: ownerdir.KnownVersion, Policy: of(4), Epoch: 41, Nodes: same, Gone: []ownerdir.KnownGone{{UID: "gone", Name: "w3", Epoch: 40}, {Name: "of version 1"}},
+		Bans: map[string]int64{"u1": 3, "banned": 2}, Names: map[string]string{"u1": "w1", "banned": "w4"},
+	}
+	first := &ownerdir.Known{Version: 1, Policy: of(4), Nodes: nodes("w1", "w2"), Bans: map[string]int64{"u1": 3, "banned": 2}}
 	for name, tt := range map[string]struct {
-		policy      ownerdir.KnownPolicy
-		generations map[string]int64
-		older       int
+		known  *ownerdir.Known
+		policy ownerdir.KnownPolicy
+		epoch  uint64
+		nodes  map[string]ownerdir.KnownNode
+		older  []string
 	}{
-		"the same":                         {of(4), map[string]int64{"u1": 3}, 0},
-		"newer":                            {of(5), map[string]int64{"u1": 4, "u2": 1}, 0},
-		"an enrollment that was forgotten": {of(4), nil, 0},
-		"an older policy":                  {of(3), map[string]int64{"u1": 3}, 1},
-		"no policy":                        {ownerdir.KnownPolicy{}, map[string]int64{"u1": 3}, 1},
-		"from before a ban":                {of(4), map[string]int64{"u1": 2}, 1},
-		"both":                             {of(1), map[string]int64{"u1": 1, "gone": 1}, 3},
+		"nothing known":                       {&ownerdir.Known{}, of(1), 0, same, nil},
+		"the same":                            {known, of(4), 41, same, nil},
+		"newer":                               {known, of(5), 42, nodes("w1 u1 6", "w2 u2 4"), nil},
+		"one that joined":                     {known, of(4), 42, nodes("w1 u1 5", "w2 u2 4", "w5 u5 1"), nil},
+		"one that was forgotten":              {known, of(4), 41, nodes("w1 u1 5"), nil},
+		"one that was forgotten, and joined":  {known, of(4), 41, nodes("w1 u1 5", "w2 new 1"), nil},
+		"an older policy":                     {known, of(3), 41, same, []string{"its policy has the serial 3, and had 4"}},
+		"no policy":                           {known, ownerdir.KnownPolicy{}, 41, same, []string{"its policy has the serial 0, and had 4"}},
+		"an older epoch, as of before a join": {known, of(4), 40, same, []string{"it is at epoch 40, and was at 41"}},
+		"an epoch that nobody has counted":    {known, of(4), 0, same, []string{"it is at epoch 0, and was at 41"}},
+		"from before an exchanged TPM":        {known, of(4), 41, nodes("w1 u1 5", "w2 u2 3"), []string{"the enrollment of w2 (u2) has the generation 3, and had 4"}},
+		"from before a forget":                {known, of(4), 41, nodes("w1 u1 5", "w2 u2 4", "w3 gone 7"), []string{"the enrollment of w3 (gone), which had gone, is back with the generation 7"}},
+		"from before a ban":                   {known, of(4), 41, nodes("w1 u1 2", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 2, and was banned with generation 3"}},
+		"from after a ban that has ended":     {known, of(4), 41, nodes("w1 u1 4", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 4, and had 5"}},
+		"from before a ban and a forget":      {known, of(4), 41, nodes("w1 u1 5", "w2 u2 4", "w4 banned 1"), []string{"the enrollment of w4 (banned) has the generation 1, and was banned with generation 2"}},
+		"all of it": {known, of(1), 7, nodes("w1 u1 5", "w2 u2 1", "w3 gone 1"), []string{
+			"its policy has the serial 1, and had 4", "it is at epoch 7, and was at 41",
+			"the enrollment of w2 (u2) has the generation 1, and had 4", "the enrollment of w3 (gone), which had gone, is back with the generation 1",
+		}},
+		"of version 1, the same":                 {first, of(4), 0, same, nil},
+		"of version 1, a ban that was undone":    {first, of(4), 9, nodes("w1 u1 2", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 2, and was banned with generation 3"}},
+		"of version 1, an older policy":          {first, of(3), 9, same, []string{"its policy has the serial 3, and had 4"}},
+		"an enrollment without a UID is unknown": {known, of(4), 41, nodes("w1 u1 5", "w2"), nil},
 	} {
-		older, err := known.Older(&ownerdir.Known{Policy: tt.policy}, tt.generations, public)
-		if err != nil || len(older) != tt.older {
-			t.Errorf("%s: %q %v, want %d", name, older, err, tt.older)
+		older, err := tt.known.Older(&ownerdir.Known{Policy: tt.policy, Epoch: tt.epoch, Nodes: tt.nodes}, public)
+		if err != nil || !slices.Equal(older, tt.older) {
+			t.Errorf("%s: %q %v, want %q", name, older, err, tt.older)
 		}
 	}
-	if _, err := known.Older(known, nil, make([]byte, 32)); err == nil || errors.Is(err, ErrBehind) {
+	if _, err := known.Older(known, make([]byte, 32)); err == nil || errors.Is(err, ErrBehind) {
 		t.Errorf("a note that another owner signed: %v", err)
 	}
-	if kept := known.Keep(&ownerdir.Known{Policy: of(4), Bans: map[string]int64{"u1": 5, "u2": 1}}); len(kept.Bans) != 3 || kept.Bans["u1"] != 5 || kept.Bans["gone"] != 2 {
-		t.Errorf("%v", kept.Bans)
+}
+
+// A disk whose node has gone is known to be put back into a cluster, and for nothing else.
+func TestADiskOfANodeThatHasGoneIsNotRecovered(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
+	w := serveWaiting(t, second, opens)
+	o := knows(t, w, first, otherDisk, policy)
+	key, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	enrolled := map[string]ownerdir.KnownNode{"node2": {MachineID: second.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}
+	o.remembers(t, policy, key, enrolled)
+	known, err := o.Known()
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := known.Keep(&ownerdir.Known{Policy: known.Policy})
+	if err := o.Remember(gone); err != nil || len(gone.Disks) != 1 {
+		t.Fatalf("%+v, %v", gone, err)
+	}
+	id := second.ID()
+	for named, want := range map[string]attestv1.Reason{"": attestv1.Reason_REASON_DISK_MISMATCH, waitingDisk: attestv1.Reason_REASON_DISK_ERASED} {
+		if _, err := o.recoverDisk(t, w, &id, named); rpc.ReasonFrom(err) != want || w.calls() != 0 {
+			t.Errorf("named %q: %v, %d keys sent", named, err, w.calls())
+		}
+	}
+	o.remembers(t, policy, key, enrolled)
+	if _, err := o.recoverDisk(t, w, &id, ""); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -263,10 +263,11 @@ func (d *doctor) known(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if behind := s.Behind(); behind != "" {
+	err = owner.Remember(ctx, d.dir, d.kube)
+	if behind := s.Behind(); behind != "" && !errors.Is(err, owner.ErrBehind) { // whatever became of the note
 		d.Add(CheckKnown, checkup.Fail, cluster.BehindRemedy, "%s", behind)
 	}
-	switch err := owner.Remember(ctx, d.dir, d.kube); {
+	switch {
 	case errors.Is(err, owner.ErrBehind):
 		d.Err(CheckKnown, cluster.BehindRemedy, err)
 	case err != nil:

@@ -270,7 +270,9 @@ func TestEachHarmIsFound(t *testing.T) {
 			sound(t)
 		})
 	}
-	t.Run("drill", func(t *testing.T) { testDrill(t, p) }) // the same cluster: one is all that there is
+	// The same cluster: one is all that there is.
+	t.Run("kept", func(t *testing.T) { testKept(t, p) })
+	t.Run("drill", func(t *testing.T) { testDrill(t, p) })
 }
 
 type harm struct {
