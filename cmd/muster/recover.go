@@ -120,7 +120,7 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 		return err
 	}
 	if r.Revived != nil {
-		_, err = fmt.Fprintf(a.stdout, "Machine %s goes on with epoch %d of the cluster. Once the API server answers, apply the policy and ban again what has to be banned; muster doctor says what is missing.\n", r.Machine, r.Revived.Epoch)
+		_, err = fmt.Fprintf(a.stdout, "Machine %s goes on with epoch %d of the cluster. Once the API server answers, apply the policy, and ban, forget and erase again what is undone; muster doctor says what is missing.\n", r.Machine, r.Revived.Epoch)
 		return err
 	}
 	text := "The state disk of machine %s is open, and the machine goes on to boot.\n"

@@ -1,6 +1,7 @@
 package owner
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -26,10 +28,22 @@ type Revival struct {
 	// DiskCounter is the value of the TPM's counter that the disk was written at, TPMCounter the one that it has; 0: none.
 	DiskCounter uint64 `json:"diskCounter"`
 	TPMCounter  uint64 `json:"tpmCounter"`
+	// KnownVersion is the version of known.json in the owner's folder; 0: there is none. Version 1 does not say which nodes were forgotten.
+	KnownVersion int `json:"knownVersion"`
 	// KnownSerial is the serial of the cluster's last policy that the owner's folder knows; 0: it knows none.
 	KnownSerial uint64 `json:"knownSerial"`
+	// KnownEpoch is the newest epoch that the folder knows; 0: it knows none.
+	KnownEpoch uint64 `json:"knownEpoch"`
 	// Unbanned are the nodes that the folder knows as banned, and the disk does not.
 	Unbanned []string `json:"unbanned"`
+	// BannedAndForgotten are nodes that were banned and then forgotten, and Forgotten those that were not banned, or whose name is banned on the disk: by all
+	// that is known they would be back. A banned one that the folder has no name of is named by its enrollment's UID.
+	BannedAndForgotten []string `json:"bannedAndForgotten"`
+	Forgotten          []string `json:"forgotten"`
+	// Erased are disks that were erased, and whose salts would be back (K4).
+	Erased []string `json:"erased"`
+	// Before says that the folder knows more nodes that were forgotten, or disks that were erased: it knew so before the disk's epoch.
+	Before bool `json:"before"`
 }
 
 // Lines say it in words.
@@ -47,11 +61,45 @@ func (v Revival) Lines() []string {
 	if v.Epoch == 0 {
 		out[1] = fmt.Sprintf("What it would revive, it has no record of: an older copy than all that has one. The folder knows a policy of serial %d.", v.KnownSerial)
 	}
-	if len(v.Unbanned) > 0 {
-		return append(out, "Banned by what the folder knows, and not on this disk: "+strings.Join(v.Unbanned, ", ")+".")
+	if v.KnownEpoch > v.Epoch {
+		out = append(out, fmt.Sprintf("The folder knows epoch %d: what was changed since, as a node that joined or a TPM that was exchanged, would be undone.", v.KnownEpoch))
 	}
-	return append(out, "Every ban that the folder knows is on this disk.")
+	undone := false
+	for _, l := range []struct {
+		text  string
+		names []string
+	}{
+		{"Banned by what the folder knows, and not on this disk: ", v.Unbanned},
+		{"Banned, then forgotten, and would be back without a ban: ", v.BannedAndForgotten},
+		{"Forgotten, and would be back: ", v.Forgotten},
+		{"Erased, and the salts of these disks would be back: ", v.Erased},
+	} {
+		if n := len(l.names); n > 0 {
+			undone = true
+			text := l.text + strings.Join(l.names[:min(n, maxNamed)], ", ")
+			if n > maxNamed {
+				text += fmt.Sprintf(", and %d more", n-maxNamed)
+			}
+			out = append(out, text+".")
+		}
+	}
+	if v.Before {
+		undone = true
+		out = append(out, fmt.Sprintf("What else was forgotten or erased, the folder knew before epoch %d: it stays so, unless you have accepted an older epoch since.", v.Epoch))
+	}
+	switch {
+	case v.KnownVersion == 0:
+		out = append(out, "The folder has no known.json, so it can't say what would be undone.")
+	case v.KnownVersion == 1:
+		out = append(out, "Which nodes were forgotten, the folder can't say: its known.json is of an earlier version of muster.")
+	case !undone:
+		out = append(out, "Every ban that the folder knows is on this disk, and it knows of nothing that was forgotten or erased.")
+	}
+	return out
 }
+
+// maxNamed is how many nodes or disks a line names.
+const maxNamed = 100
 
 // look judges a machine that is locked to the cluster, and asks what its disk has.
 func (r *recoverer) look(ctx context.Context) error {
@@ -72,7 +120,7 @@ func (r *recoverer) look(ctx context.Context) error {
 func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error) {
 	v := &Revival{
 		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
-		Unbanned: []string{},
+		Unbanned: []string{}, BannedAndForgotten: []string{}, Forgotten: []string{}, Erased: []string{}, KnownVersion: r.known.Version, KnownEpoch: r.known.Epoch,
 	}
 	for _, name := range v.Bans { // the machine's word, for a terminal
 		if len(name) > 253 || strings.ContainsFunc(name, func(c rune) bool { return c < ' ' || c > '~' }) {
@@ -90,13 +138,52 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 		}
 		v.KnownSerial = last.Serial()
 	}
-	for name, n := range r.known.Nodes {
+	v.undone(r.known)
+	return v, nil
+}
+
+// undone lists what the folder knows to have ended, and would not have on this disk (B7). A copy is of after what was seen at a lower epoch than its own; at the
+// same one it may be of before, since control planes count up to ten seconds later, and so may one whose epoch is not known.
+func (v *Revival) undone(known *ownerdir.Known) {
+	since := func(seen uint64) bool {
+		if seen != 0 && seen < v.Epoch {
+			v.Before = true
+			return false
+		}
+		return true
+	}
+	settled := map[string]bool{} // UIDs of enrollments that are listed, or need not be
+	for name, n := range known.Nodes {
+		settled[n.UID] = true
 		if n.Banned && !slices.Contains(v.Bans, name) {
 			v.Unbanned = append(v.Unbanned, name)
 		}
 	}
-	slices.Sort(v.Unbanned)
-	return v, nil
+	for _, g := range known.Gone {
+		settled[g.UID] = true
+		_, banned := known.Bans[g.UID]
+		switch {
+		case !since(g.Epoch):
+		case banned && !slices.Contains(v.Bans, g.Name):
+			v.BannedAndForgotten = append(v.BannedAndForgotten, g.Name)
+		default:
+			v.Forgotten = append(v.Forgotten, g.Name)
+		}
+	}
+	for uid := range known.Bans { // of version 1, or of before the oldest of Gone
+		if name := known.Names[uid]; !settled[uid] && (name == "" || !slices.Contains(v.Bans, name)) {
+			v.BannedAndForgotten = append(v.BannedAndForgotten, cmp.Or(name, "enrollment "+uid))
+		}
+	}
+	for _, disk := range known.Erased {
+		if since(known.ErasedAt[disk]) {
+			v.Erased = append(v.Erased, disk)
+		}
+	}
+	for _, list := range []*[]string{&v.Unbanned, &v.BannedAndForgotten, &v.Forgotten, &v.Erased} {
+		slices.Sort(*list)
+		*list = slices.Compact(*list)
+	}
 }
 
 // revive lets the machine go on, if its owner accepts what it revives.
@@ -114,7 +201,7 @@ func (r *recoverer) revive(ctx context.Context) (string, error) {
 	}
 	if !accepted {
 		return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "machine %s waits with epoch %d of the cluster, an older copy of its disk, which was not accepted", v.Machine, v.Epoch),
-			fmt.Sprintf("%s Restore the newest disk. If there is none, run the command again with --accept-epoch %d; then apply the policy and the bans again.", strings.Join(v.Lines(), " "), v.Epoch))
+			fmt.Sprintf("%s Restore the newest disk. If there is none, run the command again with --accept-epoch %d; then apply the policy again, and ban, forget and erase again what would be back.", strings.Join(v.Lines(), " "), v.Epoch))
 	}
 	err := again(ctx, r.Report, func() error {
 		s, err := peerdial.Open(r.older)

@@ -3,7 +3,10 @@ package owner
 import (
 	"context"
 	"crypto/ed25519"
+	"encoding/json"
+	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -135,5 +138,110 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	m.has.Bans = []string{"\x1b[2J"}
 	if _, err := revive(number(41), nil); err == nil || strings.Contains(err.Error(), "\x1b") {
 		t.Errorf("a name that a terminal obeys: %v", err)
+	}
+}
+
+// What an older copy undoes is named, and nothing reassures its owner while there is something (B7, K4).
+func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
+	_, document, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(9)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	signed := attest.SignPolicy(key, document)
+	policy := ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
+	const sound = "Every ban that the folder knows is on this disk"
+	live := map[string]ownerdir.KnownNode{"w1": {UID: "u1"}, "w2": {UID: "u2", Banned: true}}
+	for name, tt := range map[string]struct {
+		known ownerdir.Known
+		epoch uint64 // of the disk
+		want  Revival
+		says  []string
+	}{
+		"nothing": {
+			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Bans: map[string]int64{"u2": 3}}, 41,
+			Revival{}, []string{sound + ", and it knows of nothing that was forgotten or erased."},
+		},
+		"a ban": {
+			ownerdir.Known{Version: 2, Epoch: 41, Nodes: map[string]ownerdir.KnownNode{"w3": {UID: "u3", Banned: true}}, Bans: map[string]int64{"u3": 3}}, 41,
+			Revival{Unbanned: []string{"w3"}}, []string{"not on this disk: w3."},
+		},
+		"a node that was banned and forgotten": {
+			ownerdir.Known{Version: 2, Epoch: 42, Nodes: live, Bans: map[string]int64{"u7": 2}, Names: map[string]string{"u7": "w7"}, Gone: []ownerdir.KnownGone{{UID: "u7", Name: "w7", Epoch: 42}}}, 41,
+			Revival{BannedAndForgotten: []string{"w7"}}, []string{"The folder knows epoch 42", "Banned, then forgotten, and would be back without a ban: w7."},
+		},
+		"one whose ban the disk has": {
+			ownerdir.Known{Version: 2, Nodes: live, Bans: map[string]int64{"old": 2}, Names: map[string]string{"old": "w2"}, Gone: []ownerdir.KnownGone{{UID: "old", Name: "w2"}}}, 41,
+			Revival{Forgotten: []string{"w2"}}, []string{"Forgotten, and would be back: w2."},
+		},
+		"one that went so long ago that its ban alone is known": {
+			ownerdir.Known{Version: 2, Nodes: live, Bans: map[string]int64{"u7": 2}, Names: map[string]string{"u7": "w7"}}, 41,
+			Revival{BannedAndForgotten: []string{"w7"}}, []string{"would be back without a ban: w7."},
+		},
+		"a ban that version 1 noted, without a name": {
+			ownerdir.Known{Version: 1, Bans: map[string]int64{"u7": 2}}, 41,
+			Revival{BannedAndForgotten: []string{"enrollment u7"}}, []string{"would be back without a ban: enrollment u7.", "an earlier version of muster"},
+		},
+		"nodes that were forgotten": {
+			ownerdir.Known{Version: 2, Epoch: 43, Nodes: live, Gone: []ownerdir.KnownGone{{UID: "u9", Name: "w9", Epoch: 43}, {UID: "u8", Name: "w8", Epoch: 41}, {Name: "w7"}, {UID: "u5", Name: "w7", Epoch: 42}}}, 41,
+			Revival{Forgotten: []string{"w7", "w8", "w9"}}, []string{"Forgotten, and would be back: w7, w8, w9."},
+		},
+		"one that was forgotten before the copy": {
+			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Gone: []ownerdir.KnownGone{{UID: "u9", Name: "w9", Epoch: 40}}}, 41,
+			Revival{Before: true}, []string{"the folder knew before epoch 41: it stays so, unless you have accepted an older epoch since."},
+		},
+		"a copy without a record, of before all that": {
+			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Gone: []ownerdir.KnownGone{{UID: "u9", Name: "w9", Epoch: 1}}, Erased: []string{"d7"}, ErasedAt: map[string]uint64{"d7": 1}}, 0,
+			Revival{Forgotten: []string{"w9"}, Erased: []string{"d7"}}, []string{"w9.", "d7."},
+		},
+		"disks that were erased": {
+			ownerdir.Known{Version: 2, Epoch: 43, Nodes: live, Erased: []string{"d6", "d7", "d8"}, ErasedAt: map[string]uint64{"d6": 40, "d7": 41}}, 41,
+			Revival{Erased: []string{"d7", "d8"}, Before: true}, []string{"Erased, and the salts of these disks would be back: d7, d8."},
+		},
+		"version 1 does not know what was forgotten": {
+			ownerdir.Known{Version: 1, Nodes: live}, 41, Revival{}, []string{"its known.json is of an earlier version of muster"},
+		},
+		"no file": {ownerdir.Known{}, 41, Revival{}, []string{"The folder has no known.json"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tt.known.Policy = policy
+			r := &recoverer{RecoverConfig: RecoverConfig{Machine: new(attest.MachineID)}, key: key, known: &tt.known}
+			v, err := r.compare(&recoverv1.DescribeEpochResponse{Epoch: tt.epoch, PolicySerial: 9, Bans: []string{"w2"}, DiskCounter: 12, TpmCounter: 15})
+			if err != nil {
+				t.Fatal(err)
+			}
+			same := slices.Equal(v.Unbanned, tt.want.Unbanned) && slices.Equal(v.BannedAndForgotten, tt.want.BannedAndForgotten) &&
+				slices.Equal(v.Forgotten, tt.want.Forgotten) && slices.Equal(v.Erased, tt.want.Erased)
+			if !same || v.Before != tt.want.Before || v.KnownEpoch != tt.known.Epoch || v.KnownVersion != tt.known.Version {
+				t.Errorf("%+v", v)
+			}
+			text := strings.Join(v.Lines(), "\n")
+			for _, want := range tt.says {
+				if !strings.Contains(text, want) {
+					t.Errorf("%s\ndoes not say %q", text, want)
+				}
+			}
+			if strings.Contains(text, sound) != (name == "nothing") {
+				t.Errorf("reassuring, or not: %s", text)
+			}
+			b, err := json.Marshal(v)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, field := range []string{"unbanned", "bannedAndForgotten", "forgotten", "erased"} {
+				if !strings.Contains(string(b), `"`+field+`":[`) {
+					t.Errorf("%s has no list %s", b, field)
+				}
+			}
+		})
+	}
+	many := make([]string, maxNamed+7)
+	for i := range many {
+		many[i] = fmt.Sprintf("w%d", i)
+	}
+	if text := strings.Join(Revival{Forgotten: many}.Lines(), " "); !strings.Contains(text, "w99, and 7 more.") || strings.Contains(text, "w100") {
+		t.Error(text)
 	}
 }
