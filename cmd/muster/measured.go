@@ -148,7 +148,8 @@ func (a *app) fromImageCommand() *cobra.Command {
 	return cmd
 }
 
-// readImage returns the program of a disk image that firmware starts.
+// readImage returns the program of a disk image that firmware starts. With a builder's key, what is measured is a private copy, and the copy is what was signed
+// (S2): whoever can write to the image could else change it after it was hashed.
 func readImage(path string, p *policyFlags) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -162,16 +163,26 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 	if !info.Mode().IsRegular() {
 		return nil, errors.New("it is no file: copy the disk into one")
 	}
-	if p.builder != "" {
-		h := sha256.New()
-		if _, err := io.Copy(h, f); err != nil {
-			return nil, err
-		}
-		if err := p.signed(path, [sha256.Size]byte(h.Sum(nil))); err != nil {
-			return nil, err
-		}
+	if p.builder == "" {
+		return image.ReadProgram(f, info.Size())
 	}
-	return image.ReadProgram(f, info.Size())
+	own, err := os.CreateTemp("", "muster-image-") // 0600
+	if err != nil {
+		return nil, err
+	}
+	defer own.Close()
+	if err := os.Remove(own.Name()); err != nil { // open here alone, and gone when that ends
+		return nil, err
+	}
+	h := sha256.New()
+	size, err := io.Copy(io.MultiWriter(own, h), f)
+	if err != nil {
+		return nil, fmt.Errorf("copy it, to measure what the builder signed: %w; TMPDIR names another folder for the copy", err)
+	}
+	if err := p.signed(path, [sha256.Size]byte(h.Sum(nil))); err != nil {
+		return nil, err
+	}
+	return image.ReadProgram(own, size)
 }
 
 // writePolicy writes the policy of what was measured and of the flags.

@@ -4,9 +4,11 @@ import (
 	"crypto/ed25519"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/crypto/ssh"
@@ -133,6 +135,47 @@ func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
 				t.Errorf("%v; want %q\n%s", err, tt.says, out)
 			}
 		})
+	}
+}
+
+// S2: an image that changes after it was compared with the builder's signature is not measured. The key is read after that: from a pipe here, so that the
+// moment is certain.
+func TestWhatIsMeasuredIsWhatTheBuilderSigned(t *testing.T) {
+	dir, key := release(t)
+	disk := filepath.Join(dir, "muster.raw")
+	want, err := makePolicy(t, "from-measurements", filepath.Join(dir, "measurements.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	public, err := os.ReadFile(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pipe := filepath.Join(t.TempDir(), "builder.pub")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	changed := make(chan error, 1)
+	go func() {
+		w, err := os.OpenFile(pipe, os.O_WRONLY, 0) // until somebody reads
+		if err != nil {
+			changed <- err
+			return
+		}
+		image, err := os.OpenFile(disk, os.O_WRONLY, 0)
+		if err == nil {
+			_, err = image.WriteAt([]byte{0xEE}, 41<<20)
+			err = errors.Join(err, image.Close())
+		}
+		_, werr := w.Write(public)
+		changed <- errors.Join(err, werr, w.Close())
+	}()
+	got, err := makePolicy(t, "from-image", disk, "--builder-key", pipe)
+	if err := errors.Join(err, <-changed); err != nil || got != want {
+		t.Errorf("%v\n%s", err, got)
+	}
+	if _, err := makePolicy(t, "from-image", disk, "--builder-key", key); err == nil || !strings.Contains(err.Error(), "the builder signed") {
+		t.Errorf("what it was changed into: %v", err)
 	}
 }
 

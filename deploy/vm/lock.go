@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -41,12 +42,8 @@ func writeLock(ctx context.Context, o options, stdout, log io.Writer) error {
 	if err != nil {
 		return err
 	}
-	for _, name := range lockedPrograms {
-		sum, err := sumOf(filepath.Join(o.containerd, name))
-		if err != nil {
-			return err
-		}
-		l.Programs = append(l.Programs, lock.Program{Name: name, Sum: sum})
+	if l.Programs, err = pinnedPrograms(o, l.Go); err != nil {
+		return err
 	}
 	b := base{work}
 	a, err := mirror(ctx, o, filepath.Join(work, "apt"))
@@ -89,6 +86,40 @@ func writeLock(ctx context.Context, o options, stdout, log io.Writer) error {
 	}
 	_, err = fmt.Fprintf(stdout, "%s: %d packages, root %s\n", o.lock, len(l.Packages), l.Root)
 	return err
+}
+
+// pinnedPrograms returns what the lock file is to say of the programs in -containerd, if tools/kube/sha256sums.json says the same (S1). Whoever named the folder
+// may have compared it, too: but it is in a cache, and what was in it then is not what is hashed here.
+func pinnedPrograms(o options, goVersion string) ([]lock.Program, error) {
+	const repin = "go run ./lab kube-binaries --pin"
+	file := filepath.Join(o.source, "tools", "kube", "sha256sums.json")
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	var pin struct {
+		Go   string            `json:"go"`
+		Sums map[string]string `json:"sums"`
+	}
+	if err := json.Unmarshal(b, &pin); err != nil {
+		return nil, fmt.Errorf("%s: %w", file, err)
+	}
+	if pin.Go != goVersion {
+		return nil, fmt.Errorf("%s is of %s, and here is %s: install it, or write the file with `%s`", file, pin.Go, goVersion, repin)
+	}
+	var out []lock.Program
+	for _, name := range lockedPrograms {
+		sum, err := sumOf(filepath.Join(o.containerd, name))
+		if err != nil {
+			return nil, err
+		}
+		if sum.String() != pin.Sums[name] { // S1
+			return nil, fmt.Errorf("%s has SHA-256 %s, and %s says %q: remove the folder and run `make kube` to build it again, or, after a change of tools/kube, write the file with `%s`",
+				filepath.Join(o.containerd, name), sum, file, pin.Sums[name], repin)
+		}
+		out = append(out, lock.Program{Name: name, Sum: sum})
+	}
+	return out, nil
 }
 
 // billed compares dpkg's list of installed packages with the lock file, and returns the packages of the image for its bill.

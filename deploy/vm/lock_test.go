@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -319,6 +320,45 @@ func TestOtherProgramsThanTheLocksAreRefused(t *testing.T) {
 	place(t, dir, "ctr", "Program ctr")
 	if _, err := programs(o, l, t.TempDir()); err == nil || !strings.Contains(err.Error(), "make kube") {
 		t.Errorf("another ctr: %v", err)
+	}
+}
+
+// S1: what a cache holds when the lock file is written is compared there and then.
+func TestOnlyPinnedProgramsAreWrittenIntoTheLock(t *testing.T) {
+	o := options{source: t.TempDir(), containerd: t.TempDir()}
+	var pin []string
+	for _, name := range lockedPrograms {
+		sum, err := sumOf(place(t, o.containerd, name, "program "+name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		pin = append(pin, fmt.Sprintf("%q: %q", name, sum))
+	}
+	place(t, o.source, "tools/kube/sha256sums.json", `{"id": "1", "go": "go1.26.0", "sums": {`+strings.Join(pin, ", ")+`}}`)
+	got, err := pinnedPrograms(o, "go1.26.0")
+	if err != nil || len(got) != len(lockedPrograms) || !strings.Contains(strings.Join(pin, " "), fmt.Sprintf("%q: %q", got[2].Name, got[2].Sum)) {
+		t.Fatal(got, err)
+	}
+	if got, err := pinnedPrograms(o, "go1.26.1"); err == nil || !strings.Contains(err.Error(), "go1.26.1") {
+		t.Errorf("of another compiler: %v, %v", got, err)
+	}
+	for _, name := range lockedPrograms {
+		place(t, o.containerd, name, "evil")
+		if got, err := pinnedPrograms(o, "go1.26.0"); err == nil || !strings.Contains(err.Error(), name) || !strings.Contains(err.Error(), "make kube") {
+			t.Errorf("another %s: %v, %v", name, got, err)
+		}
+		// The same when a lock file is written.
+		if err := writeLock(t.Context(), options{source: filepath.Join("..", ".."), containerd: o.containerd, lock: filepath.Join(t.TempDir(), lockFile)}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "sha256sums.json") {
+			t.Errorf("a lock file with other programs: %v", err)
+		}
+		place(t, o.containerd, name, "program "+name)
+	}
+	if _, err := pinnedPrograms(o, "go1.26.0"); err != nil {
+		t.Error(err)
+	}
+	place(t, o.source, "tools/kube/sha256sums.json", `{"go": "go1.26.0"}`)
+	if got, err := pinnedPrograms(o, "go1.26.0"); err == nil {
+		t.Errorf("a pin of nothing: %v", got)
 	}
 }
 

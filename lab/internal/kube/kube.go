@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -110,23 +111,36 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 			return Build{}, err
 		}
 	}
-	fmt.Fprintf(log, "building Kubernetes %s (up to a quarter of an hour the first time)\n", Version)
-	if err := build(ctx, module, b.Dir); err != nil {
+	if _, err := b.make(ctx, module, compile, log); err != nil {
 		return Build{}, err
 	}
 	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
 }
 
-// Rebuild returns a build that was made now, whatever the cache has: what is to be pinned comes from the module's sources, which Go compares with go.sum (S1).
+// Rebuild returns a build that was made now, whatever the cache has or somebody puts there meanwhile: what is to be pinned comes from the module's sources, which
+// Go compares with go.sum (S1). Its Sums are those of the programs as the compiler wrote them, and not of what is in Dir.
 func Rebuild(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
-	b, err := expected(filepath.Join(source, "tools", "kube"), cache)
+	return rebuild(ctx, source, cache, compile, log)
+}
+
+func rebuild(ctx context.Context, source, cache string, with compiler, log io.Writer) (Build, error) {
+	module := filepath.Join(source, "tools", "kube")
+	b, err := expected(module, cache)
 	if err != nil {
 		return Build{}, err
 	}
-	if err := os.RemoveAll(b.Dir); err != nil {
+	unlock, err := Lock(filepath.Join(cache, "kube"))
+	if err != nil {
 		return Build{}, err
 	}
-	return Binaries(ctx, source, cache, log)
+	defer unlock()
+	sums, err := b.make(ctx, module, with, log)
+	if err != nil {
+		return Build{}, err
+	}
+	b.pinned = b.pinned && maps.Equal(sums, b.Sums)
+	b.Sums = sums
+	return b, Prune(filepath.Dir(b.Dir))
 }
 
 // Pinned says whether the programs are those that sha256sums.json names.
@@ -171,25 +185,41 @@ func identify(module, goVersion string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)[:16]), nil
 }
 
-func build(ctx context.Context, module, dest string) error {
-	tmp, err := os.MkdirTemp(filepath.Dir(dest), "building-")
+// make puts new programs into the cache, in place of what is there, and returns what they are. They are built and hashed in a folder that nobody else can write to
+// (S1): a build takes minutes, and the cache may be others' too. What was copied is compared when it is used, by [Build.load].
+func (b Build) make(ctx context.Context, module string, with compiler, log io.Writer) (map[string]string, error) {
+	private, err := os.MkdirTemp("", "muster-kube-") // 0700
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer os.RemoveAll(tmp)
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags(), "-o", tmp+"/", "tool")
-	cmd.Dir = module
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=-mod=readonly", "GOAMD64=v1", "GOEXPERIMENT=", "GOFIPS140=off")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("build Kubernetes in %s: %w\n%s", module, err, out)
-	}
-	// etcd's main package is named after its folder, "server".
-	if err := os.Rename(filepath.Join(tmp, "server"), filepath.Join(tmp, "etcd")); err != nil {
-		return err
+	defer os.RemoveAll(private)
+	fmt.Fprintf(log, "building Kubernetes %s (up to a quarter of an hour the first time)\n", Version)
+	if err := with(ctx, module, private); err != nil {
+		return nil, err
 	}
 	sums := map[string]string{}
 	for _, p := range Programs {
-		if sums[p], err = Sum(filepath.Join(tmp, p)); err != nil {
+		if sums[p], err = Sum(filepath.Join(private, p)); err != nil { // S1
+			return nil, err
+		}
+	}
+	fmt.Fprintf(log, "copying the programs into %s\n", b.Dir)
+	if err := b.fill(private, sums); err != nil {
+		return nil, err
+	}
+	fmt.Fprintf(log, "built: %s\n", b.Dir)
+	return sums, nil
+}
+
+// fill puts a copy of programs into the cache, with the list of what they are.
+func (b Build) fill(from string, sums map[string]string) error {
+	fresh, err := os.MkdirTemp(filepath.Dir(b.Dir), "building-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(fresh) // finds nothing once it has its name
+	for _, p := range Programs {
+		if err := copyProgram(filepath.Join(from, p), filepath.Join(fresh, p)); err != nil {
 			return err
 		}
 	}
@@ -197,13 +227,41 @@ func build(ctx context.Context, module, dest string) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(tmp, sumsFile), j, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(fresh, sumsFile), j, 0o644); err != nil {
 		return err
 	}
-	if err := os.Chmod(tmp, 0o755); err != nil {
+	if err := errors.Join(os.Chmod(fresh, 0o755), os.RemoveAll(b.Dir)); err != nil {
 		return err
 	}
-	return os.Rename(tmp, dest)
+	return os.Rename(fresh, b.Dir)
+}
+
+func copyProgram(from, to string) error {
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	out, err := os.OpenFile(to, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, in)
+	return errors.Join(err, out.Close())
+}
+
+// compiler builds the [Programs] of a module into a folder.
+type compiler func(ctx context.Context, module, into string) error
+
+func compile(ctx context.Context, module, into string) error {
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags(), "-o", into+"/", "tool")
+	cmd.Dir = module
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=-mod=readonly", "GOAMD64=v1", "GOEXPERIMENT=", "GOFIPS140=off")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build Kubernetes in %s: %w\n%s", module, err, out)
+	}
+	// etcd's main package is named after its folder, "server".
+	return os.Rename(filepath.Join(into, "server"), filepath.Join(into, "etcd"))
 }
 
 // load compares each program with its sum.

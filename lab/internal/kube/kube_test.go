@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
@@ -189,4 +190,115 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 	if got, err := Rebuild(t.Context(), source, cache, io.Discard); err == nil {
 		t.Errorf("the cache's programs would be pinned: %v", got.Sums)
 	}
+}
+
+// S1: somebody who can write to the cache while the programs are built, or copied there, does not get his own pinned.
+func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
+	source, cache := t.TempDir(), t.TempDir()
+	module := filepath.Join(source, "tools", "kube")
+	if err := os.MkdirAll(module, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{"go.mod": "module nothing\n", "go.sum": "", sumsFile: "{}"} {
+		if err := os.WriteFile(filepath.Join(module, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b, err := expected(module, cache)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// evil puts programs into each folder of the cache, and where the build will be.
+	evil := func() {
+		t.Helper()
+		there, err := filepath.Glob(filepath.Join(cache, "kube", "[^.]*")) // not the lock
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, dir := range append(there, b.Dir) {
+			e := Build{Dir: dir, Sums: map[string]string{}}
+			if err := os.MkdirAll(dir, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range Programs {
+				if err := os.WriteFile(e.Path(name), []byte("evil"), 0o600); err != nil {
+					t.Fatal(err)
+				}
+				e.Sums[name] = fmt.Sprintf("%x", sha256.Sum256([]byte("evil")))
+			}
+			writeList(t, dir, e.Sums)
+		}
+	}
+	made := ""
+	with := func(_ context.Context, from, into string) error {
+		made = into
+		info, err := os.Stat(into)
+		if err != nil {
+			return err
+		}
+		if from != module || info.Mode().Perm() != 0o700 || strings.HasPrefix(into, cache) {
+			t.Errorf("%s is built in %s (%s): want a private folder outside of the cache", from, into, info.Mode())
+		}
+		for _, name := range Programs {
+			if err := os.WriteFile(filepath.Join(into, name), []byte(name), 0o755); err != nil {
+				return err
+			}
+		}
+		evil()
+		return nil
+	}
+	evil()
+	log := logged(func(line string) {
+		if strings.HasPrefix(line, "copying ") || strings.HasPrefix(line, "built: ") { // they are hashed by now
+			evil()
+		}
+	})
+	got, err := rebuild(t.Context(), source, cache, with, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range Programs {
+		if want := fmt.Sprintf("%x", sha256.Sum256([]byte(name))); got.Sums[name] != want || got.Pin().Sums[name] != want {
+			t.Errorf("%s would be pinned with %s, and the compiler wrote %s", name, got.Sums[name], want)
+		}
+	}
+	if _, err := os.Stat(made); !os.IsNotExist(err) {
+		t.Errorf("%s stays: %v", made, err)
+	}
+	if left, err := filepath.Glob(filepath.Join(cache, "kube", "building-*")); err != nil || len(left) > 0 {
+		t.Errorf("left in the cache: %q, %v", left, err)
+	}
+	// The copy is good if nobody comes after it, and compared when it is used.
+	if again, err := rebuild(t.Context(), source, cache, with, io.Discard); err != nil || !maps.Equal(again.Sums, got.Sums) {
+		t.Fatalf("%+v, %v", again, err)
+	}
+	j, err := json.Marshal(got.Pin())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(module, sumsFile), j, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if used, err := Binaries(t.Context(), source, cache, io.Discard); err != nil || !used.Pinned() || used.Dir != got.Dir {
+		t.Errorf("%+v, %v", used, err)
+	}
+	evil()
+	if used, err := Binaries(t.Context(), source, cache, io.Discard); err == nil {
+		t.Errorf("%+v is used", used)
+	}
+	// A pin that says something else of the same build is not believed, either.
+	if err := os.WriteFile(filepath.Join(module, sumsFile), fmt.Appendf(nil, `{"id": %q, "sums": {"kubelet": "ee"}}`, b.ID), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if again, err := rebuild(t.Context(), source, cache, with, io.Discard); err != nil || again.Pinned() || !maps.Equal(again.Sums, got.Sums) {
+		t.Errorf("%+v, %v", again, err)
+	}
+}
+
+// logged is told each line of a log.
+type logged func(line string)
+
+func (l logged) Write(b []byte) (int, error) {
+	l(string(b))
+	return len(b), nil
 }
