@@ -60,7 +60,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error 
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
 	if next := had.Keep(seen); !reflect.DeepEqual(next, had) {
-		return d.Remember(next)
+		return d.RememberAfter(had, next)
 	}
 	return nil
 }

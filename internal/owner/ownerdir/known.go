@@ -11,6 +11,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -131,7 +132,13 @@ func (d *Dir) Known() (*Known, error) {
 }
 
 // Remember writes known.json, also into a folder that is open to read: it takes the folder's lock for that long.
-func (d *Dir) Remember(k *Known) error {
+func (d *Dir) Remember(k *Known) error { return d.remember(k, nil) }
+
+// RememberAfter is Remember of what follows from had. It fails if known.json is not that any more: what another muster has erased meanwhile does not come
+// back (K4).
+func (d *Dir) RememberAfter(had, k *Known) error { return d.remember(k, had) }
+
+func (d *Dir) remember(k, had *Known) error {
 	k.Version = KnownVersion
 	b, err := json.MarshalIndent(k, "", "  ")
 	if err != nil {
@@ -144,6 +151,13 @@ func (d *Dir) Remember(k *Known) error {
 		}
 		defer func() { _ = writable.Close() }()
 		d = writable
+	}
+	if had != nil {
+		if now, err := d.Known(); err != nil {
+			return err
+		} else if !reflect.DeepEqual(now, had) { // K4
+			return errors.New("another muster has written it meanwhile")
+		}
 	}
 	return d.Write(KnownFile, append(b, '\n'))
 }

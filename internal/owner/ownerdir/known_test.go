@@ -202,6 +202,46 @@ func TestASaltOfANodeThatHasGoneIsErasedAtOnce(t *testing.T) {
 	}
 }
 
+// K4: who has looked at the cluster before a disk was erased does not write its salt again.
+func TestWhatWasErasedMeanwhileDoesNotComeBack(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "muster-prod")
+	d, err := Create(path, example(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	view, err := View(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = view.Close() })
+	if err := d.Remember(&Known{Nodes: nodes("w1"), Disks: []KnownFormer{former("w2")}}); err != nil {
+		t.Fatal(err)
+	}
+	had, err := view.Known()
+	if err != nil {
+		t.Fatal(err)
+	}
+	next := had.Keep(&Known{Epoch: 8, Nodes: nodes("w1")})
+	if _, err := d.EraseDisk("disk-w2"); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Close(); err != nil { // another program's, which has ended
+		t.Fatal(err)
+	}
+	if err := view.RememberAfter(had, next); err == nil || !strings.Contains(err.Error(), "meanwhile") {
+		t.Errorf("%v", err)
+	}
+	if text, err := view.Read(KnownFile); err != nil || strings.Contains(string(text), "salt-w2") {
+		t.Errorf("%s, %v", text, err)
+	}
+	if had, err = view.Known(); err != nil {
+		t.Fatal(err)
+	}
+	if err := view.RememberAfter(had, had.Keep(&Known{Epoch: 8, Nodes: nodes("w1")})); err != nil {
+		t.Error(err)
+	}
+}
+
 // A file of version 1 is read, and what it does not have is unknown.
 func TestKnownOfVersion1IsRead(t *testing.T) {
 	d, err := Create(filepath.Join(t.TempDir(), "muster-prod"), example(t))
