@@ -44,6 +44,8 @@ type Revival struct {
 	Erased []string `json:"erased"`
 	// Before says that the folder knows more nodes that were forgotten, or disks that were erased: it knew so before the disk's epoch.
 	Before bool `json:"before"`
+
+	nonce ownerorder.Nonce // the machine's of this boot
 }
 
 // Lines say it in words.
@@ -121,6 +123,9 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	v := &Revival{
 		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
 		Unbanned: []string{}, BannedAndForgotten: []string{}, Forgotten: []string{}, Erased: []string{}, KnownVersion: r.known.Version, KnownEpoch: r.known.Epoch,
+	}
+	if copy(v.nonce[:], d.GetNonce()) != len(v.nonce) || len(d.GetNonce()) != len(v.nonce) {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's nonce has %d bytes, want %d", len(d.GetNonce()), len(v.nonce))
 	}
 	for _, name := range v.Bans { // the machine's word, for a terminal
 		if len(name) > 253 || strings.ContainsFunc(name, func(c rune) bool { return c < ' ' || c > '~' }) {
@@ -209,7 +214,7 @@ func (r *recoverer) revive(ctx context.Context) (string, error) {
 			return err
 		}
 		defer func() { _ = s.Close() }()
-		order := ownerorder.Epoch{Cluster: r.cluster, Machine: *r.Machine, Epoch: v.Epoch, DiskCounter: v.DiskCounter, TPMCounter: v.TPMCounter}
+		order := ownerorder.Epoch{Cluster: r.cluster, Machine: *r.Machine, Epoch: v.Epoch, DiskCounter: v.DiskCounter, TPMCounter: v.TPMCounter, Nonce: v.nonce}
 		_, err = recoverv1connect.NewEpochServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).AcceptEpoch(ctx, order.Wire(r.key))
 		return err
 	})

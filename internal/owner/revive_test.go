@@ -1,6 +1,7 @@
 package owner
 
 import (
+	"bytes"
 	"context"
 	"crypto/ed25519"
 	"encoding/json"
@@ -52,7 +53,7 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := &olderMachine{
 		Machine: attesttest.NewMachine(t, ca, attesttest.Options{}),
-		has:     &recoverv1.DescribeEpochResponse{Epoch: 41, PolicySerial: 1, Bans: []string{"node3"}, DiskCounter: 12, TpmCounter: 15},
+		has:     &recoverv1.DescribeEpochResponse{Epoch: 41, PolicySerial: 1, Bans: []string{"node3"}, DiskCounter: 12, TpmCounter: 15, Nonce: bytes.Repeat([]byte{7}, 32)},
 	}
 	l := listen(t)
 	serve(t, l, m.Attester(attest.PurposeMachine), rpc.Serve(recoverv1connect.EpochServiceName, recoverv1connect.EpochServiceHandler(m), recoverv1connect.NewEpochServiceHandler))
@@ -64,7 +65,7 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	}
 	m.key = key.Public().(ed25519.PublicKey)
 	m.owner = func() ownerorder.Epoch {
-		return ownerorder.Epoch{Cluster: o.clusterID(), Machine: m.ID(), Epoch: 41, DiskCounter: 12, TPMCounter: 15}
+		return ownerorder.Epoch{Cluster: o.clusterID(), Machine: m.ID(), Epoch: 41, DiskCounter: 12, TPMCounter: 15, Nonce: ownerorder.Nonce(bytes.Repeat([]byte{7}, 32))}
 	}
 	_, policy, _, err := folderPolicy(o.Dir)
 	if err != nil {
@@ -208,7 +209,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			tt.known.Policy = policy
 			r := &recoverer{RecoverConfig: RecoverConfig{Machine: new(attest.MachineID)}, key: key, known: &tt.known}
-			v, err := r.compare(&recoverv1.DescribeEpochResponse{Epoch: tt.epoch, PolicySerial: 9, Bans: []string{"w2"}, DiskCounter: 12, TpmCounter: 15})
+			v, err := r.compare(&recoverv1.DescribeEpochResponse{Epoch: tt.epoch, PolicySerial: 9, Bans: []string{"w2"}, DiskCounter: 12, TpmCounter: 15, Nonce: bytes.Repeat([]byte{7}, 32)})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -12,19 +12,23 @@ import (
 
 const epochDomain = "muster epoch v1\x00"
 
-// Epoch is what the owner accepts of a machine whose disk is an older copy: that this machine goes on with this epoch of the cluster. The counters make an
-// order good once (B7).
+// Nonce is a machine's for one boot in which it waits for an [Epoch].
+type Nonce [32]byte
+
+// Epoch is what the owner accepts of a machine whose disk is an older copy: that this machine goes on with this epoch of the cluster. The nonce makes an
+// order good for one boot: a TPM that was cleared has no counter that would (B7).
 type Epoch struct {
 	Cluster                 keys.ClusterID
 	Machine                 attest.MachineID
 	Epoch                   uint64
 	DiskCounter, TPMCounter uint64
+	Nonce                   Nonce
 }
 
 func (e Epoch) input() []byte {
 	number := func(n uint64) []byte { return binary.BigEndian.AppendUint64(nil, n) }
 	numbers := append(append(number(e.Epoch), number(e.DiskCounter)...), number(e.TPMCounter)...)
-	return parts(epochDomain, e.Cluster[:], e.Machine[:], numbers)
+	return parts(epochDomain, e.Cluster[:], e.Machine[:], numbers, e.Nonce[:])
 }
 
 // Wire returns the signed request.

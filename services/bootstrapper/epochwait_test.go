@@ -130,7 +130,7 @@ func (p plane) client() recoverv1connect.EpochServiceClient {
 func (p plane) cluster() keys.ClusterID { return keys.ClusterID(p.record().ClusterID) }
 
 func (p plane) order(d *recoverv1.DescribeEpochResponse) ownerorder.Epoch {
-	return ownerorder.Epoch{Cluster: p.cluster(), Machine: p.tpm.ID(), Epoch: d.GetEpoch(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter()}
+	return ownerorder.Epoch{Cluster: p.cluster(), Machine: p.tpm.ID(), Epoch: d.GetEpoch(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(), Nonce: ownerorder.Nonce(d.GetNonce())}
 }
 
 // Whoever provides the disks puts those of all control planes back to when node4 was no machine of an attacker's: none of them serves that cluster by
@@ -220,6 +220,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 		"for another machine":          {with(func(o *ownerorder.Epoch) { o.Machine[0]++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"for another cluster":          {with(func(o *ownerorder.Epoch) { o.Cluster[0]++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"for another disk":             {with(func(o *ownerorder.Epoch) { o.DiskCounter-- }), attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"of another boot":              {with(func(o *ownerorder.Epoch) { o.Nonce[0]++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"of before the counter's last": {with(func(o *ownerorder.Epoch) { o.TPMCounter-- }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with a policy's signature":    {&recoverv1.AcceptEpochRequest{Epoch: d.GetEpoch(), Signature: attest.SignPolicy(p.priv, []byte("{}")).GetSignature()}, attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with half a signature":        {&recoverv1.AcceptEpochRequest{Epoch: d.GetEpoch(), Signature: bytes.Repeat([]byte{1}, 32)}, attestv1.Reason_REASON_REQUEST_INVALID},

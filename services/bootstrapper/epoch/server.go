@@ -3,6 +3,7 @@ package epoch
 import (
 	"context"
 	"crypto/ed25519"
+	"crypto/rand"
 	"errors"
 	"log/slog"
 	"net"
@@ -37,9 +38,11 @@ type Waiting struct {
 	Calls *rpc.Metrics
 	Log   *slog.Logger
 
-	accepted chan struct{}
-	once     sync.Once
-	mu       sync.Mutex // one order at a time
+	accepted  chan struct{}
+	once      sync.Once
+	mu        sync.Mutex // one order at a time
+	nonceOnce sync.Once
+	nonce     ownerorder.Nonce
 }
 
 var _ recoverv1connect.EpochServiceHandler = (*Waiting)(nil)
@@ -92,7 +95,16 @@ func (w *Waiting) Service() rpc.Service {
 
 // DescribeEpoch implements [recoverv1connect.EpochServiceHandler].
 func (w *Waiting) DescribeEpoch(_ context.Context, _ *recoverv1.DescribeEpochRequest) (*recoverv1.DescribeEpochResponse, error) {
-	return w.Standing.wire(), nil
+	out := w.Standing.wire()
+	nonce := w.challenge()
+	out.Nonce = nonce[:]
+	return out, nil
+}
+
+// challenge is what the owner signs beside what the disk says, so that an order is good for this boot alone (B7).
+func (w *Waiting) challenge() ownerorder.Nonce {
+	w.nonceOnce.Do(func() { _, _ = rand.Read(w.nonce[:]) }) // never fails
+	return w.nonce
 }
 
 func (s Standing) wire() *recoverv1.DescribeEpochResponse {
@@ -109,7 +121,7 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	defer w.mu.Unlock()
 	// First what costs no command of the TPM: anybody may ask.
 	is := w.Standing.wire()
-	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter()}
+	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter(), Nonce: w.challenge()}
 	if err := order.Verify(req, w.Owner); err != nil { // B7
 		return nil, err
 	}

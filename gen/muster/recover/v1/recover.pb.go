@@ -347,7 +347,9 @@ type DescribeEpochResponse struct {
 	// The value of the TPM's counter that belongs to the disk; 0: the disk knows none.
 	DiskCounter uint64 `protobuf:"varint,4,opt,name=disk_counter,json=diskCounter,proto3" json:"disk_counter,omitempty"`
 	// The value of the TPM's counter; 0: it has none.
-	TpmCounter    uint64 `protobuf:"varint,5,opt,name=tpm_counter,json=tpmCounter,proto3" json:"tpm_counter,omitempty"`
+	TpmCounter uint64 `protobuf:"varint,5,opt,name=tpm_counter,json=tpmCounter,proto3" json:"tpm_counter,omitempty"`
+	// Exactly 32 random bytes, made when the machine began to wait.
+	Nonce         []byte `protobuf:"bytes,6,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -417,6 +419,13 @@ func (x *DescribeEpochResponse) GetTpmCounter() uint64 {
 	return 0
 }
 
+func (x *DescribeEpochResponse) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
 // AcceptEpochRequest is the owner's order.
 type AcceptEpochRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -424,8 +433,8 @@ type AcceptEpochRequest struct {
 	Epoch uint64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// The owner's Ed25519 signature, exactly 64 bytes, of "muster epoch v1", a zero byte, the
 	// cluster ID, the machine ID, and epoch, disk_counter and tpm_counter of the description
-	// (64 bit, big endian each) as one, each of these three with its length in bytes before it (32
-	// bit, big endian). The counter goes on, so an order is good once.
+	// (64 bit, big endian each) as one, and its nonce, each of these four with its length in bytes
+	// before it (32 bit, big endian). So an order is good for one boot of the machine.
 	Signature     []byte `protobuf:"bytes,2,opt,name=signature,proto3" json:"signature,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -528,14 +537,15 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
 	"\adisk_id\x18\x02 \x01(\tR\x06diskId\"\x16\n" +
-	"\x14DescribeEpochRequest\"\xaa\x01\n" +
+	"\x14DescribeEpochRequest\"\xc0\x01\n" +
 	"\x15DescribeEpochResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12#\n" +
 	"\rpolicy_serial\x18\x02 \x01(\x04R\fpolicySerial\x12\x12\n" +
 	"\x04bans\x18\x03 \x03(\tR\x04bans\x12!\n" +
 	"\fdisk_counter\x18\x04 \x01(\x04R\vdiskCounter\x12\x1f\n" +
 	"\vtpm_counter\x18\x05 \x01(\x04R\n" +
-	"tpmCounter\"H\n" +
+	"tpmCounter\x12\x14\n" +
+	"\x05nonce\x18\x06 \x01(\fR\x05nonce\"H\n" +
 	"\x12AcceptEpochRequest\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12\x1c\n" +
 	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x15\n" +
