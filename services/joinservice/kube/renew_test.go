@@ -1,17 +1,23 @@
 package kube
 
 import (
+	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/x509"
 	"math/big"
+	"sync"
 	"testing"
 	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // J4, J7: what the owner does while the certificate is being signed counts, also where no older one is retired.
@@ -66,5 +72,48 @@ func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 				t.Errorf("%s, want %s", got, tt.want)
 			}
 		})
+	}
+}
+
+// lookingAtLease does something when a Lease is read for the first time.
+type lookingAtLease struct {
+	client.Client
+	once *sync.Once
+	do   func()
+}
+
+func (l lookingAtLease) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if _, ok := o.(*coordinationv1.Lease); ok {
+		l.once.Do(l.do)
+	}
+	return l.Client.Get(ctx, key, o, opts...)
+}
+
+// J11: while a replica looks whether the boot before has ended, another boot is recorded by another one.
+func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
+	shared.Reset(t)
+	k, other := replicaOf(t), replicaOf(t)
+	c := claim(1)
+	c.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
+	enrol(t, k, c, "a")
+	seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	between, later := c.Boot, c
+	between.Reset, later.Boot.Reset = 2, 3
+	k.cluster.Client = lookingAtLease{k.cluster.Client, &sync.Once{}, func() {
+		if _, err := other.Reattest(t.Context(), c.Machine, between, ticket("")); err != nil {
+			t.Error(err)
+		}
+	}}
+	if _, err := k.Renewable(t.Context(), later, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("%v, want API_UNAVAILABLE", err)
+	}
+	if b := shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
+		t.Errorf("recorded is %+v", b)
+	}
+	if _, err := k.Renewable(t.Context(), later, ticket("b")); err != nil { // once it has looked again
+		t.Error(err)
+	}
+	if b := shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {
+		t.Errorf("recorded is %+v", b)
 	}
 }
