@@ -128,8 +128,8 @@ test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a r
 	$(GOTEST) -count=1 -timeout 40m -tags runbook -v ./e2e/runbook/
 
 .PHONY: test-vm
-test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, an hour); not part of test
-	$(GOTEST) -count=1 -timeout 120m -p 1 -tags vm -v $(E2E_VM_LONG)
+test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, three hours); not part of test
+	$(GOTEST) -count=1 -timeout 300m -p 1 -tags vm -v $(E2E_VM_LONG)
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service
