@@ -148,7 +148,7 @@ func (p *Policy) parseLogRules(field string, m *attestv1.EventLogRules) (*logRul
 	return r, nil
 }
 
-// fit returns which of these the claims are, or by how little they differ from the one that they resemble most.
+// fit returns which of these the claims are, or how they differ from the one that they resemble most: by the number of PCRs, since a rule may have several things to say of one.
 func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
 	best := &MismatchError{Kind: kind} // A3: of none
 	for i, b := range all {
@@ -156,11 +156,20 @@ func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
 		if len(m) == 0 {
 			return b.name, nil
 		}
-		if i == 0 || len(m) <= len(best.Mismatches) { // of those that resemble it as much, the last: new ones are added at the end
+		if i == 0 || pcrs(m) <= pcrs(best.Mismatches) { // of those that resemble it as much, the last: new ones are added at the end
 			best = &MismatchError{Kind: kind, Name: b.name, Others: len(all) - 1, Mismatches: m}
 		}
 	}
 	return "", best
+}
+
+// pcrs is how many PCRs differ; an event log that can't be judged counts as one.
+func pcrs(all []Mismatch) int {
+	seen := map[int]bool{}
+	for _, m := range all {
+		seen[m.PCR] = true
+	}
+	return len(seen)
 }
 
 func (b boot) differs(c Claims) []Mismatch {

@@ -101,6 +101,23 @@ func TestEventLogRules(t *testing.T) {
 	}
 }
 
+// A machine whose Secure Boot was switched off, and its keys deleted, differs from its own class in PCR 7 alone, however many rules say so; from another machine's, whose Secure Boot is
+// off as well, in PCR 0.
+func TestTheClassThatIsNamedDiffersInTheFewestPCRs(t *testing.T) {
+	root, pemRoot := ca(t, "operator")
+	p, f := goodPolicy(pemRoot), facts(root)
+	key := hex.EncodeToString(value(1))
+	p.Tpm2.Classes = append(p.Tpm2.Classes, &attestv1.MachineClass{Name: "secure", EventLog: &attestv1.EventLogRules{SecureBoot: &attestv1.SecureBootRule{Pk: key, Kek: key, Db: key}}})
+	policy, err := ParsePolicy(encode(t, p))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.PCRs[0], f.Firmware = value('x'), &checked.Firmware{Keys: map[string][]byte{"PK": value(2), "KEK": value(2), "db": value(2)}}
+	if _, err = policy.Appraise(claimsOf(f), Unlocked()); err == nil || !strings.Contains(err.Error(), "class secure") || !strings.Contains(err.Error(), "Secure Boot is off") {
+		t.Error(err)
+	}
+}
+
 func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	root, _ := ca(t, "image")
 	foreign, _ := ca(t, "other")
