@@ -250,6 +250,34 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 	}
 }
 
+// B7: each boot counts the counter up by two, and the metadata, which nothing measures, make no worker of a control plane.
+func TestEachBootCountsAndMetadataHideNoOlderDisk(t *testing.T) {
+	p := newPlane(t, "node1")
+	counter := func() uint64 {
+		t.Helper()
+		s, err := p.keeper().Check(context.WithoutCancel(t.Context()))
+		if err != nil || s.Err != nil {
+			t.Fatal(s.Err, err)
+		}
+		return s.Counter
+	}
+	before := counter()
+	dir := t.TempDir()
+	if err := os.CopyFS(dir, os.DirFS(p.root)); err != nil {
+		t.Fatal(err)
+	}
+	p.reboot()
+	if err := p.boot().end(t); err != nil {
+		t.Fatal(err)
+	}
+	if got := counter(); got != before+2 {
+		t.Errorf("the counter went from %d to %d", before, got)
+	}
+	p.restore(dir)
+	p.meta.Role = "worker"
+	p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t)
+}
+
 // A machine of an earlier version of Muster has no record, and begins one at its first boot; a worker has none at all.
 func TestARecordBeginsWithControlPlanesAlone(t *testing.T) {
 	p := newPlane(t, "node1")

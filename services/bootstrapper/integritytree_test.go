@@ -21,29 +21,31 @@ import (
 func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 	const volume = "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"
 	for name, tt := range map[string]struct {
-		at   string
-		hard bool
-		gone bool // or else a file of its own
+		at     string
+		hard   bool
+		gone   bool // or else a file of its own
+		others bool // may write it
 	}{
-		"an authority in a volume":       {at: "etc/kubernetes/pki/ca.crt", hard: true},
-		"a static pod in a volume":       {at: "etc/kubernetes/manifests/etcd.yaml", hard: true},
-		"a configuration in a volume":    {at: "var/lib/kubelet/config.yaml", hard: true},
-		"flags in a volume":              {at: "var/lib/kubelet/kubeadm-flags.env", hard: true},
-		"a kubeconfig in a volume":       {at: "etc/kubernetes/kubelet.conf", hard: true},
-		"an authority that is a link":    {at: "etc/kubernetes/pki/sa.pub", gone: true},
-		"flags that are a link":          {at: "var/lib/kubelet/kubeadm-flags.env", gone: true},
-		"the hosts of a pod":             {at: "var/lib/kubelet/pods/u/etc-hosts", gone: true},
-		"the containers of a pod":        {at: "var/lib/kubelet/pods/u/containers", gone: true},
-		"the plugins of a pod":           {at: "var/lib/kubelet/pods/u/plugins", gone: true},
-		"the devices' folder":            {at: "var/lib/kubelet/device-plugins", gone: true},
-		"the kubelet's certificates":     {at: "var/lib/kubelet/pki", gone: true},
-		"a certificate of the kubelet's": {at: "var/lib/kubelet/pki/kubelet-client-current.pem", gone: true},
-		"a log":                          {at: "var/log/pods/x/0.log", gone: true},
-		"a renewal":                      {at: "etc/kubernetes/muster-renewal/controller-manager.conf", gone: true},
-		"a pod":                          {at: "var/lib/kubelet/pods/x", gone: true},
-		"the pods":                       {at: "var/lib/kubelet/pods", gone: true},
-		"a volume of a driver":           {at: "var/lib/kubelet/pods/u/volumes/kubernetes.io~csi/pv/mount", gone: true},
-		"a mount of a driver":            {at: "var/lib/kubelet/plugins/example.org/mount", gone: true},
+		"a configuration that others may write": {at: "var/lib/kubelet/config.yaml", others: true},
+		"an authority in a volume":              {at: "etc/kubernetes/pki/ca.crt", hard: true},
+		"a static pod in a volume":              {at: "etc/kubernetes/manifests/etcd.yaml", hard: true},
+		"a configuration in a volume":           {at: "var/lib/kubelet/config.yaml", hard: true},
+		"flags in a volume":                     {at: "var/lib/kubelet/kubeadm-flags.env", hard: true},
+		"a kubeconfig in a volume":              {at: "etc/kubernetes/kubelet.conf", hard: true},
+		"an authority that is a link":           {at: "etc/kubernetes/pki/sa.pub", gone: true},
+		"flags that are a link":                 {at: "var/lib/kubelet/kubeadm-flags.env", gone: true},
+		"the hosts of a pod":                    {at: "var/lib/kubelet/pods/u/etc-hosts", gone: true},
+		"the containers of a pod":               {at: "var/lib/kubelet/pods/u/containers", gone: true},
+		"the plugins of a pod":                  {at: "var/lib/kubelet/pods/u/plugins", gone: true},
+		"the devices' folder":                   {at: "var/lib/kubelet/device-plugins", gone: true},
+		"the kubelet's certificates":            {at: "var/lib/kubelet/pki", gone: true},
+		"a certificate of the kubelet's":        {at: "var/lib/kubelet/pki/kubelet-client-current.pem", gone: true},
+		"a log":                                 {at: "var/log/pods/x/0.log", gone: true},
+		"a renewal":                             {at: "etc/kubernetes/muster-renewal/controller-manager.conf", gone: true},
+		"a pod":                                 {at: "var/lib/kubelet/pods/x", gone: true},
+		"the pods":                              {at: "var/lib/kubelet/pods", gone: true},
+		"a volume of a driver":                  {at: "var/lib/kubelet/pods/u/volumes/kubernetes.io~csi/pv/mount", gone: true},
+		"a mount of a driver":                   {at: "var/lib/kubelet/plugins/example.org/mount", gone: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := rebooted(t)
@@ -51,12 +53,22 @@ func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 			if err := errors.Join(os.MkdirAll(filepath.Dir(to), 0o755), os.MkdirAll(filepath.Dir(at), 0o755)); err != nil {
 				t.Fatal(err)
 			}
-			link(t, at, to, tt.hard)
+			if tt.others {
+				if err := os.Chmod(at, 0o666); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				link(t, at, to, tt.hard)
+			}
 			r := w.boot()
 			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
 			r.kill(t)
 			info, err := os.Lstat(at)
 			switch {
+			case tt.others:
+				if err != nil || info.Mode().Perm() != 0o644 {
+					t.Errorf("%v, %v", info.Mode(), err)
+				}
 			case tt.gone && err == nil && info.Mode()&fs.ModeSymlink != 0:
 				if to, _ := os.Readlink(at); strings.Contains(to, "volumes") {
 					t.Error("the link is there")
@@ -205,7 +217,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)
 	const pod = "var/lib/kubelet/pods/u"
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state"} {
 		w.put(t, gone, "evil")
 	}
 	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
@@ -215,7 +227,7 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.startAgain(t)
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/pods/a"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/pods/a"} {
 		if w.exists(gone) {
 			t.Errorf("%s is there", gone)
 		}
