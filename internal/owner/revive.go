@@ -58,7 +58,7 @@ func (v Revival) Lines() []string {
 	}
 	out := []string{
 		fmt.Sprintf("The state disk of machine %s is not the newest: it was written at %s of its TPM's counter, which is at %s.", v.Machine, counter(v.DiskCounter, "no value"), counter(v.TPMCounter, "none: it was cleared, or deleted")),
-		fmt.Sprintf("It would revive epoch %d of the cluster, with the policy of serial %d; the folder knows serial %d.", v.Epoch, v.PolicySerial, v.KnownSerial),
+		fmt.Sprintf("It would revive epoch %d of the cluster, with %s; the folder knows serial %d.", v.Epoch, policyOf(v.PolicySerial), v.KnownSerial),
 	}
 	if v.Epoch == 0 {
 		out[1] = fmt.Sprintf("What it would revive, it has no record of: an older copy than all that has one. The folder knows a policy of serial %d.", v.KnownSerial)
@@ -98,6 +98,14 @@ func (v Revival) Lines() []string {
 		out = append(out, "Every ban that the folder knows is on this disk, and it knows of nothing that was forgotten or erased.")
 	}
 	return out
+}
+
+// policyOf names the policy of an epoch.
+func policyOf(serial uint64) string {
+	if serial == 0 {
+		return "no policy yet"
+	}
+	return fmt.Sprintf("the policy of serial %d", serial)
 }
 
 // maxNamed is how many nodes or disks a line names.
