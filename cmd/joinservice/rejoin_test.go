@@ -225,6 +225,20 @@ func TestRefusedRejoins(t *testing.T) {
 	})
 }
 
+// J2: a disk is opened only if its enrollment says whose it is, and one enrollment alone; that the machine had it before is not enough.
+func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
+	s := setUp(t)
+	unnamed, twice, other := s.machine(t), s.machine(t), s.machine(t)
+	s.GiveDisk(t, diskNumber(7), unnamed.ID())
+	s.GiveDisk(t, diskNumber(6), twice.ID())
+	s.Enrol(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unnamed.ID().String(), Role: v1alpha1.RoleWorker})
+	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // the owner's slip
+		s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(6), DiskMode: v1alpha1.DiskModeLUKS})
+	}
+	_ = s.notAgain(t, unnamed, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w4", diskNumber(7) }), attestv1.Reason_REASON_DISK_MISMATCH)
+	_ = s.notAgain(t, twice, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w5", diskNumber(6) }), attestv1.Reason_REASON_DISK_MISMATCH)
+}
+
 // What a machine has become since it joined is judged as at the join, by the policy in force.
 func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
