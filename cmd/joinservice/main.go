@@ -50,7 +50,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
 	first := flags.Duration("first-lease-within", kube.DefaultLeases.First, "how long a kubelet may take to write its first Lease after its machine got a ticket or the key of its disk; a later boot of the same machine within this time is refused with BUSY, since it may be a copy of the machine; 0: no such boot is refused")
-	watch := flags.Duration("lease-watch", kube.DefaultLeases.Watch, "how long the Lease of a node is watched whose machine has booted anew; if its kubelet still renews it, the machine that asks is a copy. It must be longer than kubelets wait between two renewals, a quarter of their nodeLeaseDurationSeconds")
+	watch := flags.Duration("lease-watch", kube.DefaultLeases.Watch, "how long joinservice watches a node's Lease when its machine asks in a later boot; a Lease that is still renewed shows that the machine that asks is a copy. Use more than a quarter of the nodeLeaseDurationSeconds of your kubelets, their pause between two renewals")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err

@@ -128,8 +128,8 @@ func (b *Bootstrapper) checkSecret(secret []byte, want *[32]byte) error {
 	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are told apart", b.wrong, maxAttempts)
 }
 
-// checkOwner wants the owner's signature for this machine and the request's cluster (B10). Who writes the metadata, which nothing measures, chooses the init secret: without the signature he could
-// begin a cluster of his own on a machine that attests as accepted, and have it run what he likes.
+// checkOwner verifies the owner's signature for this machine and the request's cluster (B10). The metadata are not measured, and whoever writes them chooses the init secret. Without
+// the signature, an attacker could begin a cluster on a machine that attests as accepted, and run programs there as root.
 func (b *Bootstrapper) checkOwner(kind journal.Kind, root *keys.Root, req *initv1.InitRequest) error {
 	if b.cfg.Image.NoOwnerKey {
 		return nil

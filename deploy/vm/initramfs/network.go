@@ -57,8 +57,8 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 	return write(layout.RunResolv, resolv(found.names))
 }
 
-// noAdvertisements has no interface take addresses or routes from IPv6 router advertisements, those that come later included: a neighbor could otherwise speak to the
-// machine from as many sources as he likes, past the limits for each. A kernel without IPv6 takes none.
+// noAdvertisements makes all interfaces, also later ones, ignore IPv6 router advertisements (accept_ra in the kernel's ip-sysctl). A neighbor could otherwise reach the
+// machine from any number of addresses, past the limits for each source. A kernel without IPv6 has no such files.
 func noAdvertisements() error {
 	files, err := filepath.Glob("/proc/sys/net/ipv6/conf/*/accept_ra")
 	for _, f := range files {

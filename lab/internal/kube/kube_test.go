@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -154,19 +155,24 @@ func TestThePinIsThatOfToolsKube(t *testing.T) {
 	}
 }
 
-// S1: what is pinned is not what a cache says.
-func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
-	source, cache := t.TempDir(), t.TempDir()
-	module := filepath.Join(source, "tools", "kube")
-	if err := os.MkdirAll(module, 0o755); err != nil {
+// unbuildable returns a checkout whose module can't be built, so that programs can only come from the cache.
+func unbuildable(t *testing.T) (source, cache, module string) {
+	t.Helper()
+	source, cache = t.TempDir(), t.TempDir()
+	module = filepath.Join(source, "tools", "kube")
+	err := os.MkdirAll(module, 0o755)
+	for name, text := range map[string]string{"go.mod": "module nothing\n", "go.sum": "", sumsFile: "{}"} {
+		err = errors.Join(err, os.WriteFile(filepath.Join(module, name), []byte(text), 0o600))
+	}
+	if err != nil {
 		t.Fatal(err)
 	}
-	// A module that can't be built: whatever Rebuild returns would come from the cache.
-	for name, text := range map[string]string{"go.mod": "module nothing\n", "go.sum": "", sumsFile: "{}"} {
-		if err := os.WriteFile(filepath.Join(module, name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
+	return source, cache, module
+}
+
+// S1: what is pinned is not what a cache says.
+func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
+	source, cache, module := unbuildable(t)
 	b, err := expected(module, cache)
 	if err != nil {
 		t.Fatal(err)
@@ -194,16 +200,7 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 
 // S1: somebody who can write to the cache while the programs are built, or copied there, does not get his own pinned.
 func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
-	source, cache := t.TempDir(), t.TempDir()
-	module := filepath.Join(source, "tools", "kube")
-	if err := os.MkdirAll(module, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	for name, text := range map[string]string{"go.mod": "module nothing\n", "go.sum": "", sumsFile: "{}"} {
-		if err := os.WriteFile(filepath.Join(module, name), []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
+	source, cache, module := unbuildable(t)
 	b, err := expected(module, cache)
 	if err != nil {
 		t.Fatal(err)

@@ -82,8 +82,8 @@ func judgeBoot(last v1alpha1.Boot, now Boot) (later bool, why string, reason att
 	case 1:
 		return true, "", attestv1.Reason_REASON_ACCEPTED
 	case -1:
-		// It came late, and its machine has booted since. Evidence is used for a minute at the most, so an earlier boot that still shows some after that is no late one,
-		// however far joinservice's clock was ahead when the last boot was recorded.
+		// Late evidence of a machine that has booted since. Evidence is valid for a minute, so an earlier boot that attests after that is a copy's, or
+		// its original's, even if joinservice's clock was ahead when the last boot was recorded.
 		if late := last.Since.Sub(now.Verified); late >= 0 && late <= maxLate {
 			return false, "the evidence was made before the machine's next boot", attestv1.Reason_REASON_VERDICT_OLD
 		}

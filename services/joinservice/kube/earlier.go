@@ -76,8 +76,8 @@ func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 }
 
 // awaitEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine that shows b is a
-// copy (J11). The kubelet of the node alone writes that Lease. It is watched also if it does not exist: whoever may delete Nodes can have it deleted,
-// and the kubelet makes it again at its next renewal.
+// copy (J11). The kubelet of the node alone writes that Lease. A missing Lease is watched too: if somebody deleted it, a
+// kubelet that runs creates it again at its next renewal, as long as its Node exists.
 //
 // It looks again for a boot that is recorded already if nobody has looked before: re-attestation records a later boot without that.
 func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
