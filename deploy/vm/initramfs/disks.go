@@ -216,14 +216,20 @@ func (b *boot) formatPlain(ctx context.Context, device string) error {
 // inRoot runs a program of the verified root there, to its end. What it logs goes to the journal; what a
 // person should read, it writes to the console itself.
 func (b *boot) inRoot(ctx context.Context, program string, args ...string) error {
+	cmd, out := b.command(ctx, program, args...)
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("%s: %w: %s", program, err, out.last)
+	}
+	return nil
+}
+
+// command returns a program of the root that is ready to run there, and where its output goes.
+func (b *boot) command(ctx context.Context, program string, args ...string) (*exec.Cmd, *lines) {
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.SysProcAttr = &unix.SysProcAttr{Chroot: sysroot}
 	// Without udev, libdevmapper has to make its devices itself.
 	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", "DM_DISABLE_UDEV=1"}
 	out := &lines{w: b.journal, prefix: "<6>" + filepath.Base(program) + ": "}
 	cmd.Dir, cmd.Stdout, cmd.Stderr = "/", out, out
-	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("%s: %w: %s", program, err, out.last)
-	}
-	return nil
+	return cmd, out
 }

@@ -92,6 +92,9 @@ func (b *boot) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := b.checkState(ctx, device); err != nil {
+		return fmt.Errorf("the state disk was opened, and is not used: %w", err)
+	}
 	if err := mountState(device, sysroot); err != nil {
 		return fmt.Errorf("the state disk: %w", err)
 	}
