@@ -2,9 +2,11 @@ package main
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,6 +18,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+// classPCRs are the registers that a machine class without rules has values of.
+var classPCRs = []int{0, 2, 3, 7}
+
 func (a *app) addClassCommand() *cobra.Command {
 	var (
 		from, policy string
@@ -25,13 +30,14 @@ func (a *app) addClassCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "add-class NAME --from MACHINE:9000 [--policy FILE]",
 		Short: "Accept the firmware that a machine has, as a machine class of the policy",
-		Long: `Runs the exchange of attested TLS with a machine, shows in words what its firmware measured, and writes that into the policy
-as a machine class: the values of PCR 0, 2, 3 and 7, or with --event-log the drivers and Secure Boot keys that it has now.
-From then on machines with this firmware are accepted. So take the class from a machine that you trust: one that nobody
-else had in hands, or whose values are those that its maker publishes.
+		Long: `Runs the exchange of attested TLS with a machine, shows its values of PCR 0, 2, 3 and 7 and in words what its firmware
+measured, and writes that into the policy as a machine class: these values, or with --event-log the drivers that it has now,
+and its Secure Boot keys if Secure Boot is on. So take the class from a machine that you trust: one that nobody else had in
+hands, or whose values are those that its maker publishes.
 
-TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up; muster policy apply
-puts it in force.`,
+TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up. Compare the values
+before muster init or muster policy apply puts the policy in force: until then no machine is accepted by the class. To
+discard the class, remove it from the file.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if from == "" {
@@ -63,19 +69,36 @@ func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bo
 	if err != nil {
 		return fmt.Errorf("%s: %w", from, err)
 	}
+	values := map[string]string{}
+	for _, i := range classPCRs {
+		values[strconv.Itoa(i)] = hex.EncodeToString(claims.PCR(i))
+	}
+	if a.output != outputJSON {
+		a.showFirmware(sight, values)
+	}
+	if l := c.GetEventLog(); l != nil && l.GetSecureBoot() == nil {
+		fmt.Fprintf(a.stderr, "Warning: Secure Boot is off on this machine, so class %s requires nothing about Secure Boot: it accepts machines with Secure Boot off, and on with any keys.\n", name)
+	}
 	path, serial, err := a.writeClass(path, c)
 	if err != nil {
 		return err
 	}
 	if a.output == outputJSON {
-		return a.json(map[string]any{"class": name, "policy": path, "serial": serial, "machine": sight.Machine, "secureBoot": sight.SecureBoot, "firmware": sight.Firmware})
+		return a.json(map[string]any{"class": name, "policy": path, "serial": serial, "machine": sight.Machine, "secureBoot": sight.SecureBoot, "bank": sight.Bank, "pcrs": values, "firmware": sight.Firmware})
 	}
-	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\n", sight.Machine, sight.SecureBoot)
+	_, err = fmt.Fprintf(a.stdout, "Class %s is in %s, whose serial is now %d. Compare the values above before muster policy apply or muster init puts it in force.\n", name, path, serial)
+	return err
+}
+
+// showFirmware prints what the owner compares with what the machine's maker publishes.
+func (a *app) showFirmware(sight *owner.Sight, values map[string]string) {
+	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\nBank         %s\n", sight.Machine, sight.SecureBoot, sight.Bank)
+	for _, i := range classPCRs {
+		fmt.Fprintf(a.stdout, "PCR %d        %s\n", i, values[strconv.Itoa(i)])
+	}
 	for _, line := range sight.Firmware {
 		fmt.Fprintf(a.stdout, "firmware     %s\n", line)
 	}
-	_, err = fmt.Fprintf(a.stdout, "Class %s is in %s, whose serial is now %d.\n", name, path, serial)
-	return err
 }
 
 // writeClass adds the class to the policy in a file, or if path is empty to that of the owner's folder. It returns the file and its new serial.

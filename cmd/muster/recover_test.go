@@ -67,11 +67,16 @@ func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID)
 
 func newWaitingMachine(t *testing.T, ca *attesttest.CA) *waitingMachine {
 	t.Helper()
+	return serveWaiting(t, attesttest.NewMachine(t, ca, attesttest.Options{}))
+}
+
+func serveWaiting(t *testing.T, m *attesttest.Machine) *waitingMachine {
+	t.Helper()
 	_, owner, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &waitingMachine{tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: owner}
+	w := &waitingMachine{tpm: m, owner: owner}
 	if w.disk, err = keys.ParseDiskID("3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"); err != nil {
 		t.Fatal(err)
 	}
