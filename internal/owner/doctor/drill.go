@@ -141,7 +141,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 		}
 		salt, err := owner.KnownSalt(d.dir, known, id)
 		if err != nil {
-			d.Add(CheckDiskKeys, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: %v", n.Name, err)
+			d.Add(CheckDiskKeys, checkup.Warn, noSalt, "%s: %v", n.Name, err)
 			continue
 		}
 		given, err := keys.ParseDiskSalt(disk.Spec.Salt)
@@ -176,6 +176,9 @@ func (d *doctor) recoverable(ctx context.Context) error {
 		case n.Spec.DiskID == "":
 			found++
 			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrollment names no disk", n.Name)
+		case d.salt(n) != nil:
+			found++
+			d.Add(CheckControlPlanes, checkup.Fail, noSalt, "%s: accepted by the policy, but this folder can't recover it: %v", n.Name, d.salt(n))
 		case !d.knows(n):
 			found++
 			d.Add(CheckControlPlanes, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: accepted by the policy, but the folder does not know its disk. To recover it: muster recover %s --machine-id %s --disk %s", n.Name, at, n.Spec.MachineID, n.Spec.DiskID)
@@ -187,6 +190,23 @@ func (d *doctor) recoverable(ctx context.Context) error {
 	if err == nil && found == 0 && d.policy != nil && d.Clean(CheckControlPlanes) {
 		d.Add(CheckControlPlanes, checkup.Fail, "Run muster doctor: a cluster has control planes.", "none is enrolled that could be judged")
 	}
+	return err
+}
+
+// noSalt is what to do about a disk whose salt the folder does not have. Remember notes it: muster status does, from the cluster's AttestedDisk.
+const noSalt = "Use a newer copy of the folder, or run muster status with this one, which notes the salts of all disks in known.json. Then copy the folder again, and repeat the drill."
+
+// salt returns why the folder has no salt of an enrollment's disk (K4): without it, the disk has no key, and a recovery is refused. nil: the folder has it.
+func (d *doctor) salt(n v1alpha1.AttestedNode) error {
+	disk, err := keys.ParseDiskID(n.Spec.DiskID)
+	if err != nil {
+		return err
+	}
+	known, err := d.dir.Known()
+	if err != nil {
+		return err
+	}
+	_, err = owner.KnownSalt(d.dir, known, disk)
 	return err
 }
 

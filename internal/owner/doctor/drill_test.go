@@ -138,6 +138,7 @@ func testDrill(t *testing.T, p *patient) {
 		{"a short root in the Secret", CheckDiskKeys, "32 bytes", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), "eA==", "data", "root"), ""},
 		{"the description is gone", CheckDescription, "gone", deleted(namespaced(core.WithKind("ConfigMap"), clusterinfo.ConfigMap)), ""},
 		{"an enrollment without its disk", CheckControlPlanes, "names no disk", edited(node, nil, "spec", "diskID"), ""},
+		{"a folder without the salt of its disk", CheckControlPlanes, "can't recover it: DISK_ERASED: the folder has no salt of disk " + enrolledDisk, p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.Remove(path) }), ""},
 		{"no control plane", CheckControlPlanes, "none is enrolled", edited(node, true, "spec", "banned"), ""},
 		{"a control plane out of reach", CheckControlPlanes, "no route to host", func(*testing.T) func(*testing.T) {
 			dial := p.dial
@@ -160,6 +161,9 @@ func testDrill(t *testing.T, p *patient) {
 				if f.Level != checkup.OK && f.Remedy == "" {
 					t.Errorf("without a remedy: %+v", f)
 				}
+				if f.Level == checkup.Fail && strings.Contains(f.Detail, "muster recover ") {
+					t.Errorf("a command is shown that will be refused: %+v", f)
+				}
 				if strings.Contains(f.Detail, "not the one in the owner's folder") && !strings.Contains(f.Remedy, "Change nothing in the cluster") {
 					t.Errorf("whoever drills with another folder is told to harm the cluster: %+v", f)
 				}
@@ -170,6 +174,16 @@ func testDrill(t *testing.T, p *patient) {
 			repair(t)
 		})
 	}
+	t.Run("a folder that has the salt, and knows the disk as another machine's", func(t *testing.T) {
+		repair := p.file(ownerdir.KnownFile, func(path string, content []byte) error {
+			return os.WriteFile(path, []byte(strings.ReplaceAll(string(content), machine, strings.Repeat("9", 64))), 0o600)
+		})(t)
+		defer repair(t)
+		r := drill(t)
+		if r.Verdict() != nil || !found(r, CheckControlPlanes, checkup.Warn, "--machine-id "+machine+" --disk "+enrolledDisk) {
+			t.Errorf("%+v", r.Findings)
+		}
+	})
 	sound(t)
 }
 
