@@ -1,6 +1,7 @@
 package owner
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -173,9 +174,17 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}
-	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end", "keep its Node, with labels and taints, for the machine that joins next under the name")
+	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end")
+	if p.Node != nil {
+		out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
+	}
+	out.Plan = append(out.Plan, fmt.Sprintf("lift the ban: machine %s may join under the name from then on", cmp.Or(to.MachineID, have.MachineID)))
 	if have.Banned {
 		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
+		if sameMachine && sameDisk {
+			out.Warnings = append(out.Warnings, fmt.Sprintf("this is the machine that is enrolled, and the steps above are those of another machine: its certificates are retired, so it has to be reset and to join anew. "+
+				`To lift the ban and keep its certificates, run kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}' instead, and reboot the machine. If two machines have shown this TPM, switch off the copy first`, name))
+		}
 	}
 	if p.Ready() {
 		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
@@ -203,10 +212,14 @@ func (d *Departure) unlist() (err error) {
 }
 
 func (d *Departure) shutOut() {
-	if d.found.Enrolment != nil {
-		d.Plan = append(d.Plan, fmt.Sprintf("ban machine %s: no ticket, no disk key, no renewed certificate", d.found.Enrolment.Spec.MachineID))
+	if n := d.found.Enrolment; n != nil {
+		what := "ban machine"
+		if n.Spec.Banned {
+			what = "keep the ban of machine"
+		}
+		d.Plan = append(d.Plan, fmt.Sprintf("%s %s: no ticket, no disk key, no renewed certificate", what, n.Spec.MachineID))
 	}
-	d.Plan = append(d.Plan, "refuse its writes at once, and those of every certificate that was issued for the name until now")
+	d.Plan = append(d.Plan, "refuse its writes at once, and retire every certificate that was issued for the name until now")
 	if n := len(d.found.Requests); n > 0 {
 		d.Plan = append(d.Plan, fmt.Sprintf("delete %d certificate requests of it", n))
 	}
