@@ -71,7 +71,7 @@ what others see, or with signatures, before you use the list.
 
   muster components pin --components components.yaml $(kubeadm config images list --kubernetes-version v1.36.1) > pinned.yaml
 
-An IMAGE that has a digest is taken as it is.`,
+An IMAGE with tag and digest, NAME:TAG@sha256:DIGEST, is taken as it is. One with a digest and no tag is refused.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			list, err := parseList(components, versions.ParseUnpinned)

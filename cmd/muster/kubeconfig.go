@@ -64,7 +64,7 @@ a joinservice takes: its machine proves first what it booted and that the policy
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&joinservice, "joinservice", "", "send the owner's order to the joinservice there, also while the kubeconfig is valid (default after its end: control planes that the folder knows)")
+	f.StringVar(&joinservice, "joinservice", "", "send the owner's order to the joinservice there, also while the kubeconfig is valid (default after its end: port 30090 of the machine that the cluster was made on, of the address given to muster init --endpoint, and of the API server's host)")
 	f.DurationVar(&timeout, "timeout", 2*time.Minute, "how long to wait for the cluster")
 	return cmd
 }

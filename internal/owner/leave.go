@@ -99,7 +99,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
 		}
 		if p.Enrolment.Spec.Banned {
-			out.Warnings = append(out.Warnings, "it is banned, and the ban goes with the enrollment: keep a machine out by the policy, or leave it banned")
+			out.Warnings = append(out.Warnings, "it is banned, and the ban ends with the enrollment. To keep the machine out, leave it banned, or first add its ID to tpm2.revoked.keys of the policy and run muster policy apply")
 		}
 	}
 	if out.erase != "" {

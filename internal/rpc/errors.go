@@ -58,7 +58,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash in the metadata of the machine that should become the first."},
 	attestv1.Reason_REASON_COMPONENT_HASH:        {connect.CodeFailedPrecondition, true, "Check the mirror: the file is not the one that was asked for."},
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
-	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL."},
+	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL, or the image's registry or its mirror, and that the image has the listed digest there."},
 	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
 	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "The text says what is wrong. A header that is not Muster's: find out who changed it, and erase the first MiB only if nothing on the disk is needed (docs/state-disk.md). A missing file in /run/muster: reboot. A full disk: make room. A wrong key: correct joinEndpoints or the root secret."},
 	attestv1.Reason_REASON_CLOCK_SKEW:            {connect.CodeFailedPrecondition, true, "Set the clock of the machine that is wrong; the text has both."},
@@ -84,7 +84,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to the ownerKey of the machine's image."},
-	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have one TPM state: `muster status` shows both addresses. If the refused one is the copy, switch it off, then `muster replace NAME --tpm ID` with the enrolled ID. If the original was refused, or you don't know: ban the node, set up a new machine (docs/reason-codes.md)."},
+	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have one TPM state: `muster status` shows both addresses. If the refused one is the copy, switch it off, then `muster replace NAME --tpm ID` with the enrolled ID. If the original was refused, or you don't know: ban the node, revoke its TPM's key in the policy (docs/reason-codes.md)."},
 	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "The log of joinservice names the node that has the TPM. Let the machine attest with the endorsement key that this node is enrolled with, or run `muster forget` on that node."},
 
 	attestv1.Reason_REASON_WORKLOAD_IDENTITY: {connect.CodeUnauthenticated, false, "Send the caller's service-account token of the audience muster-kms."},

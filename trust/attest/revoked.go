@@ -72,7 +72,7 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	}
 	for _, m := range p.servers {
 		if p.revoked.keys[m] {
-			return invalid("tpm2.revoked.keys has machine %s, and controlPlanes lists it: ban its node and run `muster forget NODE` first, or remove the key from tpm2.revoked", m)
+			return invalid("tpm2.revoked.keys has machine %s, and controlPlanes lists it: ban its node first, then remove the machine from controlPlanes in the same edit, or remove the key from tpm2.revoked", m)
 		}
 	}
 	for i, c := range r.GetCertificates() {
