@@ -30,9 +30,10 @@ const (
 	ControlPlaneLease = "muster-control-plane-join"
 	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
 	CertificatesAnnotation = "muster.dev/control-plane-certificates"
-	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, and `of`, a digest of what it was counted for.
+	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, `of`, a digest of what it was counted for, and
+	// `history`, the IDs of the last epochs, see [History].
 	EpochMap = "muster-epoch"
-	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows.
+	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows, as [HistoryEpoch.String] writes it.
 	EpochAnnotation = "muster.dev/epoch"
 	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not give it to its own.
 	ControlPlaneLabel = "node-role.kubernetes.io/control-plane"

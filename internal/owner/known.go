@@ -45,7 +45,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client) error 
 	if err != nil {
 		return err
 	}
-	seen.Epoch = machines.Epoch
+	seen.Epoch, seen.EpochID, seen.History = machines.Epoch, machines.History.ID(machines.Epoch), machines.History
 	older, err := had.Older(seen, public)
 	if err != nil {
 		return err
@@ -71,7 +71,7 @@ func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, error) {
 	if err != nil && !cluster.Absent(err) {
 		return nil, err
 	}
-	k := &ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{}, Bans: map[string]int64{}}
+	k := &ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{}, Bans: map[string]int64{}, BannedMachines: map[string]string{}}
 	if err == nil {
 		signature, err := base64.StdEncoding.DecodeString(policy.Spec.Signature)
 		if err != nil {
@@ -104,6 +104,7 @@ func see(ctx context.Context, kube *cluster.Client) (*ownerdir.Known, error) {
 		enrolled[n.Spec.DiskID] = true
 		if n.Spec.Banned {
 			k.Bans[string(n.UID)] = n.Generation
+			k.BannedMachines[string(n.UID)] = n.Spec.MachineID
 		}
 	}
 	for _, d := range disks.Items {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -228,6 +229,46 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 	}
 	if _, err := known.Older(known, make([]byte, 32)); err == nil || errors.Is(err, ErrBehind) {
 		t.Errorf("a note that another owner signed: %v", err)
+	}
+}
+
+// B7: a cluster that was put back before a ban, and has counted on from there, has all numbers of the one that the folder knows.
+func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
+	_, json, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(4)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	signed := attest.SignPolicy(key, json)
+	policy := ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
+	var history clusterinfo.History
+	for n := range uint64(5) {
+		history = history.Next(n + 1)
+	}
+	node := func(banned bool, generation int64) map[string]ownerdir.KnownNode {
+		return map[string]ownerdir.KnownNode{"w1": {UID: "u1", Generation: generation, MachineID: "m1", Banned: banned}}
+	}
+	known := &ownerdir.Known{Version: ownerdir.KnownVersion, Policy: policy, Epoch: 5, EpochID: history.ID(5), Nodes: node(true, 2), Bans: map[string]int64{"u1": 2}}
+	for name, tt := range map[string]struct {
+		history clusterinfo.History
+		older   bool
+	}{
+		"it has gone on":                      {history.Next(6).Next(7), false},
+		"it was put back, and has counted on": {history[:4:4].Next(5).Next(6), true},
+		"as far as before":                    {history[:4:4].Next(5), true},
+		"the owner has begun a new history":   {clusterinfo.History(nil).Next(101), false},
+	} {
+		last := tt.history[len(tt.history)-1]
+		seen := &ownerdir.Known{Policy: policy, Epoch: last.Number, EpochID: last.ID, History: tt.history, Nodes: node(false, 3)}
+		older, err := known.Older(seen, key.Public().(ed25519.PublicKey))
+		if err != nil || (len(older) > 0) != tt.older {
+			t.Errorf("%s: %q, %v", name, older, err)
+		}
+		if next := known.Keep(seen); next.EpochID != last.ID || next.History != nil {
+			t.Errorf("%s: noted is %+v", name, next)
+		}
 	}
 }
 

@@ -25,6 +25,8 @@ type Revival struct {
 	Epoch        uint64   `json:"epoch"`
 	PolicySerial uint64   `json:"policySerial"`
 	Bans         []string `json:"bans"`
+	// BannedMachines are the machine IDs of Bans, in the same order; empty: the disk has names alone.
+	BannedMachines []string `json:"bannedMachines,omitempty"`
 	// DiskCounter is the value of the TPM's counter that the disk was written at, TPMCounter the one that it has; 0: none.
 	DiskCounter uint64 `json:"diskCounter"`
 	TPMCounter  uint64 `json:"tpmCounter"`
@@ -129,7 +131,7 @@ func (r *recoverer) look(ctx context.Context) error {
 // compare puts what a disk has beside what the folder knows.
 func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error) {
 	v := &Revival{
-		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
+		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), BannedMachines: d.GetBannedMachines(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
 		Unbanned: []string{}, BannedAndForgotten: []string{}, Forgotten: []string{}, Erased: []string{}, KnownVersion: r.known.Version, KnownEpoch: r.known.Epoch,
 	}
 	if copy(v.nonce[:], d.GetNonce()) != len(v.nonce) || len(d.GetNonce()) != len(v.nonce) {
@@ -138,6 +140,11 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	for _, name := range v.Bans { // the machine's word, for a terminal
 		if len(name) > 253 || strings.ContainsFunc(name, func(c rune) bool { return c < ' ' || c > '~' }) {
 			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer names a node %q", name)
+		}
+	}
+	for _, id := range v.BannedMachines {
+		if _, err := attest.ParseMachineID(id); err != nil {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer names a banned machine: %w", err)
 		}
 	}
 	if r.known.Version != 0 {
@@ -155,6 +162,14 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	return v, nil
 }
 
+// bans reports whether the disk has a ban of that machine: a name may have been another machine's then. Where one of the two has no machine IDs, names are compared.
+func (v *Revival) bans(name, machine string) bool {
+	if len(v.BannedMachines) > 0 && machine != "" {
+		return slices.Contains(v.BannedMachines, machine)
+	}
+	return name != "" && slices.Contains(v.Bans, name)
+}
+
 // undone lists what the folder knows to have ended, and would not have on this disk (B7). A copy is of after what was seen at a lower epoch than its own; at the
 // same one it may be of before, since control planes count up to ten seconds later, and so may one whose epoch is not known.
 func (v *Revival) undone(known *ownerdir.Known) {
@@ -168,7 +183,7 @@ func (v *Revival) undone(known *ownerdir.Known) {
 	settled := map[string]bool{} // UIDs of enrollments that are listed, or need not be
 	for name, n := range known.Nodes {
 		settled[n.UID] = true
-		if n.Banned && !slices.Contains(v.Bans, name) {
+		if n.Banned && !v.bans(name, n.MachineID) {
 			v.Unbanned = append(v.Unbanned, name)
 		}
 	}
@@ -177,14 +192,14 @@ func (v *Revival) undone(known *ownerdir.Known) {
 		_, banned := known.Bans[g.UID]
 		switch {
 		case !since(g.Epoch):
-		case banned && !slices.Contains(v.Bans, g.Name):
+		case banned && !v.bans(g.Name, known.BannedMachines[g.UID]):
 			v.BannedAndForgotten = append(v.BannedAndForgotten, g.Name)
 		default:
 			v.Forgotten = append(v.Forgotten, g.Name)
 		}
 	}
 	for uid := range known.Bans { // of version 1, or of before the oldest of Gone
-		if name := known.Names[uid]; !settled[uid] && (name == "" || !slices.Contains(v.Bans, name)) {
+		if name := known.Names[uid]; !settled[uid] && !v.bans(name, known.BannedMachines[uid]) {
 			v.BannedAndForgotten = append(v.BannedAndForgotten, cmp.Or(name, "enrollment "+uid))
 		}
 	}

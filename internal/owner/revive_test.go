@@ -142,6 +142,26 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	}
 }
 
+// A name may have been another machine's when the copy was made: its ban is not that of the machine that has the name now.
+func TestABanIsThatOfItsMachine(t *testing.T) {
+	known := &ownerdir.Known{
+		Version: ownerdir.KnownVersion, Nodes: map[string]ownerdir.KnownNode{"w1": {UID: "u1", MachineID: "y", Banned: true}, "w2": {UID: "u2", MachineID: "z", Banned: true}},
+		Gone: []ownerdir.KnownGone{{UID: "u3", Name: "w3"}}, Bans: map[string]int64{"u1": 9, "u2": 2, "u3": 2, "u4": 2},
+		Names: map[string]string{"u1": "w1", "u2": "w2", "u3": "w3", "u4": "w4"}, BannedMachines: map[string]string{"u3": "x3", "u4": "x4"},
+	}
+	names := []string{"w1", "other", "w3", "w4"}
+	v := &Revival{Epoch: 5, Bans: names, BannedMachines: []string{"x", "z", "another", "x4"}}
+	v.undone(known)
+	if !slices.Equal(v.Unbanned, []string{"w1"}) || !slices.Equal(v.BannedAndForgotten, []string{"w3"}) {
+		t.Errorf("unbanned %q, banned and forgotten %q", v.Unbanned, v.BannedAndForgotten)
+	}
+	v = &Revival{Epoch: 5, Bans: names} // a record of an earlier version
+	v.undone(known)
+	if !slices.Equal(v.Unbanned, []string{"w2"}) || len(v.BannedAndForgotten) > 0 {
+		t.Errorf("by names: unbanned %q, banned and forgotten %q", v.Unbanned, v.BannedAndForgotten)
+	}
+}
+
 // What an older copy undoes is named, and nothing reassures its owner while there is something (B7, K4).
 func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	ca := attesttest.NewCA(t)

@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 )
 
 // Status is how a cluster stands.
@@ -27,6 +28,8 @@ type Status struct {
 	Policy *PolicyStatus `json:"policy,omitempty"`
 	// Epoch is the cluster's, which goes up with each change of the policy, of enrollments, bans and disks; 0: nobody has counted yet.
 	Epoch uint64 `json:"epoch,omitempty"`
+	// History has the last epochs.
+	History clusterinfo.History `json:"-"`
 	// Services by name: empty if ready, else what they wait for.
 	Services map[string]string `json:"services"`
 	// Chart is the installed release; nil if there is none.
@@ -108,8 +111,9 @@ type NodeStatus struct {
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
 	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
 	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
-	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it.
-	Epoch uint64 `json:"epoch,omitempty"`
+	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it, and EpochID which one of that number.
+	Epoch   uint64 `json:"epoch,omitempty"`
+	EpochID string `json:"epochID,omitempty"`
 }
 
 // PolicyStatus is the policy as the services see it.
@@ -204,7 +208,8 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	for _, n := range nodes.Items {
 		s := at(n.Name)
 		s.see(&n)
-		s.ControlPlane, s.Epoch = certificatesOf(&n), epochOf(&n)
+		known := epochOf(&n)
+		s.ControlPlane, s.Epoch, s.EpochID = certificatesOf(&n), known.Number, known.ID
 	}
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {

@@ -15,6 +15,7 @@ import (
 	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -35,6 +36,10 @@ type Known struct {
 	Policy KnownPolicy `json:"policy"`
 	// Epoch is the cluster's; 0: nobody has counted yet.
 	Epoch uint64 `json:"epoch,omitempty"`
+	// EpochID tells that epoch from others of the same number, in another history of the cluster; empty: it had none yet.
+	EpochID string `json:"epochID,omitempty"`
+	// History is that of the cluster; known.json does not have it.
+	History clusterinfo.History `json:"-"`
 	// Nodes are the enrollments by name.
 	Nodes map[string]KnownNode `json:"nodes"`
 	// Gone are enrollments that were in Nodes, in the order in which they went: none of them comes back, unless the cluster is put back.
@@ -43,6 +48,8 @@ type Known struct {
 	Bans map[string]int64 `json:"bans,omitempty"`
 	// Names are those of Bans, by UID; version 1 noted none.
 	Names map[string]string `json:"names,omitempty"`
+	// BannedMachines are the machine IDs of Bans, by UID; earlier versions noted none.
+	BannedMachines map[string]string `json:"bannedMachines,omitempty"`
 	// Disks are those with a salt that no enrollment of Nodes has, in the order in which they were noted. No recovery opens one. They are here to be put back
 	// into a cluster that has lost them (docs/leaving.md), until they are erased (K4).
 	Disks []KnownFormer `json:"disks,omitempty"`
@@ -183,6 +190,10 @@ func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
 	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten
 		add("it is at epoch %d, and was at %d", seen.Epoch, k.Epoch)
 	}
+	// B7: the numbers are no proof. Whoever has put the cluster back can have it count on from there.
+	if lacks := seen.History.Lacks(clusterinfo.HistoryEpoch{Number: k.Epoch, ID: k.EpochID}); lacks != "" {
+		add("%s (%d:%s)", lacks, k.Epoch, k.EpochID)
+	}
 	generations, gone := map[string]int64{}, map[string]bool{}
 	for _, n := range k.Nodes {
 		generations[n.UID] = n.Generation
@@ -209,7 +220,7 @@ func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
 // dropped but those of erased disks (K4).
 func (k *Known) Keep(seen *Known) *Known {
 	out := *seen
-	out.Version = KnownVersion
+	out.Version, out.History = KnownVersion, nil
 	out.Nodes = maps.Clone(seen.Nodes)
 	if out.Nodes == nil {
 		out.Nodes = map[string]KnownNode{}
@@ -248,8 +259,12 @@ func (k *Known) keepBans(before *Known, names map[string]string) {
 	for uid, generation := range k.Bans {
 		bans = with(bans, uid, max(bans[uid], generation))
 	}
-	k.Bans, k.Names = bans, nil
+	machines := k.BannedMachines
+	k.Bans, k.Names, k.BannedMachines = bans, nil, nil
 	for uid := range bans {
+		if id := cmp.Or(machines[uid], before.BannedMachines[uid]); id != "" {
+			k.BannedMachines = with(k.BannedMachines, uid, id)
+		}
 		if name := cmp.Or(names[uid], before.Names[uid]); name != "" {
 			k.Names = with(k.Names, uid, name)
 		}

@@ -60,6 +60,10 @@ type Record struct {
 	PolicySerial uint64 `json:"policySerial"`
 	// Bans are the names of banned nodes, in order, at most [MaxBans].
 	Bans []string `json:"bans,omitempty"`
+	// BannedMachines are their machine IDs, in the same order; empty: an earlier version has written the record.
+	BannedMachines []string `json:"bannedMachines,omitempty"`
+	// EpochID is what tells this epoch from others of the same number, in another history of the cluster; empty: it has none yet.
+	EpochID string `json:"epochID,omitempty"`
 	// Written is when, by the machine's clock.
 	Written time.Time `json:"written"`
 }
@@ -268,6 +272,7 @@ func (k Keeper) write(ctx context.Context, r Record, counter, steps uint64) (err
 func (k Keeper) save(r Record, counter uint64) error {
 	r.Version, r.Counter = version, counter
 	r.Bans = r.Bans[:min(len(r.Bans), MaxBans)]
+	r.BannedMachines = r.BannedMachines[:min(len(r.BannedMachines), MaxBans)]
 	b, err := json.Marshal(r)
 	if err != nil {
 		return err

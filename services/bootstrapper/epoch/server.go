@@ -110,7 +110,7 @@ func (w *Waiting) challenge() ownerorder.Nonce {
 func (s Standing) wire() *recoverv1.DescribeEpochResponse {
 	out := &recoverv1.DescribeEpochResponse{TpmCounter: s.Counter}
 	if r := s.Record; r != nil {
-		out.Epoch, out.PolicySerial, out.Bans, out.DiskCounter = r.Epoch, r.PolicySerial, r.Bans, r.Counter
+		out.Epoch, out.PolicySerial, out.Bans, out.BannedMachines, out.DiskCounter = r.Epoch, r.PolicySerial, r.Bans, r.BannedMachines, r.Counter
 	}
 	return out
 }

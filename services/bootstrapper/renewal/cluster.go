@@ -50,9 +50,9 @@ type Cluster interface {
 	// Publish writes this control plane's certificates to where the owner's program looks.
 	Publish(ctx context.Context, list []Certificate) error
 	// Epoch returns the cluster's epoch, its policy's serial and its bans, and counts the epoch up if they changed.
-	Epoch(ctx context.Context) (epoch.Record, error)
+	Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error)
 	// PublishEpoch writes the epoch that this machine's TPM knows to where the owner's program looks.
-	PublishEpoch(ctx context.Context, number uint64) error
+	PublishEpoch(ctx context.Context, e clusterinfo.HistoryEpoch) error
 	// SignAdministrators decides on requests for an administrator's certificate.
 	SignAdministrators(ctx context.Context, cfg Config) error
 	Close()

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -69,14 +70,16 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 		return err
 	}
 	defer c.Close()
-	now, err := c.Epoch(ctx)
+	now, history, err := c.Epoch(ctx)
 	if err != nil {
 		return err
 	}
-	switch {
-	case now.Epoch < had.Epoch:
-		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays.
-		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", had.Epoch)
+	known := clusterinfo.HistoryEpoch{Number: had.Epoch, ID: had.EpochID}
+	switch lacks := history.Lacks(known); {
+	case now.Epoch < had.Epoch || lacks != "":
+		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays,
+		// also when the cluster has counted on from there.
+		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", known.String(), "why", lacks)
 	case now.Epoch > had.Epoch && (had.Epoch == 0 || r.advanced.IsZero() || r.Now().Sub(r.advanced) >= betweenEpochs):
 		now.Written = r.Now()
 		if err := r.Epoch.Advance(ctx, now); err != nil {
@@ -86,17 +89,20 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 		r.Log.InfoContext(ctx, "this machine's TPM knows the cluster's epoch", "epoch", now.Epoch, "policy_serial", now.PolicySerial, "bans", len(now.Bans))
 		had = &now
 	}
-	return c.PublishEpoch(ctx, had.Epoch)
+	return c.PublishEpoch(ctx, clusterinfo.HistoryEpoch{Number: had.Epoch, ID: had.EpochID})
 }
 
 // facts is what a restored copy of the cluster would undo.
 type facts struct {
 	policy [sha256.Size]byte
 	serial uint64
-	bans   []string
+	bans   []ban
 	// lines are one for each enrollment and disk, in order.
 	lines []string
 }
+
+// ban is a node that is banned, and its machine.
+type ban struct{ node, machine string }
 
 func (f facts) digest() string {
 	h := sha256.New()
@@ -109,26 +115,32 @@ func (f facts) digest() string {
 
 // Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of what it was counted for; whichever control plane sees another digest first counts
 // it up, by compare-and-swap.
-func (c *cluster) Epoch(ctx context.Context) (epoch.Record, error) {
+func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error) {
 	f, err := c.facts(ctx)
 	if err != nil {
-		return epoch.Record{}, err
+		return epoch.Record{}, nil, err
 	}
 	maps := c.CoreV1().ConfigMaps(clusterinfo.Namespace)
 	m, err := maps.Get(ctx, clusterinfo.EpochMap, metav1.GetOptions{})
 	absent := apierrors.IsNotFound(err)
 	if err != nil && !absent {
-		return epoch.Record{}, err
+		return epoch.Record{}, nil, err
 	}
 	var number uint64
+	var history clusterinfo.History
 	if !absent {
+		if history, err = clusterinfo.ParseHistory(m.Data["history"]); err != nil {
+			return epoch.Record{}, nil, fmt.Errorf("ConfigMap %s: %w: correct that line", clusterinfo.EpochMap, err)
+		}
 		if number, err = strconv.ParseUint(m.Data["epoch"], 10, 64); err != nil {
-			return epoch.Record{}, fmt.Errorf("ConfigMap %s: epoch: %w: write a number above those of the annotation %s of control planes' Nodes", clusterinfo.EpochMap, err, clusterinfo.EpochAnnotation)
+			return epoch.Record{}, nil, fmt.Errorf("ConfigMap %s: epoch: %w: write a number above those of the annotation %s of control planes' Nodes", clusterinfo.EpochMap, err, clusterinfo.EpochAnnotation)
 		}
 	}
-	if digest := f.digest(); absent || m.Data["of"] != digest {
+	// A number without an ID is of an earlier version, or an administrator has written it: it gets one, and so counts as another epoch than any of before.
+	if digest := f.digest(); absent || m.Data["of"] != digest || history.ID(number) == "" {
 		number++
-		next := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.EpochMap, Namespace: clusterinfo.Namespace}, Data: map[string]string{"epoch": strconv.FormatUint(number, 10), "of": digest}}
+		history = history.Next(number)
+		next := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.EpochMap, Namespace: clusterinfo.Namespace}, Data: map[string]string{"epoch": strconv.FormatUint(number, 10), "of": digest, "history": history.String()}}
 		if absent {
 			_, err = maps.Create(ctx, next, metav1.CreateOptions{})
 		} else {
@@ -136,10 +148,14 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, error) {
 			_, err = maps.Update(ctx, next, metav1.UpdateOptions{})
 		}
 		if err != nil { // of another control plane that counted first: the next look sees that
-			return epoch.Record{}, err
+			return epoch.Record{}, nil, err
 		}
 	}
-	return epoch.Record{Epoch: number, PolicySerial: f.serial, Bans: f.bans}, nil
+	out := epoch.Record{Epoch: number, EpochID: history.ID(number), PolicySerial: f.serial}
+	for _, b := range f.bans {
+		out.Bans, out.BannedMachines = append(out.Bans, b.node), append(out.BannedMachines, b.machine)
+	}
+	return out, history, nil
 }
 
 // facts asks for the policy, and all enrollments and disks.
@@ -161,7 +177,7 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 		for _, n := range list.Items {
 			f.lines = append(f.lines, fmt.Sprintf("node %s %s %s %s %s %t %t", n.Name, n.UID, n.Spec.MachineID, n.Spec.Role, n.Spec.DiskID, n.Spec.Banned, n.Leaving()))
 			if n.Spec.Banned {
-				f.bans = append(f.bans, n.Name)
+				f.bans = append(f.bans, ban{n.Name, n.Spec.MachineID})
 			}
 		}
 		return list.Continue
@@ -176,7 +192,7 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 		return list.Continue
 	})
 	slices.Sort(f.lines)
-	slices.Sort(f.bans)
+	slices.SortFunc(f.bans, func(a, b ban) int { return strings.Compare(a.node, b.node) })
 	return f, err
 }
 
@@ -215,8 +231,8 @@ func pages[L any](ctx context.Context, c *cluster, resource string, each func(L)
 }
 
 // PublishEpoch implements [Cluster] with an annotation of the Node.
-func (c *cluster) PublishEpoch(ctx context.Context, number uint64) error {
-	return c.annotate(ctx, clusterinfo.EpochAnnotation, strconv.FormatUint(number, 10))
+func (c *cluster) PublishEpoch(ctx context.Context, e clusterinfo.HistoryEpoch) error {
+	return c.annotate(ctx, clusterinfo.EpochAnnotation, e.String())
 }
 
 // annotate writes an annotation of this control plane's Node, if it is another one.

@@ -92,6 +92,39 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 	}
 }
 
+// A cluster that was put back, and has counted on from there, has the numbers that this machine knows, and another history (B7).
+func TestAClusterThatWasPutBackIsNotFollowed(t *testing.T) {
+	c := &memoryCluster{root: newControlPlane(t), lease: new(sync.Mutex)}
+	k := &stillKeeper{}
+	r := newRenewer(t, c, time.Now())
+	began, passed := time.Now(), time.Duration(0)
+	r.Epoch, r.Now = k, func() time.Time { return began.Add(passed) }
+	k.now = r.Now
+	follow := func(number uint64) {
+		t.Helper()
+		passed += betweenEpochs
+		c.epoch = epoch.Record{Epoch: number, EpochID: c.history.ID(number)}
+		if err := r.followEpoch(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for n := range uint64(3) {
+		c.history = c.history.Next(n + 1)
+	}
+	follow(3)
+	newest := c.history
+	c.history = newest[:1:1].Next(2).Next(3).Next(4)
+	follow(4)
+	if k.Epoch != 3 || k.EpochID != newest.ID(3) || c.published != 3 {
+		t.Errorf("the machine knows epoch %d:%s, and says %d", k.Epoch, k.EpochID, c.published)
+	}
+	c.history = newest.Next(4)
+	follow(4)
+	if k.Epoch != 4 || k.EpochID != c.history.ID(4) {
+		t.Errorf("the machine knows epoch %d:%s of %v", k.Epoch, k.EpochID, c.history)
+	}
+}
+
 // Whoever serves the time can keep the wall clock at that of the record: the counter follows by the monotonic one all the same (B7).
 func TestTheTPMFollowsTheClustersEpochWhileTheClockStandsStill(t *testing.T) {
 	c := &memoryCluster{root: newControlPlane(t), lease: new(sync.Mutex)}
@@ -207,9 +240,12 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		}
 		now += step.up
 		for _, c := range planes { // the second finds what the first has counted
-			got, err := c.Epoch(ctx)
-			if err != nil || got.Epoch != now || got.PolicySerial != step.serial || !slices.Equal(got.Bans, step.bans) {
+			got, history, err := c.Epoch(ctx)
+			if err != nil || got.Epoch != now || got.PolicySerial != step.serial || !slices.Equal(got.Bans, step.bans) || len(got.BannedMachines) != len(step.bans) {
 				t.Errorf("%s: %+v, %v, want epoch %d", step.what, got, err, now)
+			}
+			if got.EpochID == "" || history.ID(now) != got.EpochID {
+				t.Errorf("%s: the epoch has the ID %q, and the history %v", step.what, got.EpochID, history)
 			}
 		}
 	}
@@ -218,19 +254,19 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	var wg sync.WaitGroup
 	for _, c := range planes {
 		wg.Go(func() {
-			if got, err := c.Epoch(ctx); err == nil && got.Epoch != now+1 {
+			if got, _, err := c.Epoch(ctx); err == nil && got.Epoch != now+1 {
 				t.Errorf("both at once: epoch %d, want %d", got.Epoch, now+1)
 			}
 		})
 	}
 	wg.Wait()
-	if got, err := planes[0].Epoch(ctx); err != nil || got.Epoch != now+1 {
+	if got, _, err := planes[0].Epoch(ctx); err != nil || got.Epoch != now+1 {
 		t.Errorf("%+v, %v, want epoch %d", got, err, now+1)
 	}
-	must(t, planes[1].PublishEpoch(ctx, 7))
+	must(t, planes[1].PublishEpoch(ctx, clusterinfo.HistoryEpoch{Number: 7, ID: "0011223344556677"}))
 	var n corev1.Node
 	must(t, api.Client.Get(ctx, client.ObjectKey{Name: "node2"}, &n))
-	if got := n.Annotations[clusterinfo.EpochAnnotation]; got != "7" {
+	if got := n.Annotations[clusterinfo.EpochAnnotation]; got != "7:0011223344556677" {
 		t.Errorf("annotation %q", got)
 	}
 }

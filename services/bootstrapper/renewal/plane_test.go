@@ -21,6 +21,7 @@ import (
 	kubeconfigphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/kubeconfig"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
 
+	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -124,6 +125,7 @@ type memoryCluster struct {
 	list   []Certificate
 	// epoch is the cluster's, published what this machine says of it.
 	epoch     epoch.Record
+	history   clusterinfo.History
 	published uint64
 }
 
@@ -215,16 +217,16 @@ func (c *memoryCluster) Publish(_ context.Context, list []Certificate) error {
 	return nil
 }
 
-func (c *memoryCluster) Epoch(context.Context) (epoch.Record, error) {
+func (c *memoryCluster) Epoch(context.Context) (epoch.Record, clusterinfo.History, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.epoch, nil
+	return c.epoch, c.history, nil
 }
 
-func (c *memoryCluster) PublishEpoch(_ context.Context, number uint64) error {
+func (c *memoryCluster) PublishEpoch(_ context.Context, e clusterinfo.HistoryEpoch) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.published = number
+	c.published = e.Number
 	return nil
 }
 

@@ -349,9 +349,11 @@ type DescribeEpochResponse struct {
 	// The value of the TPM's counter; 0: it has none.
 	TpmCounter uint64 `protobuf:"varint,5,opt,name=tpm_counter,json=tpmCounter,proto3" json:"tpm_counter,omitempty"`
 	// Exactly 32 random bytes, made when the machine began to wait.
-	Nonce         []byte `protobuf:"bytes,6,opt,name=nonce,proto3" json:"nonce,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Nonce []byte `protobuf:"bytes,6,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	// The machine IDs of these nodes, in the order of bans; empty: the disk has names alone.
+	BannedMachines []string `protobuf:"bytes,7,rep,name=banned_machines,json=bannedMachines,proto3" json:"banned_machines,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *DescribeEpochResponse) Reset() {
@@ -422,6 +424,13 @@ func (x *DescribeEpochResponse) GetTpmCounter() uint64 {
 func (x *DescribeEpochResponse) GetNonce() []byte {
 	if x != nil {
 		return x.Nonce
+	}
+	return nil
+}
+
+func (x *DescribeEpochResponse) GetBannedMachines() []string {
+	if x != nil {
+		return x.BannedMachines
 	}
 	return nil
 }
@@ -537,7 +546,7 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
 	"\adisk_id\x18\x02 \x01(\tR\x06diskId\"\x16\n" +
-	"\x14DescribeEpochRequest\"\xc0\x01\n" +
+	"\x14DescribeEpochRequest\"\xe9\x01\n" +
 	"\x15DescribeEpochResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12#\n" +
 	"\rpolicy_serial\x18\x02 \x01(\x04R\fpolicySerial\x12\x12\n" +
@@ -545,7 +554,8 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\fdisk_counter\x18\x04 \x01(\x04R\vdiskCounter\x12\x1f\n" +
 	"\vtpm_counter\x18\x05 \x01(\x04R\n" +
 	"tpmCounter\x12\x14\n" +
-	"\x05nonce\x18\x06 \x01(\fR\x05nonce\"H\n" +
+	"\x05nonce\x18\x06 \x01(\fR\x05nonce\x12'\n" +
+	"\x0fbanned_machines\x18\a \x03(\tR\x0ebannedMachines\"H\n" +
 	"\x12AcceptEpochRequest\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12\x1c\n" +
 	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x15\n" +
