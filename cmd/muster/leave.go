@@ -74,8 +74,7 @@ func (a *app) replaceCommand() *cobra.Command {
 		Long: `A mainboard was exchanged, and with it the TPM: --tpm names the new machine, which keeps name, role and disk key. A disk was
 exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; muster verify shows its
 ID. If the TPM was cleared only, --tpm names the same machine, which may then attest again as the node that it is, without joining anew.
-On a node that is banned the command always does all steps, also with the machine that is enrolled: it retires the certificates, deletes
-the pods and lifts the ban. What will be done is shown first. After an interruption the same command finishes.`,
+A ban is no obstacle for another machine, and ends with this; for the machine that is enrolled, lift it first. What will be done is shown first. After an interruption the same command finishes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if to == (cluster.Replacement{}) {

@@ -149,6 +149,10 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	out := &Departure{dir: d, kube: kube, found: p, to: &to}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
+	if sameMachine && sameDisk && have.Banned && p.Enrolment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace has not ended
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
+			fmt.Sprintf(`If you trust the machine again, lift the ban: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}'. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.`, name))
+	}
 	if sameMachine && sameDisk && !have.Banned {
 		if out.resets = to.MachineID != "" && cluster.HasBoots(&p.Enrolment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
@@ -181,10 +185,6 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	out.Plan = append(out.Plan, fmt.Sprintf("lift the ban: machine %s may join under the name from then on", cmp.Or(to.MachineID, have.MachineID)))
 	if have.Banned {
 		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
-		if sameMachine && sameDisk {
-			out.Warnings = append(out.Warnings, fmt.Sprintf("this is the machine that is enrolled, and the steps above are those of another machine: its certificates are retired, so it has to be reset and to join anew. "+
-				`To lift the ban and keep its certificates, run kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}' instead, and reboot the machine. If two machines have shown this TPM, switch off the copy first`, name))
-		}
 	}
 	if p.Ready() {
 		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")

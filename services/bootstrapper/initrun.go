@@ -198,6 +198,8 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		if err := b.makeCluster(ctx, r, changed); err != nil {
 			return err
 		}
+	} else if err := b.runKubelet(ctx); err != nil { // B3: an adoption that a reboot has interrupted
+		return err
 	}
 	var proxy []runtime.Object
 	if o.kind == journal.KindInit {
@@ -234,7 +236,11 @@ func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool
 		return err
 	}
 	if b.lock.record().Step >= journal.StepKubeadmRan && !changed {
-		return nil
+		// The API server is a pod of the kubelet, which nothing else starts after a reboot (B3).
+		if err := b.notRolledBack(ctx); err != nil { // B7
+			return err
+		}
+		return b.startNode(ctx)
 	}
 	if err := b.clean(ctx, r.tell, stayOut); err != nil {
 		return err

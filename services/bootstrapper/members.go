@@ -64,6 +64,11 @@ func (b *Bootstrapper) revive(ctx context.Context) error {
 	if err := b.notRolledBack(ctx); err != nil { // B7
 		return err
 	}
+	return b.runKubelet(ctx)
+}
+
+// runKubelet starts the kubelet in this boot.
+func (b *Bootstrapper) runKubelet(ctx context.Context) error {
 	if err := b.letKubeletStart(); err != nil {
 		return err
 	}

@@ -32,6 +32,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -206,6 +207,9 @@ func (d dyingTPM) IncrementCounter(ctx context.Context) (uint64, error) {
 func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 	if err := w.step("before the cluster's objects"); err != nil {
 		return err
+	}
+	if !w.machine.Running(machine.UnitKubelet) { // the API server is a pod of its
+		return errors.New("the API server does not answer: no kubelet runs")
 	}
 	if w.adopted {
 		kubeconfig = w.machine.API.Kubeconfig()
@@ -425,6 +429,7 @@ func (w *world) exists(path string) bool {
 func (w *world) reboot() {
 	w.machine.Reboot()
 	w.tpm.Reboot()
+	_ = os.RemoveAll(filepath.Join(w.root, "run")) // it is in memory
 }
 
 // eventually waits for a condition.

@@ -102,7 +102,7 @@ func whatKeeps(node string) string {
 
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
 	about := "node " + n.Name
-	if n.Cloned != "" && !n.Deleting { // J11
+	if n.Cloned != "" && !n.Deleting && !n.Banned { // J11; to a ban there is nothing to add
 		add(about, "Find out which machine is genuine. If the refused one is the copy, switch it off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on. If the genuine one was refused, or you don't know: ban the node and set up a new machine (docs/reason-codes.md#machine_cloned).", "MACHINE_CLONED: %s", n.Cloned)
 	}
 	switch {
@@ -146,7 +146,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	}
 	if n.ClientExpires != nil && n.ClientExpires.Sub(now) > enrolled.CertificateLife+clockMargin { // J7
 		add(about, "Set cluster-signing-duration of kube-controller-manager to 24h, then reboot the machine: it replaces the certificate before its kubelet starts. Until then a ban does not end what the node may read.",
-			"its kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), enrolled.CertificateLife)
+			"its machine says that the kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), enrolled.CertificateLife)
 	}
 }
 

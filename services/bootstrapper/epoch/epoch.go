@@ -231,7 +231,9 @@ func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 	})
 }
 
-// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing.
+// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing. The counter
+// is incremented first, beyond the value of any file that was written before. So from then on every other copy of the disk is older, and none that was made meanwhile
+// becomes valid in a later boot (B7). A crash in between leaves a disk that is not the newest: its owner is asked again.
 func (k Keeper) Begin(ctx context.Context, r Record) error {
 	return k.exclusive(func() error {
 		counter, err := k.TPM.Counter(ctx)
@@ -241,7 +243,15 @@ func (k Keeper) Begin(ctx context.Context, r Record) error {
 		if err != nil {
 			return err
 		}
-		return k.write(ctx, r, counter, renewal)
+		if counter == 0 {
+			return k.write(ctx, r, 0, 0)
+		}
+		for range renewal + 1 {
+			if counter, err = k.TPM.IncrementCounter(ctx); err != nil {
+				return err
+			}
+		}
+		return k.save(r, counter)
 	})
 }
 

@@ -249,6 +249,42 @@ func TestACopyOfTheMomentBeforeTheCounterIsNeverTheNewest(t *testing.T) {
 	}
 }
 
+// B7: an owner accepts an older copy, and the power goes away in the middle, or not. What the disk had at that moment is older in the next boot, also if the newest
+// disk is put back meanwhile.
+func TestACopyOfAnAcceptanceIsNotTheNewestLater(t *testing.T) {
+	for name, cut := range map[string]bool{"it was carried out": false, "it was cut off": true} {
+		t.Run(name, func(t *testing.T) {
+			f := &failing{Machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})}
+			k := Keeper{Dir: t.TempDir(), TPM: f}
+			file := filepath.Join(k.Dir, fileName)
+			do(t, k.Begin(t.Context(), Record{Epoch: 1}))
+			do(t, k.Advance(t.Context(), Record{Epoch: 2}))
+			older, err := os.ReadFile(file)
+			do(t, errors.Join(err, k.Advance(t.Context(), Record{Epoch: 3})))
+			newest, err := os.ReadFile(file)
+			do(t, errors.Join(err, os.WriteFile(file, older, 0o600)))
+			refuses(t, k, "the older copy")
+			f.after = cut
+			if err := k.Begin(t.Context(), Record{Epoch: 2}); errors.Is(err, errPower) != cut {
+				t.Fatal(err)
+			}
+			f.after = false
+			kept, err := os.ReadFile(file)
+			do(t, errors.Join(err, os.WriteFile(file, newest, 0o600)))
+			refuses(t, k, "the disk that was the newest before the order")
+			do(t, os.WriteFile(file, kept, 0o600))
+			if cut {
+				refuses(t, k, "the copy of an order that was cut off")
+				return
+			}
+			stands(t, k, 2)
+			do(t, k.Renew(t.Context())) // as at each boot
+			do(t, os.WriteFile(file, kept, 0o600))
+			refuses(t, k, "the copy of the order's boot")
+		})
+	}
+}
+
 // foreign is a TPM with an index of the counter's number that is none.
 type foreign struct{ *attesttest.Machine }
 

@@ -130,6 +130,7 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 		return nil, err
 	}
 	if s.Err == nil { // by an order before this one
+		w.once.Do(func() { close(w.accepted) })
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}
 	if now := s.wire(); now.GetEpoch() != is.GetEpoch() || now.GetDiskCounter() != is.GetDiskCounter() || now.GetTpmCounter() != is.GetTpmCounter() { // B7

@@ -96,7 +96,7 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 	}
 	began := time.Now()
 	if left := k.comesUp(n.Status.Boot, lease, began); left > 0 {
-		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
+		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket, or attested, at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
 			b, n.Name, cmp.Or(n.Status.Boot.Address, "an unknown address"), utc(n.Status.Boot.Since.Time), left.Round(time.Second))
 	}
 	if !k.waits.begin(m) {
