@@ -50,6 +50,7 @@ var _ recoverv1connect.EpochServiceHandler = (*Waiting)(nil)
 const (
 	maxRequest     = 1 << 10
 	requestTimeout = 10 * time.Second
+	beginTimeout   = 30 * time.Second
 	grace          = 2 * time.Second
 	idleTimeout    = 5 * time.Second
 )
@@ -140,7 +141,10 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if s.Record != nil {
 		r = *s.Record
 	}
-	if err := w.Keeper.Begin(ctx, r); err != nil {
+	// Carried out also if whoever sent the order goes away: half of it would leave another value in the TPM than the order names.
+	begin, cancel := context.WithTimeout(context.WithoutCancel(ctx), beginTimeout)
+	defer cancel()
+	if err := w.Keeper.Begin(begin, r); err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "note that the owner has accepted epoch %d: %w", r.Epoch, err)
 	}
 	w.Log.WarnContext(ctx, "the owner has accepted an older state disk", "epoch", r.Epoch, "policy_serial", r.PolicySerial)
