@@ -282,9 +282,11 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w.revived(t, earlier)
 }
 
-// epoch is the newest one of the cluster that node5's TPM knows.
+// epoch is the number of the newest one of the cluster that node5's TPM knows.
 func (w *world) epoch(ctx context.Context) (string, error) {
-	return w.Kubectl(ctx, "get", "node", "node5", "-o", "jsonpath={.metadata.annotations.muster\\.dev/epoch}")
+	known, err := w.Kubectl(ctx, "get", "node", "node5", "-o", "jsonpath={.metadata.annotations.muster\\.dev/epoch}")
+	number, _, _ := strings.Cut(known, ":")
+	return number, err
 }
 
 // revived has the owner change the policy, puts back the disk of before, and sees that the control plane starts nothing of it until the owner has
