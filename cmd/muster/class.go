@@ -32,8 +32,8 @@ func (a *app) addClassCommand() *cobra.Command {
 		Short: "Accept the firmware that a machine has, as a machine class of the policy",
 		Long: `Runs the exchange of attested TLS with a machine, shows its values of PCR 0, 2, 3 and 7 and in words what its firmware
 measured, and writes that into the policy as a machine class: these values, or with --event-log the drivers that it has now,
-and its Secure Boot keys if Secure Boot is on. So take the class from a machine that you trust: one that nobody else had in
-hands, or whose values are those that its maker publishes.
+and its Secure Boot keys if Secure Boot is on. So take the class from a machine that you trust: one that only you
+have handled, or whose values are those that its maker publishes.
 
 TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up. Compare the values
 before muster init or muster policy apply puts the policy in force: until then no machine is accepted by the class. To

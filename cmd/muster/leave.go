@@ -31,7 +31,7 @@ func (a *app) forgetCommand() *cobra.Command {
 		Short: "Free a node's name: shut its machine out, and delete its Node and enrollment",
 		Long: `The machine is banned, then its writes are refused and its certificates retired: whoever gets the name next, they don't write
 under it. A ban ends with the enrollment: to keep the machine out, first revoke its ID in the policy (tpm2.revoked.keys). Its disk stays
-the machine's, and no other one gets its key. With --erase nobody does: the disk's salt is deleted, without
+the machine's, and no other one gets its key. With --erase no machine does: the disk's salt is deleted, without
 which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. Nothing is
 drained, and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the
 same command finishes.`,

@@ -170,15 +170,15 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 func (d *doctor) recoverable(ctx context.Context) error {
 	found := 0
 	err := d.controlPlanes(ctx, CheckControlPlanes, func(n v1alpha1.AttestedNode, at string) {
-		switch {
+		switch salt := d.salt(n); {
 		case at == "":
 			d.Add(CheckControlPlanes, checkup.Warn, "Let it join, or forget it: muster forget "+n.Name+".", "%s is enrolled and has never come", n.Name)
 		case n.Spec.DiskID == "":
 			found++
 			d.Add(CheckControlPlanes, checkup.Fail, "Name its disk: muster replace "+n.Name+" --disk UUID.", "%s: the policy accepts it, but its enrollment names no disk", n.Name)
-		case d.salt(n) != nil:
+		case salt != nil:
 			found++
-			d.Add(CheckControlPlanes, checkup.Fail, noSalt, "%s: accepted by the policy, but this folder can't recover it: %v", n.Name, d.salt(n))
+			d.Add(CheckControlPlanes, checkup.Fail, noSalt, "%s: accepted by the policy, but this folder can't recover it: %v", n.Name, salt)
 		case !d.knows(n):
 			found++
 			d.Add(CheckControlPlanes, checkup.Warn, "Run muster status with the owner's folder, and copy it again.", "%s: accepted by the policy, but the folder does not know its disk. To recover it: muster recover %s --machine-id %s --disk %s", n.Name, at, n.Spec.MachineID, n.Spec.DiskID)
