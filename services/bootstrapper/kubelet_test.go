@@ -225,7 +225,7 @@ func TestAControlPlaneStopsItsKubeletBeforeItRenewsWhatKubeadmIssued(t *testing.
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	if c := w.machine.Calls()[calls:]; c[0] != "stop "+machine.UnitKubelet || c[len(c)-1] != "start "+machine.UnitKubelet {
+	if c := slices.DeleteFunc(w.machine.Calls()[calls:], func(c string) bool { return !strings.HasSuffix(c, " "+machine.UnitKubelet) }); c[0] != "stop "+machine.UnitKubelet || c[len(c)-1] != "start "+machine.UnitKubelet {
 		t.Errorf("%q", c)
 	}
 }
