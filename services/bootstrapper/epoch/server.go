@@ -50,6 +50,7 @@ var _ recoverv1connect.EpochServiceHandler = (*Waiting)(nil)
 const (
 	maxRequest     = 1 << 10
 	requestTimeout = 10 * time.Second
+	beginTimeout   = 30 * time.Second
 	grace          = 2 * time.Second
 	idleTimeout    = 5 * time.Second
 )
@@ -129,7 +130,8 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if err != nil {
 		return nil, err
 	}
-	if s.Err == nil { // by an order before this one
+	if s.Err == nil { // by an order before this one, whose answer may have been an error
+		w.goOn()
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}
 	if now := s.wire(); now.GetEpoch() != is.GetEpoch() || now.GetDiskCounter() != is.GetDiskCounter() || now.GetTpmCounter() != is.GetTpmCounter() { // B7
@@ -139,10 +141,16 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if s.Record != nil {
 		r = *s.Record
 	}
-	if err := w.Keeper.Begin(ctx, r); err != nil {
+	// Carried out also if whoever sent the order goes away: half of it would leave another value in the TPM than the order names.
+	begin, cancel := context.WithTimeout(context.WithoutCancel(ctx), beginTimeout)
+	defer cancel()
+	if err := w.Keeper.Begin(begin, r); err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "note that the owner has accepted epoch %d: %w", r.Epoch, err)
 	}
 	w.Log.WarnContext(ctx, "the owner has accepted an older state disk", "epoch", r.Epoch, "policy_serial", r.PolicySerial)
-	w.once.Do(func() { close(w.accepted) })
+	w.goOn()
 	return &recoverv1.AcceptEpochResponse{}, nil
 }
+
+// goOn ends the wait. Whoever answers that the disk is accepted calls it: otherwise the machine would wait on for an owner who has been told that it does not (B3).
+func (w *Waiting) goOn() { w.once.Do(func() { close(w.accepted) }) }
