@@ -320,11 +320,11 @@ func (h *host) count(effect string) int {
 	return len(slices.DeleteFunc(h.effects(), func(e string) bool { return e != effect }))
 }
 
-// reboot clears PCRs and ends all units.
+// reboot clears PCRs and what is in memory, and so ends all units.
 func (h *host) reboot() {
 	h.t.Helper()
 	h.tpm.Restart()
-	if err := os.RemoveAll(filepath.Join(h.plan.Root, unitsDir)); err != nil {
+	if err := os.RemoveAll(filepath.Join(h.plan.Root, "run")); err != nil {
 		h.t.Fatal(err)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"context"
 	"crypto/x509"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -98,7 +99,7 @@ func (p plan) now() time.Time {
 
 const (
 	journalPath = "/var/lib/muster/journal"
-	unitsDir    = "/run/units" // a file for each unit that was started
+	unitsDir    = "/run/units" // a file for each unit that runs
 )
 
 // runProcess is the program `bootstrapper run` on a machine whose programs are played.
@@ -143,25 +144,28 @@ func runProcess(text string) error {
 	if err != nil {
 		return err
 	}
-	machine := &mortalMachine{machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step}}
+	played := &machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step, Units: filepath.Join(p.Root, unitsDir)}
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Public: public,
 		Config: bootstrapper.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(p.beside("metadata.yaml")) },
 			Journal: &mortalJournal{journal.Open(filepath.Join(p.Root, journalPath)), f}, Root: p.Root,
-			Machine: machine,
+			Machine: played,
 			TPM:     mortalTPM{device, f}, Attester: own, NewVerifier: verifierOf,
 			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 				_ = f.step("the cluster's objects are about to be written")
+				if !played.Running(machine.UnitKubelet) {
+					return errors.New("no kubelet runs, and so no API server")
+				}
 				err := clusterstate.Write(ctx, kubeconfig, s)
 				_ = f.step("the cluster's objects were written")
 				return err
 			},
 			CleanEtcd: func(ctx context.Context, _ etcd.Target) ([]etcd.Member, error) {
-				if !machine.Member() {
+				if !played.Member() {
 					return nil, nil
 				}
-				return []etcd.Member{{ID: 7}}, machine.LeaveEtcd(ctx)
+				return []etcd.Member{{ID: 7}}, played.LeaveEtcd(ctx)
 			},
 			Now:        p.now,
 			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
@@ -306,14 +310,4 @@ func (m mortalTPM) Measure(ctx context.Context, pcr int, data []byte) error {
 		return err
 	}
 	return m.fate.step("PCR 15 is extended")
-}
-
-// mortalMachine notes which units run where the parent process can see it.
-type mortalMachine struct{ machinetest.Machine }
-
-func (m *mortalMachine) Unit(ctx context.Context, verb, unit string) error {
-	if err := m.Machine.Unit(ctx, verb, unit); err != nil || verb != "start" {
-		return err
-	}
-	return machine.WriteFile(filepath.Join(m.Root, unitsDir, unit), nil, 0o600, 0o700)
 }

@@ -2,6 +2,7 @@ package bootstrapper
 
 import (
 	"bytes"
+	"context"
 	"crypto/x509"
 	"fmt"
 	"os"
@@ -47,13 +48,26 @@ func (b *Bootstrapper) isControlPlane(o *initOrder) error {
 	}
 	roots := x509.NewCertPool()
 	roots.AppendCertsFromPEM(admin.CertificateAuthorityData)
-	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
+	at := b.cfg.Now()
+	if b.lock.record().Locked() && at.After(leaf.NotAfter) {
+		at = leaf.NotAfter // B3: an adoption that was cut off may have signed it, for a day, and been off for longer: serveAgain signs the next
+	}
+	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, CurrentTime: at, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
 		return refuse("%s: %w", kubeletClient, err)
 	}
 	if have, want := leaf.Subject.CommonName, "system:node:"+o.meta.Name; have != want {
 		return refuse("its kubelet is %s, and its metadata say %s", have, want)
 	}
 	return nil
+}
+
+// serveAdopted has the API server of an adopted control plane run. The machine was one before, without a record of the cluster's epoch: an
+// older copy of its disk is found from here on (B7).
+func (b *Bootstrapper) serveAdopted(ctx context.Context) error {
+	if err := b.beginEpoch(ctx); err != nil {
+		return err
+	}
+	return b.serveAgain(ctx)
 }
 
 // clusterOf returns the cluster that a kubeconfig's current context leads to, with its authority. The files that the user's certificate

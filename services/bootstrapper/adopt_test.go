@@ -62,6 +62,9 @@ func controlPlane(t *testing.T) *world {
 		w.place(t, "/etc/kubernetes/"+name+".conf", kubeconfigOf(ca, "https://192.168.77.1:6443"))
 	}
 	w.place(t, "/var/lib/kubelet/pki/kubelet-client-current.pem", string(certPEM(kubelet))+private)
+	if err := w.machine.Runs(machine.UnitKubelet); err != nil {
+		t.Fatal(err)
+	}
 	return w
 }
 

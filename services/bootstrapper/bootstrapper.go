@@ -143,6 +143,7 @@ type Bootstrapper struct {
 	steps     steps
 	renewing  atomic.Bool // the kubelet's certificates
 	older     atomic.Bool // the state disk is not the newest
+	newest    atomic.Bool // the state disk was found to be the newest, or a new record was begun, since this process started
 	log       *slog.Logger
 
 	running chan struct{}   // closed once Run has set ctx

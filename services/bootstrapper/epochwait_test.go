@@ -84,9 +84,6 @@ func (p plane) on() string {
 func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 	t.Helper()
 	p.reboot()
-	if err := os.RemoveAll(filepath.Join(p.root, "run")); err != nil {
-		t.Fatal(err)
-	}
 	p.logged = &logBuffer{}
 	p.dieAfter(-1)
 	r := p.boot()

@@ -198,7 +198,7 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 		if err := b.makeCluster(ctx, r, changed); err != nil {
 			return err
 		}
-	} else if err := b.runKubelet(ctx); err != nil { // B3: an adoption that a reboot has interrupted
+	} else if err := b.serveAdopted(ctx); err != nil {
 		return err
 	}
 	var proxy []runtime.Object
@@ -230,17 +230,16 @@ func (b *Bootstrapper) firstNode(ctx context.Context, r *initRun, id keys.Cluste
 	return b.finish(ctx)
 }
 
-// makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before.
+// makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before. The API server runs then.
 func (b *Bootstrapper) makeCluster(ctx context.Context, r *initRun, changed bool) error {
 	if err := b.install(ctx, r.order.software, true, r.tell); err != nil {
 		return err
 	}
 	if b.lock.record().Step >= journal.StepKubeadmRan && !changed {
-		// The API server is a pod of the kubelet, which nothing else starts after a reboot (B3).
-		if err := b.notRolledBack(ctx); err != nil { // B7
+		if err := b.notRolledBack(ctx); err != nil { // B7: before etcd and the API server start
 			return err
 		}
-		return b.startNode(ctx)
+		return b.serveAgain(ctx)
 	}
 	if err := b.clean(ctx, r.tell, stayOut); err != nil {
 		return err

@@ -3,6 +3,7 @@ package bootstrapper
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net/netip"
 	"os"
@@ -64,15 +65,29 @@ func (b *Bootstrapper) revive(ctx context.Context) error {
 	if err := b.notRolledBack(ctx); err != nil { // B7
 		return err
 	}
-	return b.runKubelet(ctx)
+	return b.serveAgain(ctx)
 }
 
-// runKubelet starts the kubelet in this boot.
-func (b *Bootstrapper) runKubelet(ctx context.Context) error {
+// serveAgain starts the kubelet of a control plane that is not noted as a node yet, and with it what kubeadm has made of etcd and API server: after a power cut nobody else does (B8), and
+// what is left to do needs them (B3). What is on the disk has been compared by then (B7, B8). If the machine was off for so long that its certificates have ended, it signs new ones itself, for
+// there may be nobody else to do so; certificates that serve it for now are left to startNode.
+func (b *Bootstrapper) serveAgain(ctx context.Context) error {
+	if err := b.renewControlPlane(ctx); err != nil {
+		b.log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
+	}
+	node := b.lock.record().NodeName
+	if how, why := b.kubeletNeeds(node, controlPlaneShare); how == needNow {
+		if err := b.renewByAuthority(ctx, node, why); err != nil {
+			b.log.ErrorContext(ctx, "this control plane can't sign its kubelet's certificates", "node", node, "err", err)
+		}
+	}
 	if err := b.letKubeletStart(); err != nil {
 		return err
 	}
-	return b.cfg.Machine.Unit(ctx, "start", machine.UnitKubelet)
+	if err := b.cfg.Machine.Unit(ctx, "start", machine.UnitKubelet); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
+	}
+	return nil
 }
 
 // parseAddresses reads what a ticket says of other control planes.

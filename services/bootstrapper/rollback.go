@@ -25,18 +25,28 @@ func (b *Bootstrapper) beginEpoch(ctx context.Context) error {
 	if meta.Role != metadata.RoleControlPlane {
 		return nil
 	}
-	return b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()})
+	return b.begin(ctx)
+}
+
+func (b *Bootstrapper) begin(ctx context.Context) error {
+	b.newest.Store(false)
+	if err := b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()}); err != nil {
+		return err
+	}
+	b.newest.Store(true)
+	return nil
 }
 
 // notRolledBack lets a control plane go on whose state disk is the newest. One whose disk was put back to an earlier copy waits for its owner: nothing
-// of the cluster is served before that (B7).
+// of the cluster is served before that (B7). It does so once: a disk is put back while the machine is off, and a join that is cut off, and waits for a
+// ticket, comes here with each try, which would wear out the counter's memory.
 func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	meta, err := b.cfg.Metadata()
 	if err != nil {
 		return err
 	}
 	// Who was root once can have moved the authority away.
-	if meta.Role != metadata.RoleControlPlane && !renewal.IsControlPlane(b.cfg.Root) {
+	if b.newest.Load() || meta.Role != metadata.RoleControlPlane && !renewal.IsControlPlane(b.cfg.Root) {
 		return nil
 	}
 	s, err := b.epoch().Check(ctx)
@@ -45,9 +55,13 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	}
 	if s.Err == nil {
 		if s.Record == nil { // of a version that kept no record
-			return b.epoch().Begin(ctx, epoch.Record{Written: b.cfg.Now()})
+			return b.begin(ctx)
 		}
-		return b.epoch().Renew(ctx)
+		if err := b.epoch().Renew(ctx); err != nil {
+			return err
+		}
+		b.newest.Store(true)
+		return nil
 	}
 	rec := b.lock.record()
 	b.metrics.joins.WithLabelValues(attest.ReasonName(attest.ReasonOf(s.Err))).Inc() // R1
@@ -70,6 +84,7 @@ func (b *Bootstrapper) notRolledBack(ctx context.Context) error {
 	if err := w.Wait(ctx, l); err != nil {
 		return err
 	}
+	b.newest.Store(true)
 	b.cfg.Console.Say("the owner has accepted this control plane's state disk")
 	return nil
 }

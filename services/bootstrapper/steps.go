@@ -206,11 +206,7 @@ func namedDisk(err error) error {
 
 // finish starts what a node needs and notes that all is done.
 func (b *Bootstrapper) finish(ctx context.Context) error {
-	begin := b.notRolledBack // B7: it may be a copy of before, of the middle of a join
-	if b.lock.record().Kind == journal.KindAdopt {
-		begin = b.beginEpoch // it was a control plane before, without a record
-	}
-	if err := begin(ctx); err != nil {
+	if err := b.notRolledBack(ctx); err != nil { // B7: it may be a copy of before, of the middle of a join
 		return err
 	}
 	if err := b.startNode(ctx); err != nil {

@@ -73,7 +73,8 @@ type world struct {
 	stopReattesting func()
 
 	mu    sync.Mutex
-	left  int // effects until the machine dies; negative: it lives
+	left  int    // effects until the machine dies; negative: it lives
+	at    string // the effect at which it dies; empty: none
 	steps []string
 	die   context.CancelFunc
 }
@@ -102,6 +103,8 @@ func newWorld(t testing.TB, name string) *world {
 	ca := attesttest.NewCA(t)
 	w := &world{t: t, root: t.TempDir(), ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), left: -1, logged: &logBuffer{}}
 	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
+	// A static pod: without the kubelet there is none.
+	w.machine.API.Up = func() bool { return w.machine.Running(machine.UnitKubelet) }
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
 	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
 	w.image.OwnerKey, w.signer = ownerKey(t)
@@ -123,7 +126,7 @@ func (w *world) step(name string) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.steps = append(w.steps, name)
-	if w.left == 0 {
+	if w.left == 0 || name == w.at {
 		w.die()
 		return errDead
 	}
@@ -144,7 +147,7 @@ func (w *world) did(name string) bool {
 func (w *world) dieAfter(n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.left, w.steps = n, nil
+	w.left, w.at, w.steps = n, "", nil
 }
 
 // The world's effects, each of which can be the last one: before it happened or after.
@@ -425,9 +428,12 @@ func (w *world) exists(path string) bool {
 	return err == nil
 }
 
-// reboot stops everything and clears the TPM's registers.
+// reboot stops everything, and clears memory and the TPM's registers.
 func (w *world) reboot() {
-	w.machine.Reboot()
+	w.t.Helper()
+	if err := w.machine.Reboot(); err != nil {
+		w.t.Fatal(err)
+	}
 	w.tpm.Reboot()
 	_ = os.RemoveAll(filepath.Join(w.root, "run")) // it is in memory
 }

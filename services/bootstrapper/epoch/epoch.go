@@ -231,9 +231,11 @@ func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 	})
 }
 
-// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing. The counter
-// is incremented first, beyond the value of any file that was written before. So from then on every other copy of the disk is older, and none that was made meanwhile
-// becomes valid in a later boot (B7). A crash in between leaves a disk that is not the newest: its owner is asked again.
+// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing.
+//
+// Unlike a change of the record, which is made on the newest disk, it first counts past every value that a disk may have, that of a crash before the last increment included,
+// and then writes the file. Otherwise the power could be cut in between, the newest disk be put back, which was still valid, and what was accepted be put there once the counter had come
+// to its value: in another boot than the order is for (B7). A crash here leaves no disk that is the newest, and whoever called this begins again.
 func (k Keeper) Begin(ctx context.Context, r Record) error {
 	return k.exclusive(func() error {
 		counter, err := k.TPM.Counter(ctx)
@@ -244,12 +246,10 @@ func (k Keeper) Begin(ctx context.Context, r Record) error {
 			return err
 		}
 		if counter == 0 {
-			return k.write(ctx, r, 0, 0)
+			return k.write(ctx, r, counter, 0)
 		}
-		for range renewal + 1 {
-			if counter, err = k.TPM.IncrementCounter(ctx); err != nil {
-				return err
-			}
+		if counter, err = k.count(ctx, counter, renewal+1); err != nil {
+			return err
 		}
 		return k.save(r, counter)
 	})
@@ -267,16 +267,23 @@ func (k Keeper) write(ctx context.Context, r Record, counter, steps uint64) (err
 	if err := k.save(r, counter+steps); err != nil {
 		return err
 	}
-	for i := range steps {
+	_, err = k.count(ctx, counter, steps)
+	return err
+}
+
+// count increments the counter some times, and returns its value.
+func (k Keeper) count(ctx context.Context, counter, steps uint64) (uint64, error) {
+	for range steps {
 		value, err := k.TPM.IncrementCounter(ctx)
 		if err != nil {
-			return err
+			return 0, err
 		}
-		if value != counter+i+1 {
-			return fmt.Errorf("the TPM's counter went from %d to %d", counter+i, value)
+		if value != counter+1 {
+			return 0, fmt.Errorf("the TPM's counter went from %d to %d", counter, value)
 		}
+		counter = value
 	}
-	return nil
+	return counter, nil
 }
 
 func (k Keeper) save(r Record, counter uint64) error {

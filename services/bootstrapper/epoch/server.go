@@ -130,8 +130,8 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if err != nil {
 		return nil, err
 	}
-	if s.Err == nil { // by an order before this one
-		w.once.Do(func() { close(w.accepted) })
+	if s.Err == nil { // by an order before this one, whose answer may have been an error
+		w.goOn()
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}
 	if now := s.wire(); now.GetEpoch() != is.GetEpoch() || now.GetDiskCounter() != is.GetDiskCounter() || now.GetTpmCounter() != is.GetTpmCounter() { // B7
@@ -148,6 +148,9 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "note that the owner has accepted epoch %d: %w", r.Epoch, err)
 	}
 	w.Log.WarnContext(ctx, "the owner has accepted an older state disk", "epoch", r.Epoch, "policy_serial", r.PolicySerial)
-	w.once.Do(func() { close(w.accepted) })
+	w.goOn()
 	return &recoverv1.AcceptEpochResponse{}, nil
 }
+
+// goOn ends the wait. Whoever answers that the disk is accepted calls it: otherwise the machine would wait on for an owner who has been told that it does not (B3).
+func (w *Waiting) goOn() { w.once.Do(func() { close(w.accepted) }) }

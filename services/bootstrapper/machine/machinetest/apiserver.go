@@ -18,6 +18,9 @@ import (
 // APIServer stores objects as a Kubernetes API server does, as far as create, get and
 // update of single objects go. It checks nothing else of them.
 type APIServer struct {
+	// Up, if set, says whether it runs. It is set before anybody asks.
+	Up func() bool
+
 	server *httptest.Server
 
 	mu      sync.Mutex
@@ -69,6 +72,9 @@ func (a *APIServer) Forget(apiPath string) {
 
 // ServeHTTP implements [http.Handler].
 func (a *APIServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if a.Up != nil && !a.Up() {
+		panic(http.ErrAbortHandler) // nobody listens: no answer at all
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.failing > 0 {

@@ -38,6 +38,8 @@ type Machine struct {
 	// Step, if set, is called before each effect with its name; an error ends the program
 	// that was to have it, in the middle of its work.
 	Step func(name string) error
+	// Units, if set, is a folder with a file for each unit that runs: they outlive this process.
+	Units string
 
 	mu    sync.Mutex
 	calls []string
@@ -57,14 +59,47 @@ func (m *Machine) Calls() []string {
 func (m *Machine) Running(unit string) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if m.Units != "" {
+		_, err := os.Stat(filepath.Join(m.Units, unit))
+		return err == nil
+	}
 	return m.units[unit]
 }
 
-// Reboot stops all units.
-func (m *Machine) Reboot() {
+// Runs has a unit run that somebody else has started.
+func (m *Machine) Runs(unit string) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.set(unit, true)
+}
+
+// set is called with the mutex held.
+func (m *Machine) set(unit string, runs bool) error {
+	if m.units == nil {
+		m.units = map[string]bool{}
+	}
+	m.units[unit] = runs
+	switch {
+	case m.Units == "":
+	case runs:
+		return machine.WriteFile(filepath.Join(m.Units, unit), nil, 0o600, 0o700)
+	default:
+		return os.RemoveAll(filepath.Join(m.Units, unit))
+	}
+	return nil
+}
+
+// Reboot stops all units and clears what is in memory.
+func (m *Machine) Reboot() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.units = nil
+	if m.Units != "" {
+		if err := os.RemoveAll(m.Units); err != nil {
+			return err
+		}
+	}
+	return os.RemoveAll(m.on("/run"))
 }
 
 // Member says whether the machine is in the cluster's etcd.
@@ -126,17 +161,20 @@ func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.units == nil {
-		m.units = map[string]bool{}
-	}
 	switch verb {
 	case "start", "restart":
-		m.units[unit] = true
+		if _, err := os.Stat(m.on(mayStart)); err != nil && unit == machine.UnitKubelet {
+			return nil // as systemd: a unit whose condition is not met is no failure
+		}
+		return m.set(unit, true)
 	case "stop":
-		m.units[unit] = false
+		return m.set(unit, false)
 	}
 	return nil
 }
+
+// mayStart is the condition of the kubelet's unit (B7, B8).
+const mayStart = "/run/muster/kubelet-may-start"
 
 // Kubeadm implements [machine.Machine].
 func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {
