@@ -435,7 +435,6 @@ func (w *world) reboot() {
 		w.t.Fatal(err)
 	}
 	w.tpm.Reboot()
-	_ = os.RemoveAll(filepath.Join(w.root, "run")) // it is in memory
 }
 
 // eventually waits for a condition.
