@@ -129,6 +129,7 @@ func cutting(t *testing.T, to string, cuts *atomic.Int64) string {
 func TestWhichErrorsPass(t *testing.T) {
 	for err, want := range map[error]bool{
 		fmt.Errorf("unexpected error when reading response body: %w", io.ErrUnexpectedEOF):                            true,
+		errors.New(`helm: error validating "": error validating data: failed to download openapi: unexpected EOF`):    true,
 		&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}:                                                           true,
 		apierrors.NewServiceUnavailable("etcd elects"):                                                                true,
 		errors.Join(errors.New("helm"), &url.Error{Op: "Patch", URL: "https://x", Err: io.EOF}):                       true,

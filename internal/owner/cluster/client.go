@@ -133,8 +133,11 @@ func passes(err error) bool {
 	if utilnet.IsConnectionRefused(err) || utilnet.IsConnectionReset(err) || utilnet.IsProbableEOF(err) || utilnet.IsTimeout(err) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return true
 	}
-	_, ok := errors.AsType[*net.OpError](err)
-	return ok
+	if _, ok := errors.AsType[*net.OpError](err); ok {
+		return true
+	}
+	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps the text of an error alone.
+	return strings.Contains(err.Error(), "failed to download openapi")
 }
 
 // errPending is for something that another program has yet to do.
