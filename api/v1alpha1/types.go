@@ -201,10 +201,9 @@ type AttestedNodeStatus struct {
 	Boot *Boot `json:"boot,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
-	// ReleasedAt is when the machine returned the ticket that had enrolled it, or its last ticket
-	// failed. Certificate and disk key are out, so name and disk stay the machine's
-	// own until the certificate has expired, 24 hours and 10 minutes unless the owner has set another
-	// life; then they are free.
+	// ReleasedAt is when the machine returned its ticket: its node may not write. Certificate and disk key have left joinservice, so
+	// name and disk stay the machine's own until the certificate has expired, 24 hours and 10 minutes unless the owner has set another
+	// life; then they are free, unless the owner made the AttestedNode.
 	//
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
@@ -273,25 +272,21 @@ type Ticket struct {
 	ID string `json:"id"`
 	// IssuedAt is when it was issued.
 	IssuedAt metav1.Time `json:"issuedAt"`
-	// Enrolled is whether the ticket, or one before it, made this AttestedNode. Returning such
-	// a ticket releases the AttestedNode.
-	Enrolled bool `json:"enrolled,omitempty"`
-	// Standing is how many tickets of this enrolment were decided and have not failed, this one
-	// included. When the last one of them fails, what they enrolled is taken back.
+	// CertificateID names the ticket's client certificate as the API server does, in
+	// authentication.kubernetes.io/credential-id.
 	//
-	// +kubebuilder:validation:Minimum=0
-	Standing int32 `json:"standing,omitempty"`
-	// Reclaims is when the enrolment had been released that this ticket took again. If the ticket
-	// fails, it is released since then as before.
-	//
-	// +optional
-	Reclaims *metav1.Time `json:"reclaims,omitempty"`
+	// +kubebuilder:validation:MaxLength=80
+	CertificateID string `json:"certificateID,omitempty"`
 }
 
 // EnrolledByTicket is an annotation of an AttestedNode that joinservice made for a join ticket. Such a
-// worker's enrolment is deleted once its node has vanished for long. Take the annotation and
-// status.ticket.enrolled away, and it is as if the owner had made it.
+// worker's enrollment is deleted once its node has vanished for long, and if no node comes of it. Remove the annotation, and it is as
+// if the owner had made the AttestedNode.
 const EnrolledByTicket = "muster.dev/enrolled-by-ticket"
+
+// AttestationKey is an annotation of an AttestedNode: the TPM name of the attestation key that its machine asked for a ticket with, in hexadecimal
+// digits. No other machine may show it (A8).
+const AttestationKey = "muster.dev/attestation-key"
 
 // FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by asking for others, each with the
 // time at which the last serving certificate for it has expired (ADDRESS=RFC 3339, separated by spaces). Until then no other

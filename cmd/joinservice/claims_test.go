@@ -28,8 +28,7 @@ func (s *stage) unenrol(t *testing.T, node string) {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
-		_, listed := s.Listed(t)[node]
-		return membertest.Want(!listed && s.Node(t, node) == nil, "%s is enrolled or may write", node)
+		return membertest.Want(s.Node(t, node) == nil && !s.Access(t).Entry(node).Suspended, "%s is enrolled, or its removal has not ended", node)
 	})
 	// What its informer is told comes in order: once joinservice has ended another deletion, it has heard of this one.
 	later := &v1alpha1.AttestedNode{

@@ -54,9 +54,6 @@ func (f *filed) object(t *testing.T) *certificatesv1.CertificateSigningRequest {
 // Requests stay in etcd for up to a day, so a node can't make them large in any way.
 func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 	s := setUp(t)
-	if err := s.list(t, "w1"); err != nil {
-		t.Fatal(err)
-	}
 	api := s.as(t, "w1")
 	text := strings.Repeat("x", 3<<10)
 	pad := func(o *certificatesv1.CertificateSigningRequest, size int) {

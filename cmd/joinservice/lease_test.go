@@ -94,7 +94,7 @@ func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 	if wait := rpc.RetryAfterFrom(err); wait <= 0 || wait > 10*time.Second {
 		t.Errorf("it is told to wait %s", wait)
 	}
-	if n := s.Node(t, c.GetNodeName()); n.Spec.DiskID != "" || n.Status.Ticket != nil || s.Listed(t)[n.Name] != "" {
+	if n := s.Node(t, c.GetNodeName()); n.Spec.DiskID != "" || n.Status.Ticket != nil || s.Access(t).Entry(n.Name).ControlPlane {
 		t.Errorf("a refused machine was enrolled: %+v", n)
 	}
 }
@@ -366,8 +366,8 @@ func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s.seen(t, client, m)
 	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	s.refused(t, client, m, w, attestv1.Reason_REASON_SERVER_NOT_LISTED)
-	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || len(s.Listed(t)) > 0 {
-		t.Errorf("enrolment %+v, listed %v", n.Spec, s.Listed(t))
+	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || s.Access(t).Entry("cp2").ControlPlane {
+		t.Errorf("enrollment %+v, and it is listed as a control plane: %t", n.Spec, s.Access(t).Entry("cp2").ControlPlane)
 	}
 	s.listed = append(s.listed, m)
 	s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 2 }))

@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -240,15 +241,12 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), o) })
 	}
-	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
-	asControlPlane := []byte(`{"data":{"c1":"` + enrolled.Spec.MachineID + `","_control-planes":"c1"}}`)
-	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, asControlPlane)); err != nil {
+	enrolled.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
+	if err := s.Client.Status().Update(t.Context(), enrolled); err != nil {
 		t.Fatal(err)
 	}
 	// One that was in the cluster before Muster may have static pods, but none that count as a control plane's.
-	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"w0":"unattested"}}`))); err != nil {
-		t.Fatal(err)
-	}
+	s.SetAccess(t, "w0", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
 	before, static := s.as(t, "w0"), mirror(metav1.NamespaceSystem)
 	earlier := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w0"}}
 	if err := s.Client.Create(t.Context(), earlier); err != nil {
@@ -291,7 +289,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	late.Annotations, late.OwnerReferences = nil, nil
 	membertest.Eventually(t, func() error {
 		err := s.Client.Create(t.Context(), late.DeepCopy(), client.DryRunAll)
-		return membertest.Want(err != nil && strings.Contains(err.Error(), "w1 is not enrolled"), "a pod is made for a banned node: %v", err)
+		return membertest.Want(err != nil && strings.Contains(err.Error(), "w1 may not write"), "a pod is made for a banned node: %v", err)
 	})
 	late.Spec.NodeName = ""
 	if err := s.Client.Create(t.Context(), late); err != nil {
@@ -299,7 +297,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), late) })
 	err := s.Client.SubResource("binding").Create(t.Context(), late, &corev1.Binding{Target: corev1.ObjectReference{Kind: "Node", Name: "w1"}})
-	if err == nil || !strings.Contains(err.Error(), "w1 is not enrolled") {
+	if err == nil || !strings.Contains(err.Error(), "w1 may not write") {
 		t.Errorf("a pod is bound to a banned node: %v", err)
 	}
 }

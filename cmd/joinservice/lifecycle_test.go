@@ -26,6 +26,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -166,12 +167,12 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 		err := node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "the banned node could write: %v", err)
 	})
-	if _, ok := s.Listed(t)["w1"]; ok {
-		t.Error("it is still listed")
+	if !s.Access(t).Entry("w1").Suspended {
+		t.Error("it is not suspended")
 	}
 	ban(false)
 	membertest.Eventually(t, func() error {
-		return membertest.Want(s.Listed(t)["w1"] == m.ID().String(), "it may not write again")
+		return membertest.Want(!s.Access(t).Entry("w1").Suspended, "it may not write again")
 	})
 	membertest.Eventually(t, func() error {
 		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
@@ -239,10 +240,10 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 }
 
 // Without the list no node may write, so a slip must not delete it. If it is gone, others go on, and its owner can make it anew.
-func TestTheListOfEnrolledNodesSurvivesASlip(t *testing.T) {
+func TestTheListOfNodesThatMayNotWriteSurvivesASlip(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()
-	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
+	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: nodeaccess.ConfigMap}}
 	membertest.Eventually(t, func() error { // once the API server has compiled the policy
 		err := s.Client.Delete(ctx, list, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "it could be deleted: %v", err)
@@ -272,7 +273,7 @@ func TestTheListOfEnrolledNodesSurvivesASlip(t *testing.T) {
 	binding := &unstructured.Unstructured{}
 	binding.SetAPIVersion("admissionregistration.k8s.io/v1")
 	binding.SetKind("ValidatingAdmissionPolicyBinding")
-	if err := s.Client.Get(ctx, client.ObjectKey{Name: "muster-keep-enrolled"}, binding); err != nil {
+	if err := s.Client.Get(ctx, client.ObjectKey{Name: "muster-keep-node-access"}, binding); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Client.Delete(ctx, binding); err != nil {

@@ -19,8 +19,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // stringsOf calls set for each string below v, also behind pointers and in structs, with its path. It leaves metadata out.
@@ -145,15 +147,36 @@ func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry
 	return out
 }
 
+// controlPlanes enrolls control planes that have joined, and waits until the list names them.
+func (s *stage) controlPlanes(t *testing.T, names ...string) {
+	t.Helper()
+	for i, name := range names {
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{0xc0, byte(i)}.String(), Role: v1alpha1.RoleControlPlane}}
+		if err := s.Client.Create(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), n) })
+		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
+		if err := s.Client.Status().Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	membertest.Eventually(t, func() error {
+		for _, name := range names {
+			if !s.Access(t).Entry(name).ControlPlane {
+				return fmt.Errorf("%s is not listed as a control plane", name)
+			}
+		}
+		return nil
+	})
+}
+
 // A node that is listed as no control plane gets no pod of Muster's services, shows no static pod under another node's name, and leaves nothing in etcd for good.
 func TestAWorkerIsNoControlPlane(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
 	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
-	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
-	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"c1":"x","_control-planes":"c1 c2"}}`))); err != nil {
-		t.Fatal(err)
-	}
+	s.controlPlanes(t, "c1", "c2")
 	pod := func(node string) *corev1.Pod {
 		return &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, GenerateName: "kms-"}, Spec: corev1.PodSpec{NodeName: node, Containers: []corev1.Container{{Name: "x", Image: "x"}}},
@@ -188,9 +211,6 @@ func TestAWorkerIsNoControlPlane(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), c2) })
-	if err := s.Client.Patch(t.Context(), list, client.RawPatch(types.MergePatchType, []byte(`{"data":{"c2":"y"}}`))); err != nil {
-		t.Fatal(err)
-	}
 	static := pod("c2")
 	static.ObjectMeta = metav1.ObjectMeta{
 		Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-c2", Annotations: map[string]string{corev1.MirrorPodAnnotationKey: "x"},

@@ -98,10 +98,6 @@ func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestCo
 func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
-	listed := s.Listed(t)
-	if listed["w1"] == "" {
-		t.Fatal("w1 may not write")
-	}
 	for name, f := range map[string]*filed{
 		"a client certificate":  renewal("w1"),
 		"a serving certificate": serving("w1", "192.168.77.12"),
@@ -168,12 +164,6 @@ func (s *stage) told(t *testing.T, node, what, reason string) {
 		}
 		return membertest.Want(false, "no event %s of %s says %s", what, node, reason)
 	})
-}
-
-func (s *stage) list(t *testing.T, node string) error {
-	t.Helper()
-	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: membertest.Enrolled}}
-	return s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", []byte(`{"data":{"`+node+`":""}}`)))
 }
 
 // reattest attests as a node does: locked to its cluster, on a connection of its own.
@@ -249,9 +239,6 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 // opens nothing: it attests to the cluster like every other node.
 func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
 	s := setUp(t)
-	if err := s.list(t, "first"); err != nil {
-		t.Fatal(err)
-	}
 	m := s.machine(t)
 	m.LockTo(s.ID)
 	request := s.file(t, serving("first", "192.168.77.40"))

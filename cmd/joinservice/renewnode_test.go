@@ -8,15 +8,14 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -224,22 +223,17 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 	}
 }
 
-// J4: when older certificates of the name are retired, the new one is listed, and writes.
-func TestARenewedCertificateIsListedWhereOlderOnesAreRetired(t *testing.T) {
+// J4: when older certificates of the name are revoked, the new one is allowed.
+func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 	s := setUp(t)
 	m := s.booted(t)
-	s.retire(t, "w1", enrolled.Retire(time.Now()))
-	patch := client.RawPatch("application/merge-patch+json", []byte(`{"data":{"w1":"`+m.ID().String()+`"}}`))
-	if err := s.Client.Patch(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: enrolled.ConfigMap}}, patch); err != nil {
-		t.Fatal(err)
-	}
+	s.revoke(t, "w1")
 	resp, err := s.renewNode(t, m, renewingAs(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	r, err := enrolled.ParseRetirement(s.Listed(t)[enrolled.Key("w1")])
-	if err != nil || !r.Admits(enrolled.ID(leaf(t, resp.GetKubeletClientCertificate()))) {
-		t.Errorf("%s, %v", r, err)
+	if r := s.Access(t).Entry("w1").Revoked; r == nil || !r.Allows(nodeaccess.ID(leaf(t, resp.GetKubeletClientCertificate()))) {
+		t.Errorf("revoked: %+v", r)
 	}
 }
 

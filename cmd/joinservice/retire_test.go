@@ -5,7 +5,6 @@ import (
 	"crypto/ecdsa"
 	"crypto/x509"
 	"crypto/x509/pkix"
-	"encoding/json"
 	"encoding/pem"
 	"testing"
 	"time"
@@ -19,22 +18,15 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 )
 
-// retire does to the list what the owner's program does when a name leaves its machine.
-func (s *stage) retire(t *testing.T, node string, r enrolled.Retirement) {
+// revoke does to the list what the owner's program does when a name leaves its machine.
+func (s *stage) revoke(t *testing.T, node string) {
 	t.Helper()
-	patch, err := json.Marshal(map[string]any{"data": map[string]any{node: nil, enrolled.Key(node): r.String()}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: enrolled.ConfigMap}}
-	if err := s.Client.Patch(t.Context(), m, client.RawPatch("application/merge-patch+json", patch)); err != nil {
-		t.Fatal(err)
-	}
+	s.SetAccess(t, node, func(e nodeaccess.Entry) nodeaccess.Entry { return e.Revoke(time.Now()) })
 }
 
 // canWrite waits until the API server takes a node's write, or, if want is false, refuses it.
@@ -81,7 +73,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 
 	// A request that waits for a verdict: nobody but its own machine may be the reason that it is approved.
 	n := s.Node(t, "w1")
-	n.Status.LastVerdict = nil
+	n.Status.LastVerdict, n.Status.Ticket = nil, nil // the certificate of a ticket that stands would be allowed
 	if err := s.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +83,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 	// To wait is no decision, so there is no audit record.
 	places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
 	refusaltest.Told(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
-		s.retire(t, "w1", enrolled.Retire(time.Now()))
+		s.revoke(t, "w1")
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})
 	canWrite(t, old, "w1", false)
@@ -125,15 +117,18 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 	canWrite(t, old, "w1", false)
 }
 
-// Once every older certificate has expired, the next ticket ends the retirement.
-func TestARetirementLapses(t *testing.T) {
+// Once every older certificate has expired, the revocation goes.
+func TestARevocationLapses(t *testing.T) {
 	s := setUp(t)
-	s.retire(t, "w1", enrolled.Retirement{Until: time.Now().Add(-time.Minute)})
+	s.SetAccess(t, "w1", func(nodeaccess.Entry) nodeaccess.Entry {
+		return nodeaccess.Entry{Revoked: &nodeaccess.Revocation{Until: time.Now().Add(-time.Minute)}}
+	})
 	w := worker(t)
 	node := s.asNode(t, w, s.ticketFor(t, s.machine(t), w))
-	if r, there := s.Listed(t)[enrolled.Key("w1")]; there {
-		t.Errorf("it is still there: %s", r)
-	}
+	membertest.Eventually(t, func() error {
+		r := s.Access(t).Entry("w1").Revoked
+		return membertest.Want(r == nil, "it is still there: %+v", r)
+	})
 	membertest.Eventually(t, func() error {
 		return node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, client.DryRunAll)
 	})

@@ -417,15 +417,12 @@ func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *wish) *joinv1.
 }
 
 // heldFor fails the test unless a ticket that failed after certificates were asked for has left the name to
-// its machine, without the right to write (J2, J4).
+// its machine (J2, J4).
 func (s *stage) heldFor(t *testing.T, m *attesttest.Machine, name string) {
 	t.Helper()
 	n := s.Node(t, name)
-	if n == nil || n.Spec.MachineID != m.ID().String() || n.Status.ReleasedAt == nil || n.Status.Ticket != nil {
-		t.Errorf("%s is %+v, want it released and held for its machine", name, n)
-	}
-	if have := s.Listed(t)[name]; have != "" {
-		t.Errorf("%s may write, as machine %s", name, have)
+	if n == nil || n.Spec.MachineID != m.ID().String() {
+		t.Errorf("%s is %+v, want it held for its machine", name, n)
 	}
 }
 
@@ -439,11 +436,6 @@ func (s *stage) nothingOf(t *testing.T, m *attesttest.Machine) {
 	for _, n := range l.Items {
 		if n.Spec.MachineID == m.ID().String() {
 			t.Errorf("AttestedNode %s is left", n.Name)
-		}
-	}
-	for node, machine := range s.Listed(t) {
-		if machine == m.ID().String() {
-			t.Errorf("node %s may write", node)
 		}
 	}
 }
@@ -475,10 +467,10 @@ func (s *stage) forget(t *testing.T, nodes ...string) {
 		}
 	}
 	membertest.Eventually(t, func() error {
-		listed := s.Listed(t)
+		list := s.Access(t)
 		for _, n := range nodes {
-			if _, ok := listed[n]; ok || s.Node(t, n) != nil {
-				return fmt.Errorf("the forgotten node %s is enrolled or may write", n)
+			if e := list.Entry(n); e.Suspended || e.ControlPlane || s.Node(t, n) != nil {
+				return fmt.Errorf("the forgotten node %s is enrolled, or its removal has not ended", n)
 			}
 		}
 		return nil

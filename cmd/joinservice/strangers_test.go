@@ -64,7 +64,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 				_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 				return err
 			})
-			if s.Node(t, "w1") != nil || len(s.CSRs(t)) > 0 || len(s.Listed(t)) > 0 {
+			if s.Node(t, "w1") != nil || len(s.CSRs(t)) > 0 || len(s.Access(t).Nodes()) > 0 {
 				t.Error("something is left")
 			}
 		})

@@ -32,7 +32,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 func values() map[string]any {
 	return map[string]any{
 		"owner":       map[string]any{"publicKey": "YQkOxhcpgzUAX4ejzUsSgNYqOQlzmMMqYpxcXcfAUJg="},
-		"enrolled":    map[string]any{"uid": "00000000-0000-0000-0000-000000000000"},
+		"nodeAccess":  map[string]any{"uid": "00000000-0000-0000-0000-000000000000"},
 		"joinservice": map[string]any{"image": "registry.example/muster/joinservice@sha256:" + strings.Repeat("1", 64)},
 		"kms":         map[string]any{"image": "registry.example/muster/kms@sha256:" + strings.Repeat("2", 64)},
 		"podSecurity": map[string]any{"default": "baseline"}, // as muster init sets it
@@ -137,7 +137,7 @@ func TestValuesThatTheSchemaRefuses(t *testing.T) {
 		"an interval without a unit": func(v map[string]any) {
 			v["monitoring"] = map[string]any{"podMonitor": map[string]any{"interval": "30"}}
 		},
-		"a UID that is none":    func(v map[string]any) { v["enrolled"] = map[string]any{"uid": "muster-enrolled"} },
+		"a UID that is none":    func(v map[string]any) { v["nodeAccess"] = map[string]any{"uid": "muster-node-access"} },
 		"a port that cannot be": func(v map[string]any) { v["joinservice"].(map[string]any)["nodePort"] = 70000 },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -153,8 +153,8 @@ func TestValuesThatTheSchemaRefuses(t *testing.T) {
 // Rendered without a cluster, the chart can't look for the list of enrolled nodes: whoever renders has to have seen it.
 func TestWithoutAClusterTheListHasToBeNamed(t *testing.T) {
 	v := values()
-	delete(v, "enrolled")
-	if _, err := render(t, v); err == nil || !strings.Contains(err.Error(), "get configmap muster-enrolled") {
+	delete(v, "nodeAccess")
+	if _, err := render(t, v); err == nil || !strings.Contains(err.Error(), "get configmap muster-node-access") {
 		t.Errorf("rendered: %v", err)
 	}
 }

@@ -190,7 +190,7 @@ func (c *release) checkBackup(t *testing.T, dir string) {
 	}
 	out := c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", filepath.Join(ownersFolder, "admin.conf"), "apply", "--server-side", "--force-conflicts", "--dry-run=server",
 		"-f", filepath.Join(dir, "definitions.yaml"), "-f", filepath.Join(dir, "objects.yaml"), "-f", filepath.Join(dir, "disks.yaml"), "-f", filepath.Join(dir, "configmaps.yaml"))
-	for _, want := range []string{"attestednodes.muster.dev", "attestednode.muster.dev/node1", "attesteddisk.muster.dev/", "attestationpolicy.muster.dev/default", "configmap/muster-cluster", "configmap/muster-enrolled"} {
+	for _, want := range []string{"attestednodes.muster.dev", "attestednode.muster.dev/node1", "attesteddisk.muster.dev/", "attestationpolicy.muster.dev/default", "configmap/muster-cluster", "configmap/muster-node-access"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("the backup has no %s", want)
 		}

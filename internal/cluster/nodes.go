@@ -59,6 +59,7 @@ func (n *Nodes) set(node *v1alpha1.AttestedNode) {
 	n.byName[node.Name] = node
 	n.byMachine.add(node.Spec.MachineID, node.Name)
 	n.byAK.add(node.Status.AKName, node.Name)
+	n.byAK.add(node.Annotations[v1alpha1.AttestationKey], node.Name)
 	n.byDisk.add(node.Spec.DiskID, node.Name)
 	for _, a := range addresses(node) {
 		n.byAddress.add(a, node.Name)
@@ -81,6 +82,7 @@ func (n *Nodes) unlink(name string) {
 	}
 	n.byMachine.drop(old.Spec.MachineID, name)
 	n.byAK.drop(old.Status.AKName, name)
+	n.byAK.drop(old.Annotations[v1alpha1.AttestationKey], name)
 	n.byDisk.drop(old.Spec.DiskID, name)
 	for _, a := range addresses(old) {
 		n.byAddress.drop(a, name)

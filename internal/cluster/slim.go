@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 )
 
 // The limits of what is kept of objects that others write. Beyond them it is cut off.
@@ -83,8 +83,8 @@ func slimRequest(o any) (any, error) {
 	if slices.Contains(r.Spec.Groups, nodesGroup) {
 		out.Spec.Groups = []string{nodesGroup}
 	}
-	if ids := r.Spec.Extra[enrolled.CredentialID]; len(ids) > 0 {
-		out.Spec.Extra = map[string]certificatesv1.ExtraValue{enrolled.CredentialID: slices.Clone(first(1, ids))}
+	if ids := r.Spec.Extra[nodeaccess.CredentialID]; len(ids) > 0 {
+		out.Spec.Extra = map[string]certificatesv1.ExtraValue{nodeaccess.CredentialID: slices.Clone(first(1, ids))}
 	}
 	for _, c := range r.Status.Conditions {
 		switch c.Type { // each type is there once

@@ -10,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 )
 
 // What others write into an object costs each replica no more memory than an honest one's.
@@ -26,7 +26,7 @@ func TestWhatIsKeptOfObjectsThatOthersWriteIsBounded(t *testing.T) {
 	}
 	request := &certificatesv1.CertificateSigningRequest{ObjectMeta: meta, Spec: certificatesv1.CertificateSigningRequestSpec{
 		Request: []byte(big), SignerName: certificatesv1.KubeletServingSignerName, Username: "system:node:w1", Groups: []string{"system:nodes", big},
-		Extra: map[string]certificatesv1.ExtraValue{enrolled.CredentialID: {"X509SHA256=0"}, "other": {big}}, Usages: []certificatesv1.KeyUsage{certificatesv1.KeyUsage(big)},
+		Extra: map[string]certificatesv1.ExtraValue{nodeaccess.CredentialID: {"X509SHA256=0"}, "other": {big}}, Usages: []certificatesv1.KeyUsage{certificatesv1.KeyUsage(big)},
 	}}
 	request.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{{Type: "Other", Message: big}, {Type: certificatesv1.CertificateDenied, Message: big}}
 	request.Status.Certificate = []byte(big)

@@ -8,7 +8,6 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/base64"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -31,12 +30,13 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/internal/waiting"
@@ -46,9 +46,6 @@ import (
 
 // patience is how long a condition may take on a machine that builds at the same time.
 const patience = 90 * time.Second
-
-// Enrolled is the ConfigMap of nodes that may write.
-const Enrolled = "muster-enrolled"
 
 // Cluster is a control plane with what Muster's chart installs, and its owner.
 type Cluster struct {
@@ -86,50 +83,8 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 	return c, nil
 }
 
-// Pod is [envtest.Cluster.Pod], also for a node that is not enrolled, to which admission lets nobody bind one.
-func (c *Cluster) Pod(ctx context.Context, namespace, account, node string) (*corev1.Pod, error) {
-	pod, err := c.Cluster.Pod(ctx, namespace, account, node)
-	if !notEnrolled(err) {
-		return pod, err
-	}
-	cfg, errAs := c.As(ctx, clusterinfo.Namespace, "joinservice") // which alone may take the last name out
-	if errAs != nil {
-		return nil, errAs
-	}
-	as, errAs := client.New(cfg, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
-	if errAs != nil {
-		return nil, errAs
-	}
-	list := func(machine any) error {
-		patch, err := json.Marshal(map[string]any{"data": map[string]any{node: machine}})
-		if err != nil {
-			return err
-		}
-		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: Enrolled}}
-		return as.Patch(ctx, m, client.RawPatch(types.MergePatchType, patch))
-	}
-	if err := list("for a pod"); err != nil {
-		return nil, err
-	}
-	tick := time.NewTicker(50 * time.Millisecond)
-	defer tick.Stop()
-	for notEnrolled(err) {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return nil, err
-		}
-		pod, err = c.Cluster.Pod(ctx, namespace, account, node)
-	}
-	return pod, errors.Join(err, list(nil))
-}
-
-func notEnrolled(err error) bool {
-	return err != nil && strings.Contains(err.Error(), "is not enrolled")
-}
-
 // Reset removes what earlier tests left and writes what a fresh cluster has: its description, and
-// an empty list of enrolled nodes.
+// an empty list of nodes that may not write.
 func (c *Cluster) Reset(t testing.TB) {
 	t.Helper()
 	ctx := t.Context()
@@ -184,18 +139,11 @@ func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	if err != nil {
 		return err
 	}
-	// joinservice alone may take the last name out of the list.
-	as := rest.CopyConfig(c.Admin)
-	as.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + clusterinfo.Namespace + ":joinservice", Groups: []string{"system:masters"}}
-	update, err := client.New(as, client.Options{Scheme: c.Client.Scheme()})
-	if err != nil {
-		return err
-	}
-	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, Enrolled: nil, waiting.ConfigMap: nil} {
+	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, nodeaccess.ConfigMap: nil, waiting.ConfigMap: nil} {
 		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: name}, Data: data}
 		err := c.Client.Create(ctx, m)
 		if apierrors.IsAlreadyExists(err) {
-			err = update.Update(ctx, m)
+			err = c.Client.Update(ctx, m)
 		}
 		if err != nil {
 			return err
@@ -312,14 +260,29 @@ func (c *Cluster) FreeDisk(t testing.TB, disk string) {
 	}
 }
 
-// Listed reads who may write.
-func (c *Cluster) Listed(t testing.TB) map[string]string {
+// Access reads which nodes may not write.
+func (c *Cluster) Access(t testing.TB) *nodeaccess.List {
 	t.Helper()
 	m := &corev1.ConfigMap{}
-	if err := c.Client.Get(t.Context(), client.ObjectKey{Namespace: clusterinfo.Namespace, Name: Enrolled}, m); err != nil {
+	if err := c.Client.Get(t.Context(), enrollment.Key(), m); err != nil {
 		t.Fatal(err)
 	}
-	return m.Data
+	l, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// SetAccess changes what the list says of a node, as an administrator would by hand.
+func (c *Cluster) SetAccess(t testing.TB, node string, change func(nodeaccess.Entry) nodeaccess.Entry) {
+	t.Helper()
+	if _, err := enrollment.Change(t.Context(), c.Client, func(_ context.Context, l *nodeaccess.List) error {
+		l.Set(node, change(l.Entry(node)))
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // CSRs lists the names of all CertificateSigningRequests.

@@ -3,7 +3,6 @@ package owner
 import (
 	"context"
 	"errors"
-	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -11,13 +10,11 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/progress"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -79,12 +76,12 @@ func enrol(t *testing.T, name string) {
 // turned up later may not.
 func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
 	kube := defined(t)
-	list(t, map[string]string{"listed": enrolled.Unattested, "joined": "m1", enrolled.Key("forgotten"): enrolled.Retire(time.Now()).String()})
-	for _, name := range []string{"listed", "before", "joined", "forgotten", "enrolled", "later"} {
+	access(t, map[string]nodeaccess.Entry{"listed": {Unattested: true}, "forgotten": nodeaccess.Entry{}.Revoke(time.Now())})
+	for _, name := range []string{"listed", "before", "forgotten", "enrolled", "later"} {
 		add(t, name)
 	}
 	enrol(t, "enrolled")
-	for want, before := range map[string][]string{"listed": nil, "before listed": {"listed", "before", "joined", "forgotten", "enrolled", "gone"}} {
+	for want, before := range map[string][]string{"listed": nil, "before listed": {"listed", "before", "forgotten", "enrolled", "gone"}} {
 		names, err := kube.Unattested(t.Context(), before)
 		if err != nil || strings.Join(names, " ") != want {
 			t.Errorf("of %q, %q may go on, want %s; %v", before, names, want, err)
@@ -115,7 +112,7 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 			f.adopted = true
 			o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 			defined(t)
-			list(t, nil)
+			access(t, nil)
 			t.Cleanup(func() {
 				unenroll(context.WithoutCancel(t.Context()), "node1")
 				_ = shared.Client.DeleteAllOf(context.WithoutCancel(t.Context()), &v1alpha1.AttestedDisk{}) // the next machine has the same
@@ -135,12 +132,10 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 			run(first)
 			add(t, "between")
 			run("set the policy")
-			var have corev1.ConfigMap
-			if err := shared.Client.Get(t.Context(), client.ObjectKey{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}, &have); err != nil {
-				t.Fatal(err)
-			}
-			if want := map[string]string{"node1": m.ID().String(), "before": enrolled.Unattested}; !maps.Equal(have.Data, want) {
-				t.Errorf("%v may write, want %v", have.Data, want)
+			l := listed(t)
+			if !l.MembersOnly || !slices.Equal(l.Nodes(), []string{"before", "node1"}) || !l.Entry("before").Equal(nodeaccess.Entry{Unattested: true, Member: true}) ||
+				!l.Entry("node1").Equal(nodeaccess.Entry{ControlPlane: true, Member: true}) {
+				t.Errorf("members only: %t, before %+v, node1 %+v, of %v", l.MembersOnly, l.Entry("before"), l.Entry("node1"), l.Nodes())
 			}
 			if c := o.Cluster(); !slices.Equal(c.NodesBefore, []string{"before"}) {
 				t.Errorf("%q are said to have been there before", c.NodesBefore)

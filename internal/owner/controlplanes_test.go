@@ -56,7 +56,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		}
 		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
 	})
-	list(t, map[string]string{})
+	access(t, nil)
 	ca := attesttest.NewCA(t)
 	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
 	one, two, three := attest.MachineID{1}, attest.MachineID{2}, attest.MachineID{3}

@@ -20,7 +20,6 @@ import (
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/peerdial"
@@ -177,23 +176,21 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 	if err != nil {
 		return err
 	}
-	may := map[string]string{m.NodeName: m.ID}
+	var others []string
 	if i.dir().Adopted {
-		// All that were there when Muster came may go on. Once it has come, a Node that is not enrolled is nobody's friend.
+		// All that were there when Muster came may go on. Once it has come, a Node that is not enrolled has no access.
 		var before []string
 		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
 			before = c.NodesBefore
 		}
-		others, err := kube.Unattested(ctx, before)
-		if err != nil {
+		if others, err = kube.Unattested(ctx, before); err != nil {
 			return err
 		}
 		for _, name := range others {
-			may[name] = enrolled.Unattested
-			i.Report.Say(name + " may go on as a node, though nobody judged its machine")
+			i.Report.Say(name + " may go on as a node, though nobody attested its machine")
 		}
 	}
-	return kube.EnsureEnrolled(ctx, may)
+	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
 }
 
 func (i *initialiser) setPolicy(ctx context.Context, kube *cluster.Client) error {

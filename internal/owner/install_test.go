@@ -30,6 +30,7 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/owner/policyfile"
@@ -233,9 +234,8 @@ func checkCluster(t *testing.T, o *owned, m *attesttest.Machine) {
 	if owner := diskOwner(t, n.Spec.DiskID); owner != m.ID().String() { // J2
 		t.Errorf("its disk %s is %q's", n.Spec.DiskID, owner)
 	}
-	var enrolled corev1.ConfigMap
-	if err := shared.Client.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: "muster-enrolled"}, &enrolled); err != nil || enrolled.Data["node1"] != m.ID().String() {
-		t.Errorf("%v, %v", enrolled.Data, err)
+	if l := listed(t); l.MembersOnly || !l.Entry("node1").Equal(nodeaccess.Entry{ControlPlane: true}) {
+		t.Errorf("members only: %t, node1 %+v", l.MembersOnly, l.Entry("node1"))
 	}
 	var p v1alpha1.AttestationPolicy
 	if err := shared.Client.Get(ctx, client.ObjectKey{Name: "default"}, &p); err != nil {
@@ -297,13 +297,21 @@ func checkAdmission(t *testing.T) {
 			t.Fatal("an administrator asks for a node's certificate")
 		}
 	}
-	stranger := kube(t, "system:node:node9", "system:nodes")
-	_, err := stranger.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node9"}}, metav1.CreateOptions{})
-	if err == nil || !strings.Contains(err.Error(), "muster-enrolled-nodes") {
-		t.Errorf("a node that is not enrolled: %v", err)
+	access(t, map[string]nodeaccess.Entry{"node1": {ControlPlane: true}, "node9": {Suspended: true}})
+	removed := kube(t, "system:node:node9", "system:nodes")
+	for {
+		_, err := removed.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node9"}}, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		if err != nil && strings.Contains(err.Error(), "muster-node-access") {
+			break
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("a node that was removed: %v", err)
+		}
 	}
 	enrolled := kube(t, "system:node:node1", "system:nodes")
-	_, err = enrolled.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, metav1.CreateOptions{})
+	_, err := enrolled.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, metav1.CreateOptions{})
 	if err != nil && !apierrors.IsAlreadyExists(err) {
 		t.Errorf("the first node: %v", err)
 	}

@@ -12,7 +12,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -227,7 +227,7 @@ func (d *Departure) shutOut() {
 
 func (d *Departure) certificates() {
 	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what every node may read, "+
-		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", enrolled.CertificateLife))
+		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", nodeaccess.CertificateLife))
 }
 
 func some(names []string) string {

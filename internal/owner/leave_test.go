@@ -11,46 +11,43 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 )
 
 // Certificates are judged by the API server's clock, so it says how long they are retired; the owner's may
 // be hours wrong, and then a retirement by it would end before they do.
-func TestARetirementLastsByTheAPIServersClock(t *testing.T) {
+func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
 	const year = 365 * 24 * time.Hour
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	kube := defined(t)
-	const life, foreign = enrolled.CertificateLife, enrolled.ForeignLife
+	const life, foreign = nodeaccess.CertificateLife, nodeaccess.ForeignLife
 	for name, tt := range map[string]struct {
-		ahead  time.Duration // the owner's clock
-		listed string
-		before time.Duration // until when there is a retirement already, from now; 0: there is none
-		want   time.Duration // from now, within the margin and the skew that both may have
+		ahead      time.Duration // the owner's clock
+		unattested bool
+		before     time.Duration // until when there is a revocation already, from now; 0: there is none
+		want       time.Duration // from now, within the margin and the skew that both may have
 	}{
-		"the same time":                     {0, "m1", 0, life},
-		"a little behind":                   {-4 * time.Minute, "m1", 0, life},
-		"3 hours behind":                    {-3 * time.Hour, "m1", 0, life},
-		"30 days behind":                    {-30 * 24 * time.Hour, "m1", 0, life},
-		"3 hours ahead":                     {3 * time.Hour, "m1", 0, life},
-		"a year ahead":                      {year, "m1", 0, life},
-		"behind, and one is there":          {-3 * time.Hour, "m1", 20 * time.Hour, life},
-		"behind, and a longer one is there": {-3 * time.Hour, "m1", 40 * time.Hour, 40 * time.Hour},
-		"ahead, and a longer one is there":  {72 * time.Hour, "m1", 40 * time.Hour, 40 * time.Hour},
-		"a node of before, behind":          {-2 * year, enrolled.Unattested, 0, foreign},
-		"a node of before, ahead":           {2 * year, enrolled.Unattested, 0, foreign},
-		"done before, behind":               {-3 * time.Hour, "", life, life},
+		"the same time":                     {want: life},
+		"a little behind":                   {ahead: -4 * time.Minute, want: life},
+		"3 hours behind":                    {ahead: -3 * time.Hour, want: life},
+		"30 days behind":                    {ahead: -30 * 24 * time.Hour, want: life},
+		"3 hours ahead":                     {ahead: 3 * time.Hour, want: life},
+		"a year ahead":                      {ahead: year, want: life},
+		"behind, and one is there":          {ahead: -3 * time.Hour, before: 20 * time.Hour, want: life},
+		"behind, and a longer one is there": {ahead: -3 * time.Hour, before: 40 * time.Hour, want: 40 * time.Hour},
+		"ahead, and a longer one is there":  {ahead: 72 * time.Hour, before: 40 * time.Hour, want: 40 * time.Hour},
+		"a node of before, behind":          {ahead: -2 * year, unattested: true, want: foreign},
+		"a node of before, ahead":           {ahead: 2 * year, unattested: true, want: foreign},
 	} {
 		t.Run(name, func(t *testing.T) {
-			data := map[string]string{"other": "m2"}
-			if tt.listed != "" {
-				data["w1"] = tt.listed
-			}
+			had := nodeaccess.Entry{Unattested: tt.unattested}
 			if tt.before > 0 {
-				data[enrolled.Key("w1")] = enrolled.Retirement{Until: time.Now().Add(tt.before), Certificates: []string{"X509SHA256=01"}}.String()
+				had.Revoked = &nodeaccess.Revocation{Until: time.Now().Add(tt.before).UTC().Truncate(time.Second), Allowed: []string{"X509SHA256=01"}}
 			}
-			list := list(t, data)
+			access(t, map[string]nodeaccess.Entry{"w1": had, "other": {Suspended: true}})
 			p, err := kube.Presence(ctx, "w1")
 			if err != nil {
 				t.Fatal(err)
@@ -60,15 +57,13 @@ func TestARetirementLastsByTheAPIServersClock(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := shared.Client.Get(ctx, client.ObjectKeyFromObject(list), list); err != nil {
-				t.Fatal(err)
+			l := listed(t)
+			e := l.Entry("w1")
+			if e.Revoked == nil || e.Unattested || !e.Revoked.Until.Equal(said) || len(e.Revoked.Allowed) > 0 || !l.Entry("other").Suspended {
+				t.Fatalf("the list says %+v, %+v; %s was said", e, e.Revoked, said)
 			}
-			r, err := enrolled.ParseRetirement(list.Data[enrolled.Key("w1")])
-			if err != nil || !r.Until.Equal(said) || len(r.Certificates) > 0 || list.Data["w1"] != "" || list.Data["other"] != "m2" {
-				t.Errorf("%v, %v; %s was said", list.Data, err, said)
-			}
-			if off := r.Until.Sub(now.Add(tt.want)); off < -time.Minute || off > 25*time.Minute {
-				t.Errorf("retired until %s, which is %s off", r.Until, off)
+			if off := e.Revoked.Until.Sub(now.Add(tt.want)); off < -time.Minute || off > 25*time.Minute {
+				t.Errorf("revoked until %s, which is %s off", e.Revoked.Until, off)
 			}
 		})
 	}
@@ -79,7 +74,7 @@ func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	kube := defined(t)
-	list(t, map[string]string{"held": "m1", "other": "m2"})
+	access(t, nil)
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "held", Finalizers: []string{"example.com/keep"}},
 		Spec:       corev1.PodSpec{NodeName: "held", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
@@ -126,22 +121,21 @@ func defined(t *testing.T) *cluster.Client {
 	return kube
 }
 
-// list makes muster-enrolled say this and nothing else, until the test ends. It is never deleted: where the
+// access makes the list of nodes that may not write say this and nothing else, until the test ends. It is never deleted: where the
 // chart is, that is refused.
-func list(t *testing.T, data map[string]string) *corev1.ConfigMap {
+func access(t *testing.T, entries map[string]nodeaccess.Entry) {
 	t.Helper()
-	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}}
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: nodeaccess.ConfigMap}}
 	made := m.DeepCopy()
-	made.Data = map[string]string{"other": "m2"} // as always: of an object that is made empty the API server does not say who wrote it when
+	made.Data = map[string]string{nodeaccess.KeySuspended: "\nother\n"} // of an object that is made empty the API server does not say who wrote it when
 	if err := shared.Client.Create(t.Context(), made); client.IgnoreAlreadyExists(err) != nil {
 		t.Fatal(err)
 	}
-	// Nobody else may leave the list empty.
-	joinservice, err := shared.AsUser("system:serviceaccount:"+cluster.Namespace+":joinservice", "system:masters")
-	if err != nil {
-		t.Fatal(err)
+	l := nodeaccess.New(false)
+	for name, e := range entries {
+		l.Set(name, e)
 	}
-	writer, err := client.New(joinservice, client.Options{})
+	data, err := l.Data()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,12 +144,25 @@ func list(t *testing.T, data map[string]string) *corev1.ConfigMap {
 			t.Fatal(err)
 		}
 		was, m.Data = m.Data, data
-		if err := writer.Update(ctx, m); err != nil {
+		if err := shared.Client.Update(ctx, m); err != nil {
 			t.Fatal(err)
 		}
 		return was
 	}
 	was := say(t.Context(), data)
 	t.Cleanup(func() { say(context.WithoutCancel(t.Context()), was) })
-	return m.DeepCopy()
+}
+
+// listed reads the list of nodes that may not write.
+func listed(t *testing.T) *nodeaccess.List {
+	t.Helper()
+	m := &corev1.ConfigMap{}
+	if err := shared.Client.Get(t.Context(), enrollment.Key(), m); err != nil {
+		t.Fatal(err)
+	}
+	l, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
 }

@@ -40,7 +40,7 @@ type UpgradeConfig struct {
 }
 
 // UpgradeSteps is how many steps [Upgrade] reports at most.
-const UpgradeSteps = 5
+const UpgradeSteps = 6
 
 // Upgraded is what an upgrade did.
 type Upgraded struct {
@@ -63,7 +63,8 @@ type upgrader struct {
 	plan        *cluster.Plan
 }
 
-// PlanUpgrade says what [Upgrade] would change, and changes nothing.
+// PlanUpgrade says what [Upgrade] would change, and changes nothing of it. Where an earlier version has listed the nodes that may write, it makes the list of
+// those that may not, which the chart needs and no service uses before the upgrade.
 func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*cluster.Plan, error) {
 	u, err := newUpgrader(cfg)
 	if err != nil {
@@ -117,6 +118,13 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			}
 			out.Revision = r.Version
 			return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
+		}},
+		{"take over the list of nodes", func() (string, error) {
+			found, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, true)
+			if err != nil || !found {
+				return "it was done before", err
+			}
+			return "from the list of an earlier version, which is deleted", nil
 		}},
 	}
 	for _, s := range steps {
@@ -187,6 +195,9 @@ func (u *upgrader) look(ctx context.Context) error {
 		return err
 	}
 	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
+		return err
+	}
+	if _, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, false); err != nil {
 		return err
 	}
 	key, err := u.Dir.OwnerKey()

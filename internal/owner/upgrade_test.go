@@ -269,7 +269,7 @@ func (u *upgrades) good(t *testing.T) {
 func (u *upgrades) checkBackup(t *testing.T, dir string) {
 	t.Helper()
 	want := map[string]string{
-		"definitions.yaml": "attestednodes.muster.dev", "objects.yaml": "lastVerdict", "disks.yaml": "kind: AttestedDisk", "configmaps.yaml": "muster-enrolled",
+		"definitions.yaml": "attestednodes.muster.dev", "objects.yaml": "lastVerdict", "disks.yaml": "kind: AttestedDisk", "configmaps.yaml": "muster-node-access",
 		"values.yaml": "publicKey", "manifest.yaml": "muster-joinservice", "release.yaml": "revision",
 	}
 	err := filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {

@@ -19,7 +19,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -70,8 +70,8 @@ func (b *Bootstrapper) kubeletNeeds(node string, share float64) (need, string) {
 		return needNow, fmt.Sprintf("the kubelet's client certificate is for %q", leaf.Subject.CommonName)
 	case now.Before(leaf.NotBefore) || !now.Before(leaf.NotAfter):
 		return needNow, fmt.Sprintf("the kubelet's client certificate is valid from %s to %s, and it is %s", stamp(leaf.NotBefore), stamp(leaf.NotAfter), stamp(now))
-	case leaf.NotAfter.Sub(leaf.NotBefore) > enrolled.CertificateLife+lifeMargin: // J7
-		return needSoon, fmt.Sprintf("the kubelet's client certificate lives until %s, and a node's lives %s at most", stamp(leaf.NotAfter), enrolled.CertificateLife)
+	case leaf.NotAfter.Sub(leaf.NotBefore) > nodeaccess.CertificateLife+lifeMargin: // J7
+		return needSoon, fmt.Sprintf("the kubelet's client certificate lives until %s, and a node's lives %s at most", stamp(leaf.NotAfter), nodeaccess.CertificateLife)
 	case late(leaf, now, share):
 		return needSoon, fmt.Sprintf("the kubelet's client certificate ends at %s", stamp(leaf.NotAfter))
 	}

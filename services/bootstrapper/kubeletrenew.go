@@ -13,7 +13,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
@@ -78,7 +78,7 @@ func (b *Bootstrapper) renewByAuthority(ctx context.Context, node, why string) e
 	if err := b.replaceKubelet(ctx, client, serving); err != nil {
 		return err
 	}
-	b.log.WarnContext(ctx, "this control plane has signed its kubelet's certificates", "node", node, "why", why, "hours", enrolled.CertificateLife.Hours())
+	b.log.WarnContext(ctx, "this control plane has signed its kubelet's certificates", "node", node, "why", why, "hours", nodeaccess.CertificateLife.Hours())
 	return nil
 }
 
@@ -93,10 +93,10 @@ func (b *Bootstrapper) signKubelet(authority *pki.Authority, node string, addrs 
 		return nil, nil, err
 	}
 	now := b.cfg.Now()
-	if client, err = authority.Sign(askClient, x509.ExtKeyUsageClientAuth, enrolled.CertificateLife, now); err != nil { // J7: as long as any node's
+	if client, err = authority.Sign(askClient, x509.ExtKeyUsageClientAuth, nodeaccess.CertificateLife, now); err != nil { // J7: as long as any node's
 		return nil, nil, err
 	}
-	if serving, err = authority.Sign(askServing, x509.ExtKeyUsageServerAuth, enrolled.CertificateLife, now); err != nil {
+	if serving, err = authority.Sign(askServing, x509.ExtKeyUsageServerAuth, nodeaccess.CertificateLife, now); err != nil {
 		return nil, nil, err
 	}
 	if client, err = bundle(client, k.client); err != nil {

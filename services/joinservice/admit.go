@@ -81,7 +81,7 @@ func parse(req *joinv1.IssueJoinTicketRequest) (*wish, error) {
 }
 
 // issue knows nothing of the wire's errors: it gives a ticket or a refusal. Everything up to the
-// enrolment is without side effects.
+// enrollment is without side effects.
 func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTicketRequest) (*ticket, error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
@@ -160,34 +160,25 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	return t, nil
 }
 
-// admit enrols the machine, makes the disk its own and completes its ticket, or leaves nothing behind but the
-// latter.
+// admit enrolls the machine, gets its certificates signed, makes the disk its own and completes its ticket.
 func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, peer attest.Peer) error {
 	done := s.stage("enroll")
-	enrolment, err := s.cfg.Kube.Enrol(ctx, claim, statusOf(a, peer))
+	enrolled, err := s.cfg.Kube.Enroll(ctx, claim)
 	if err != nil {
 		return err
 	}
-	// The enrolment comes first: a machine has one at a time, so it can't collect disks. A claim outlives a ticket
-	// that fails after it.
+	// The enrollment comes first: a machine has one at a time, so it can't collect disks.
 	if err := s.cfg.Kube.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are asked for, and long before the key leaves
-		enrolment.Undo(ctx)
 		return err
 	}
 	done()
-	err = s.finish(ctx, a, t, w, enrolment)
-	if err == nil {
+	if err = s.finish(ctx, a, t, w, claim, enrolled, statusOf(a, peer)); err == nil {
 		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all that takes time
 	}
-	if err != nil {
-		if t.token != nil {
-			s.cfg.Kube.DropToken(ctx, t.id)
-		}
-		enrolment.Undo(ctx)
-		return err
+	if err != nil && t.token != nil {
+		s.cfg.Kube.DropToken(ctx, t.id)
 	}
-	enrolment.Keep(ctx)
-	return nil
+	return err
 }
 
 // confirmCluster asks the key service, once for each content of muster-cluster, whether the root
@@ -268,9 +259,8 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 }
 
 // finish gets the certificates signed and the ticket recorded.
-func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, e *kube.Enrolment) error {
+func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, e *kube.Enrollment, status v1alpha1.AttestedNodeStatus) error {
 	done := s.stage("certificates")
-	e.File()
 	both, issueCtx := errgroup.WithContext(ctx)
 	both.Go(func() (err error) { t.client, err = s.cfg.Kube.Issue(issueCtx, w.client); return err }) // J5: for keys that never leave the machine
 	both.Go(func() (err error) { t.serving, err = s.cfg.Kube.Issue(issueCtx, w.serving); return err })
@@ -284,7 +274,7 @@ func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, e 
 		}
 		t.token = &token
 	}
-	if err := e.Vouch(ctx, t.client.Leaf); err != nil { // J4: its certificate, and no older one of that name
+	if err := e.Record(ctx, claim, status, t.client.Leaf); err != nil { // J4, J11
 		return err
 	}
 	done()

@@ -60,7 +60,7 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	if err := both.Wait(); err != nil {
 		return client, serving, err
 	}
-	if err := renewal.Vouch(ctx, client.Leaf); err != nil { // J4, J7: a ban meanwhile counts
+	if err := renewal.Allow(ctx, client.Leaf); err != nil { // J4, J7: a ban meanwhile counts
 		return client, serving, err
 	}
 	a.record.Serials = []string{client.Leaf.SerialNumber.Text(16), serving.Leaf.SerialNumber.Text(16)}

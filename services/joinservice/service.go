@@ -21,8 +21,8 @@
 //
 //	J9  an administrator's certificate.
 //
-// Side effects come last and are undone on failure: a refused machine leaves neither an
-// enrolment nor a certificate request behind. Only whose a disk is stays as it was said once.
+// Side effects come last: a machine that is refused leaves nothing behind. A ticket that fails later leaves its machine the name and the disk, which it gets
+// again at its next attempt.
 package joinservice
 
 import (

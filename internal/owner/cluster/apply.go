@@ -125,19 +125,6 @@ func (c *Client) EnsureNamespace(ctx context.Context) error {
 	}))
 }
 
-// EnsureEnrolled lists nodes as ones that may write, by name with their machine's ID (see the admission policy
-// muster-enrolled-nodes). Nodes that others listed stay; those that an earlier call listed, and this one doesn't, go.
-func (c *Client) EnsureEnrolled(ctx context.Context, machines map[string]string) error {
-	data := map[string]any{}
-	for node, machine := range machines {
-		data[node] = machine
-	}
-	return c.apply(ctx, object("v1", "ConfigMap", Namespace, enrolledConfigMap, map[string]any{
-		"metadata": map[string]any{"labels": map[string]any{"app.kubernetes.io/part-of": "muster"}},
-		"data":     data,
-	}))
-}
-
 // object gives an object to apply; body is merged over it.
 func object(apiVersion, kind, namespace, name string, body map[string]any) *unstructured.Unstructured {
 	o := &unstructured.Unstructured{Object: body}

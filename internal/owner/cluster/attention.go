@@ -5,7 +5,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 )
 
 // Attention is one thing that somebody should look at.
@@ -144,9 +144,9 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 			add(about, "See which of its requests wait (kubectl get csr), and joinservice's log.", "its kubelet's %s certificate %s", c.name, ends(c.end.Sub(now)))
 		}
 	}
-	if n.ClientExpires != nil && n.ClientExpires.Sub(now) > enrolled.CertificateLife+clockMargin { // J7
+	if n.ClientExpires != nil && n.ClientExpires.Sub(now) > nodeaccess.CertificateLife+clockMargin { // J7
 		add(about, "Set cluster-signing-duration of kube-controller-manager to 24h, then reboot the machine: it replaces the certificate before its kubelet starts. Until then a ban does not end what the node may read.",
-			"its machine says that the kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), enrolled.CertificateLife)
+			"its machine says that the kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), nodeaccess.CertificateLife)
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 )
 
 // An API server that was made a moment ago, on a small machine, drops connections and comes back.
@@ -78,11 +79,11 @@ func start(t *testing.T) *envtest.Cluster {
 	return api
 }
 
-// needs gives what has to be in the namespace before the chart, the list of enrolled nodes first.
+// needs gives what has to be in the namespace before the chart, the list of nodes that may not write first.
 func needs() []client.Object {
 	in := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: Namespace, Name: name} }
 	return []client.Object{
-		&corev1.ConfigMap{ObjectMeta: in(enrolledConfigMap), Data: map[string]string{"node1": "m1"}},
+		&corev1.ConfigMap{ObjectMeta: in(nodeaccess.ConfigMap), Data: map[string]string{nodeaccess.KeySuspended: "\nnode9\n"}},
 		&corev1.ConfigMap{ObjectMeta: in("muster-cluster")},
 		&corev1.Secret{ObjectMeta: in("muster-kms-root")},
 	}

@@ -35,9 +35,8 @@ const Namespace = "muster-system"
 
 // Names of ConfigMap and release.
 const (
-	enrolledConfigMap = "muster-enrolled"
-	release           = "muster"
-	fieldManager      = "muster"
+	release      = "muster"
+	fieldManager = "muster"
 )
 
 // requestTimeout bounds each request: an API server that accepts and never answers is one

@@ -15,7 +15,6 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -130,7 +129,7 @@ func (c *Client) Present(ctx context.Context) ([]string, error) {
 	return names, err
 }
 
-// Unattested gives the nodes that may go on writing although nobody judged their machines: those that are listed as such
+// Unattested returns the nodes that may go on writing although nobody attested their machines: those that are listed as such
 // and those of before that still are Nodes, unless their name was enrolled or forgotten since.
 func (c *Client) Unattested(ctx context.Context, before []string) ([]string, error) {
 	present, err := c.Present(ctx)
@@ -140,25 +139,23 @@ func (c *Client) Unattested(ctx context.Context, before []string) ([]string, err
 	var out []string
 	err = once(ctx, func(ctx context.Context) error {
 		out = nil
-		var list corev1.ConfigMap
-		err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: enrolledConfigMap}, &list)
-		if err != nil && !apierrors.IsNotFound(err) {
+		list, err := c.access(ctx)
+		if err != nil {
 			return err
 		}
 		var attested v1alpha1.AttestedNodeList
 		if err := c.client.List(ctx, &attested); err != nil {
 			return err
 		}
-		for name, machine := range list.Data {
-			if machine == enrolled.Unattested {
+		for _, name := range list.Nodes() {
+			if list.Entry(name).Unattested {
 				out = append(out, name)
 			}
 		}
 		for _, name := range before {
-			_, listed := list.Data[name]
-			_, forgotten := list.Data[enrolled.Key(name)]
+			e := list.Entry(name)
 			known := slices.ContainsFunc(attested.Items, func(n v1alpha1.AttestedNode) bool { return n.Name == name })
-			if slices.Contains(present, name) && !listed && !forgotten && !known { // J4
+			if slices.Contains(present, name) && !e.Unattested && e.Revoked == nil && !known { // J4
 				out = append(out, name)
 			}
 		}

@@ -20,7 +20,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -30,8 +31,8 @@ type Presence struct {
 	Name      string
 	Node      *corev1.Node
 	Enrolment *v1alpha1.AttestedNode
-	// Listed is the machine that may write under the name; empty: none may.
-	Listed string
+	// Unattested says that the node was in the cluster before Muster, and goes on without attestation.
+	Unattested bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
 	// Pods are those on the node that a drain would move: no DaemonSet's, and not the kubelet's own.
@@ -44,7 +45,7 @@ type Presence struct {
 
 // Nothing says whether the cluster does not know the name.
 func (p *Presence) Nothing() bool {
-	return p.Node == nil && p.Enrolment == nil && p.Listed == "" && len(p.Requests) == 0
+	return p.Node == nil && p.Enrolment == nil && !p.Unattested && len(p.Requests) == 0
 }
 
 // Joined says whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
@@ -92,13 +93,11 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	} else if !Absent(err) {
 		return nil, err
 	}
-	list, err := c.enrolled(ctx)
-	if err != nil && !Absent(err) {
+	list, err := c.access(ctx)
+	if err != nil {
 		return nil, err
 	}
-	if err == nil {
-		p.Listed = list.Data[name]
-	}
+	p.Unattested = list.Entry(name).Unattested
 	if p.Requests, err = c.requestsOf(ctx, name); err != nil {
 		return nil, err
 	}
@@ -116,9 +115,13 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	return p, nil
 }
 
-func (c *Client) enrolled(ctx context.Context) (*corev1.ConfigMap, error) {
+// access reads the list of nodes that may not write; a missing one is empty.
+func (c *Client) access(ctx context.Context) (*nodeaccess.List, error) {
 	m := &corev1.ConfigMap{}
-	return m, c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: enrolled.ConfigMap}, m)
+	if err := c.client.Get(ctx, enrollment.Key(), m); err != nil && !Absent(err) {
+		return nil, err
+	}
+	return nodeaccess.Parse(m.Data)
 }
 
 func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) {
@@ -249,6 +252,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
+		delete(n.Annotations, v1alpha1.AttestationKey)   // the next machine has another TPM
 		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has decided on it: no rule ends it
 		if to.MachineID != "" {
 			n.Spec.MachineID = to.MachineID
@@ -302,10 +306,10 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 		}
 		say("machine banned: it gets no ticket, no key and no certificate any more")
 	}
-	if retired, err = c.strike(ctx, p.Name, now); err != nil {
-		return retired, fmt.Errorf("ConfigMap %s: %w", enrolled.ConfigMap, err)
+	if retired, err = c.revoke(ctx, p.Name, now); err != nil {
+		return retired, err
 	}
-	say("writes refused, and its certificates retired until " + retired.Format(time.RFC3339))
+	say("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
 	// A request that the machine has filed would be judged by the enrolment of whoever has the name next.
 	var requests []string
 	if err := once(ctx, func(ctx context.Context) (err error) {
@@ -390,50 +394,31 @@ func (c *Client) changeEnrolment(ctx context.Context, p *Presence, change func(*
 // maxSkew is by how much the owner's clock may differ from the API server's before the latter counts.
 const maxSkew = 5 * time.Minute
 
-// strike takes the name from those that may write, and retires its certificates, in one write. A
-// retirement that lasts longer already stays as long. How long is by the API server's clock: its answer
+// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. That is by the API server's clock: its answer
 // has it, and where the owner's, which shows now, differs, a second write puts the time right.
-func (c *Client) strike(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
-	until = enrolled.Retire(now).Until
-	retire := enrolled.Retire
-	var before enrolled.Retirement // what was there already, and not by this
-	var ours string
-	err = once(ctx, func(ctx context.Context) error {
-		m, err := c.enrolled(ctx)
-		if apierrors.IsNotFound(err) {
-			return nil // without the list no node writes at all
-		}
-		if err != nil {
-			return err
-		}
-		if m.Data == nil {
-			m.Data = map[string]string{}
-		}
-		if m.Data[node] == enrolled.Unattested {
-			retire = enrolled.RetireForeign
-		}
-		if have := m.Data[enrolled.Key(node)]; have != ours {
-			before, _ = enrolled.ParseRetirement(have) // what is none has nothing to say
-		}
-		for range 2 {
-			r := retire(now)
-			if before.Until.After(r.Until) && before.Until.Before(now.Add(2*enrolled.ForeignLife)) {
-				r.Until = before.Until
+func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
+	var before, ours nodeaccess.Entry // what was there, and what this wrote
+	write := func(now time.Time) (*corev1.ConfigMap, error) {
+		return enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
+			if have := l.Entry(node); ours.Revoked == nil || !have.Equal(ours) {
+				before = have
 			}
-			delete(m.Data, node)
-			ours, until = r.String(), r.Until
-			m.Data[enrolled.Key(node)] = ours
-			if err := c.client.Update(ctx, m); err != nil {
-				return err
-			}
-			theirs := writtenAt(m)
-			if theirs.IsZero() || now.Sub(theirs).Abs() < maxSkew {
-				return nil
-			}
-			now = theirs
-		}
-		return nil
-	})
+			ours = before.Revoke(now)
+			until = ours.Revoked.Until
+			l.Set(node, ours)
+			return nil
+		})
+	}
+	m, err := write(now)
+	if apierrors.IsNotFound(err) {
+		return nodeaccess.Entry{}.Revoke(now).Revoked.Until, nil // without the list no node writes at all
+	}
+	if err != nil {
+		return until, err
+	}
+	if theirs := writtenAt(m); !theirs.IsZero() && now.Sub(theirs).Abs() > maxSkew {
+		_, err = write(theirs)
+	}
 	return until, err
 }
 

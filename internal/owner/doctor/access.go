@@ -17,8 +17,10 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/checkup"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/jointoken"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/internal/owner"
 	"github.com/muster-k8s/muster/internal/owner/cluster"
 	"github.com/muster-k8s/muster/internal/owner/ownerdir"
@@ -26,16 +28,21 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// enrolled compares those that may write with those that are enrolled.
-func (d *doctor) enrolled(ctx context.Context) error {
+// access compares the list of nodes that may not write with the enrollments.
+func (d *doctor) access(ctx context.Context) error {
 	m := &corev1.ConfigMap{}
-	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: enrolled.ConfigMap}, m)
+	err := d.kube.Reader().Get(ctx, enrollment.Key(), m)
 	if cluster.Absent(err) {
-		d.Add(CheckEnrolled, checkup.Fail, "Make it anew, as docs/operate.md says under “muster-enrolled is lost”.", "the ConfigMap muster-enrolled is gone: no node can write")
+		d.Add(CheckAccess, checkup.Fail, "Make it anew, as docs/operate.md says under “muster-node-access is lost”.", "the ConfigMap %s is gone: no node can write", nodeaccess.ConfigMap)
 		return nil
 	}
 	if err != nil {
 		return err
+	}
+	list, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		d.Add(CheckAccess, checkup.Fail, "Correct that line: kubectl -n muster-system edit configmap "+nodeaccess.ConfigMap+". Until then bans and removals take no effect.", "%v", err)
+		return nil
 	}
 	var attested v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &attested); err != nil {
@@ -45,35 +52,45 @@ func (d *doctor) enrolled(ctx context.Context) error {
 	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
 		return err
 	}
-	joined := map[string]bool{}
+	there := map[string]enrollment.Present{}
 	for _, n := range nodes.Items {
-		joined[n.Name] = true
+		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
+		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
 	}
-	may := map[string]bool{}
+	const remedy = "joinservice corrects that within two minutes: look at its pods with kubectl -n muster-system get pods."
+	known, refused := map[string]bool{}, 0
 	for _, n := range attested.Items {
-		if n.ShutOut() || n.Status.ReleasedAt != nil {
-			continue
-		}
-		may[n.Name] = true
-		if have := m.Data[n.Name]; have != n.Spec.MachineID && joined[n.Name] {
-			d.Add(CheckEnrolled, checkup.Fail, "Set the key in the ConfigMap: kubectl -n muster-system patch configmap muster-enrolled --type merge -p '{\"data\":{\""+n.Name+"\":\""+n.Spec.MachineID+"\"}}'", "%s is enrolled, and muster-enrolled does not list its machine: its writes are refused", n.Name)
-		}
-	}
-	listed := 0
-	for name, machine := range m.Data {
-		if enrolled.IsNode(name) {
-			listed++
-		}
-		if machine == enrolled.Unattested {
-			d.Add(CheckEnrolled, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its key by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and nobody judged its machine", name)
-			continue
-		}
-		if enrolled.IsNode(name) && !may[name] {
-			d.Add(CheckEnrolled, checkup.Fail, "joinservice strikes such names within seconds: look at its pods. By hand: kubectl -n muster-system patch configmap muster-enrolled --type json -p '[{\"op\":\"remove\",\"path\":\"/data/"+name+"\"}]'", "%s may write, and is banned or not enrolled", name)
+		known[n.Name] = true
+		have := list.Entry(n.Name)
+		want := enrollment.Access(have, &n, there[n.Name], list.MembersOnly, d.Now())
+		switch {
+		case want.Suspended && !have.Suspended:
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s may write, and is banned or has returned its ticket", n.Name)
+		case have.Suspended && !want.Suspended || want.Member && !have.Member:
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s is enrolled, and %s refuses its writes", n.Name, nodeaccess.ConfigMap)
+		case !want.Equal(have):
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s says something else of %s than its AttestedNode does", nodeaccess.ConfigMap, n.Name)
 		}
 	}
-	if d.Clean(CheckEnrolled) {
-		d.OK(CheckEnrolled, "%d, as the admission policy knows them", listed)
+	for _, name := range list.Nodes() {
+		e := list.Entry(name)
+		if e.Suspended || e.Revoked != nil {
+			refused++
+		}
+		if e.Unattested {
+			d.Add(CheckAccess, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its line by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and nobody attested its machine", name)
+		}
+		if !known[name] && (e.Member && !e.Unattested || e.ControlPlane && !e.Unattested) {
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s is listed as a node that may write, and is not enrolled", name)
+		}
+	}
+	for _, n := range nodes.Items {
+		if e := list.Entry(n.Name); !known[n.Name] && !e.Unattested && e.Revoked == nil && !e.Suspended && !list.MembersOnly {
+			d.Add(CheckAccess, checkup.Fail, "Find out who made the Node. kubectl delete node "+n.Name+" deletes it; muster forget "+n.Name+" also revokes certificates of that name.", "there is a Node %s, and no machine is enrolled under that name", n.Name)
+		}
+	}
+	if d.Clean(CheckAccess) {
+		d.OK(CheckAccess, "%d nodes are refused all writes or those with older certificates, as the admission policy knows them", refused)
 	}
 	return nil
 }

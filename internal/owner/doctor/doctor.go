@@ -46,7 +46,7 @@ const (
 	CheckRoot        = "root secret"
 	CheckDescription = "cluster's description"
 	CheckKnown       = "what was known"
-	CheckEnrolled    = "enrolled nodes"
+	CheckAccess      = "node access"
 	CheckTPMs        = "TPMs"
 	CheckBindings    = "kubeadm's bindings"
 	CheckTokens      = "bootstrap tokens"
@@ -98,7 +98,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.enrolled, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.access, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 

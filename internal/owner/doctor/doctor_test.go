@@ -120,7 +120,7 @@ func newPatient(t *testing.T) *patient {
 	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, say))
 	_, err = p.kube.Enrol(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
 	_, signed, serr := owner.SignedPolicy(d)
-	try(t, err, serr, p.kube.EnsureEnrolled(ctx, map[string]string{"node1": m.ID().String()}), p.kube.PutPolicy(ctx, signed))
+	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), p.kube.PutPolicy(ctx, signed))
 	info := &clusterinfo.Info{ClusterID: id, MeasurementSalt: secrets.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint}
 	described, err := info.Marshal()
 	try(t, err)
@@ -395,7 +395,7 @@ func (p *patient) harms() []harm {
 		{CheckNodeClocks, checkup.Fail, "node1", "", leased(ahead)},
 		{CheckKinds, checkup.Warn, "another version", "", edited(typed(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}, "attestednodes.muster.dev"), "xn", "spec", "names", "singular")},
 		{CheckAdmission, checkup.Fail, "ValidatingAdmissionPolicyBinding muster-node-certificates was deleted", "", deleted(admission("ValidatingAdmissionPolicyBinding", "muster-node-certificates"))},
-		{CheckAdmission, checkup.Fail, "muster-enrolled-nodes is not as", "", edited(admission("ValidatingAdmissionPolicyBinding", "muster-enrolled-nodes"), []any{"Audit"}, "spec", "validationActions")},
+		{CheckAdmission, checkup.Fail, "muster-node-access is not as", "", edited(admission("ValidatingAdmissionPolicyBinding", "muster-node-access"), []any{"Audit"}, "spec", "validationActions")},
 		{CheckObjects, checkup.Fail, "ClusterRole muster:kms is not as", "", edited(rbac("ClusterRole", "muster:kms"), []any{map[string]any{"apiGroups": []any{"*"}, "resources": []any{"*"}, "verbs": []any{"*"}}}, "rules")},
 		{CheckObjects, checkup.Fail, "ConfigMap muster-waiting was deleted", "", deleted(namespaced(core.WithKind("ConfigMap"), "muster-waiting"))},
 		{CheckImages, checkup.Fail, "kms:latest", CheckObjects, p.rolled(set([]any{map[string]any{"name": "kms", "image": "registry.example/kms:latest"}}, "spec", "template", "spec", "containers"))},
@@ -424,8 +424,9 @@ func (p *patient) harms() []harm {
 		{CheckDescription, checkup.Fail, "not the one", CheckJoinservice, p.file("cluster.json", func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), p.dir.Cluster().ClusterID, hex.EncodeToString(make([]byte, 32)), 1)), 0o600)
 		})},
-		{CheckEnrolled, checkup.Fail, "node9 may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-enrolled"), strings.Repeat("ab", 32), "data", "node9")},
-		{CheckEnrolled, checkup.Fail, "its writes are refused", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-enrolled"), strings.Repeat("ab", 32), "data", "node1")},
+		{CheckAccess, checkup.Fail, "node9 is listed as a node that may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\nnode9\n", "data", "control-planes")},
+		{CheckAccess, checkup.Fail, "refuses its writes", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "suspended")},
+		{CheckAccess, checkup.Fail, "want a name and a time", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "revoked-certificates")},
 		{CheckTPMs, checkup.Fail, "w8, w9 have one TPM", CheckNodes, func(t *testing.T) func(*testing.T) {
 			var repairs []func(*testing.T)
 			for _, n := range []*v1alpha1.AttestedNode{attestedAs("w8", "8", "01"), attestedAs("w9", "9", "01")} {

@@ -143,10 +143,10 @@ const atOnce = time.Nanosecond
 func (a *Approver) turn(ctx context.Context, node string) (again time.Duration, err error) {
 	open, superfluous, again, ok := a.sort(ctx, node)
 	if !ok {
-		err = errors.New("a renewed certificate is to be listed")
+		err = errors.New("a renewed certificate is to be allowed")
 	}
 	if len(open)+len(superfluous) > maxFiled {
-		err = errors.Join(err, a.kube.takeNoRequests(ctx, node))
+		err = errors.Join(err, a.kube.pauseRequests(ctx, node))
 	}
 	writes := 0
 	for _, o := range superfluous {
@@ -187,7 +187,7 @@ func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []k
 			if denied > maxRequests {
 				keep = 0
 			}
-		case !a.vouchRenewed(ctx, o):
+		case !a.allowRenewed(ctx, o):
 			ok = false
 			continue
 		case keep > 0:

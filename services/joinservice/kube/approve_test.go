@@ -22,7 +22,6 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
@@ -132,7 +131,7 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			k := &Kube{cluster: &cluster.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, enrolled: &enrolledView{}}
+			k := &Kube{cluster: &cluster.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, access: &accessView{}}
 			k.requests.now = now.now
 			a := &Approver{kube: k, rations: rations, decisions: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "x"}, []string{"signer", "reason"})}
 			total := 0
@@ -172,9 +171,13 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 // A node that was taken no requests of files again once few of its are left.
 func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
 	b := newBroom(t)
-	key := enrolled.RequestsKey("w1")
-	setListed(t, key, enrolled.TooMany)
-	membertest.Eventually(t, func() error { return membertest.Want(b.enrolled.get(key) != "", "the replica has not seen it") })
+	if err := b.pauseRequests(t.Context(), "w1"); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		e, _ := b.access.entry("w1")
+		return membertest.Want(e.Paused, "the replica has not seen it")
+	})
 	var filed []*certificatesv1.CertificateSigningRequest
 	for i := range 3 * maxRequests {
 		o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("csr-", i)}}
@@ -183,14 +186,14 @@ func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
 		filed = append(filed, o)
 	}
 	b.after(t, time.Minute)
-	if shared.Listed(t)[key] == "" {
+	if !shared.Access(t).Entry("w1").Paused {
 		t.Fatal("its requests are there still")
 	}
 	for _, o := range filed[:2*maxRequests] {
 		b.requests.remove(o)
 	}
 	b.after(t, time.Minute)
-	if shared.Listed(t)[key] != "" {
+	if shared.Access(t).Entry("w1").Paused {
 		t.Error("it files none for ever")
 	}
 }

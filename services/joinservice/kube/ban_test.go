@@ -55,7 +55,7 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 					t.Errorf("recorded %d times: %v, want %d", n, err, want)
 				}
 			}
-			enrol(t, a, claim(1), "a")
+			enroll(t, a, claim(1), "a")
 			makeReady(t, a, "w1")
 			held := hold(t)
 			finalizers := func(list ...string) {
@@ -104,7 +104,7 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = log.Close() })
 	a, e := replica(t, func(k *Kube) { k.audit = log })
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
 	machine := claim(1).Machine.String()
@@ -145,7 +145,7 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	n := shared.Node(t, "w1")
 	n.Spec.Banned = true
@@ -153,7 +153,7 @@ func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	if err := shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || len(shared.Listed(t)) > 0 {
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !suspended(t, "w1") {
 		t.Errorf("its Node is gone, or it may write: %v", err)
 	}
 }
@@ -162,7 +162,7 @@ func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
 	n := shared.Node(t, "w1")
@@ -180,16 +180,16 @@ func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 // A first machine has no ticket, and after an eviction no Node.
 func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
 	b := newBroom(t)
-	machine := claim(1).Machine.String()
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleControlPlane})
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
 		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
 	})
+	suspend(t, "w1", true)
 	for range 2 {
 		b.after(t, time.Minute)
 	}
-	if got := shared.Listed(t)["w1"]; got != machine {
-		t.Errorf("listed: %q", got)
+	if e := shared.Access(t).Entry("w1"); e.Suspended || !e.ControlPlane {
+		t.Errorf("the list says %+v", e)
 	}
 }
 
@@ -252,7 +252,7 @@ func (s stuck) Delete(ctx context.Context, o client.Object, opts ...client.Delet
 func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	innocent, token := pod(t, "proxy", "w1")
 	no := false
@@ -286,7 +286,7 @@ func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 func TestADeletionThatWaitsForOthersHoldsNoEviction(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	held, _ := pod(t, "proxy", "w1")
 	for _, o := range []client.Object{held, object("w1")} {

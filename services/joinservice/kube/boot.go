@@ -166,7 +166,7 @@ func (k *Kube) ReportClone(ctx context.Context, c *Clone) {
 	if was := meta.FindStatusCondition(n.Status.Conditions, next.Type); was != nil && was.Status == next.Status && was.Message == next.Message {
 		return
 	}
-	ctx, cancel := undo(ctx)
+	ctx, cancel := outlive(ctx)
 	defer cancel()
 	if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
 		meta.SetStatusCondition(&s.Conditions, next)

@@ -92,7 +92,7 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 	a, b := replicaOf(t), replicaOf(t)
 	owner := claim(1)
 	owner.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
-	if _, err := a.Enrol(t.Context(), owner, ticket("a")); err != nil {
+	if err := join(t.Context(), a, owner, "a"); err != nil {
 		t.Fatal(err)
 	}
 	shared.GiveDisk(t, owner.Disk, owner.Machine)
@@ -133,12 +133,12 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	k := replicaOf(t)
 	c := claim(1)
 	c.Boot.Reset = 1
-	if _, err := k.Enrol(t.Context(), c, ticket("a")); err != nil {
+	if err := join(t.Context(), k, c, "a"); err != nil {
 		t.Fatal(err)
 	}
 	seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	c.Boot.Reset = 3
-	if _, err := k.Enrol(t.Context(), c, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if err := join(t.Context(), k, c, "b"); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("a ticket: %v", err)
 	}
 	shared.GiveDisk(t, c.Disk, c.Machine)
@@ -182,7 +182,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	c := claim(1)
 	now := time.Now()
 	c.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.1"}
-	if _, err := k.Enrol(t.Context(), c, ticket("a")); err != nil {
+	if err := join(t.Context(), k, c, "a"); err != nil {
 		t.Fatal(err)
 	}
 	shared.GiveDisk(t, c.Disk, c.Machine)

@@ -2,26 +2,36 @@ package kube
 
 import (
 	"context"
-	"fmt"
-	"strings"
-	"sync"
+	"slices"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Who may show static pods is what the enrollments say: also of the first machine, and of those that an earlier version enrolled.
+func controlPlanes(t *testing.T) []string {
+	t.Helper()
+	l := shared.Access(t)
+	return slices.DeleteFunc(l.Nodes(), func(node string) bool { return !l.Entry(node).ControlPlane })
+}
+
+// Who may show static pods is what the enrollments say: also of the first machine, and of nodes that were there before Muster.
 func TestEnrolledControlPlanesAreListed(t *testing.T) {
 	b := newBroom(t)
 	id := func(i byte) string { return attest.MachineID{i}.String() }
 	shared.Enrol(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
+	n := shared.Node(t, "c1")
+	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
 	shared.Enrol(t, "c2", v1alpha1.AttestedNodeSpec{MachineID: id(12), Role: v1alpha1.RoleControlPlane}) // has no ticket yet
 	shared.Enrol(t, "w2", v1alpha1.AttestedNodeSpec{MachineID: id(13), Role: v1alpha1.RoleWorker})
 	for name, labels := range map[string]map[string]string{"before": {clusterinfo.ControlPlaneLabel: ""}, "before-w": nil, "w2": {clusterinfo.ControlPlaneLabel: ""}} {
@@ -31,41 +41,28 @@ func TestEnrolledControlPlanesAreListed(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), o) })
 	}
-	for name, machine := range map[string]string{"c1": id(11), "w2": id(13), "before": enrolled.Unattested, "before-w": enrolled.Unattested, enrolled.ControlPlanes: "before-w gone w2"} {
-		setListed(t, name, machine)
+	shared.SetAccess(t, "before", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
+	shared.SetAccess(t, "before-w", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true, ControlPlane: true} })
+	for _, name := range []string{"gone", "w2"} {
+		shared.SetAccess(t, name, func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{ControlPlane: true} })
 	}
 	membertest.Eventually(t, func() error {
-		seen := b.cluster.Nodes.ByName("w2") != nil && b.cluster.Nodes.ByName("c1") != nil && b.nodes.has("before") && b.nodes.has("before-w") && len(b.enrolled.all()) == 5
-		return membertest.Want(seen, "the replica's view is old")
+		b.after(t, time.Second)
+		got := controlPlanes(t)
+		return membertest.Want(slices.Equal(got, []string{"before", "c1"}), "control planes: %v, want before and c1", got)
 	})
-	b.settleControlPlanes(t.Context())
-	if got := shared.Listed(t)[enrolled.ControlPlanes]; got != "before c1" {
-		t.Errorf("control planes: %q, want before c1", got)
-	}
 }
 
-// Tickets of several replicas lose none of each other's control planes, and a name that becomes a worker's is one no more.
+// A control plane is listed as such with its ticket: its kubelet shows static pods from its first minute on.
 func TestATicketListsItsControlPlane(t *testing.T) {
-	b := newBroom(t)
-	setListed(t, enrolled.ControlPlanes, "w1")
-	var wg sync.WaitGroup
-	for i := range 3 { // of that many replicas
-		wg.Go(func() {
-			if _, err := b.list(t.Context(), fmt.Sprintf("c%d", i), attest.MachineID{byte(20 + i)}.String(), v1alpha1.RoleControlPlane); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Go(func() {
-		m, err := b.list(t.Context(), "w1", attest.MachineID{30}.String(), v1alpha1.RoleWorker)
-		if err != nil {
-			t.Error(err)
-		} else if names := strings.Fields(m.Data[enrolled.ControlPlanes]); len(names) > 0 && names[len(names)-1] == "w1" {
-			t.Errorf("a worker counts as a control plane: %v", names)
-		}
-	})
-	wg.Wait()
-	if got := shared.Listed(t)[enrolled.ControlPlanes]; got != "c0 c1 c2" {
-		t.Errorf("control planes: %q", got)
+	shared.Reset(t)
+	a, _ := replica(t)
+	c := claim(1)
+	c.Role = v1alpha1.RoleControlPlane
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: c.Role})
+	seen(t, a, func(*v1alpha1.AttestedNode) bool { return true })
+	enroll(t, a, c, "a")
+	if got := controlPlanes(t); !slices.Equal(got, []string{"w1"}) {
+		t.Errorf("control planes: %v", got)
 	}
 }

@@ -7,6 +7,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -69,6 +70,10 @@ func TestADeletedEnrolmentLeavesItsDiskToItsMachine(t *testing.T) {
 	shared.Enrol(t, "w1", claim(1).spec())
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	n := shared.Node(t, "w1")
+	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.EnrolledByTicket, "true")
+	if err := shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
 	released := b.clock.now().Add(-25 * time.Hour)
 	n.Status.ReleasedAt = &metav1.Time{Time: released}
 	if err := shared.Client.Status().Update(t.Context(), n); err != nil {

@@ -5,10 +5,14 @@ import (
 	"errors"
 	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -16,16 +20,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Enforcer makes bans and deletions take effect: the node is struck from those that may write, the machine's connections are
-// closed, its Node and pods are deleted, and an enrollment that is being deleted ends. A ban that is lifted puts the
-// node back.
+// Enforcer makes bans and removals take effect: the node may not write, the machine's connections are
+// closed, its Node and pods are deleted, and an enrollment that is being removed ends. After a ban that is lifted the node may write again.
 type Enforcer struct {
 	kube *Kube
 
 	mu      sync.Mutex
-	struck  map[string]bool // by node name: what was last seen
-	shut    map[string]bool
-	tasks   map[string]bool // by node name: its place in the list is to be settled; true: put it back
+	shut    map[string]bool // by node name: what was last seen
+	tasks   map[string]bool // names of nodes whose entry in the list is to be settled
+	keeps   map[string]bool // names of nodes that have what an interrupted `muster replace` left
 	leaving map[string]bool // by node name: it is to be evicted
 	changes []change        // that nobody was told of yet
 	kick    chan struct{}
@@ -44,7 +47,7 @@ type change struct {
 // NewEnforcer returns an Enforcer. Call it before the informers run.
 func (k *Kube) NewEnforcer() (*Enforcer, error) {
 	e := &Enforcer{
-		kube: k, struck: map[string]bool{}, shut: map[string]bool{}, tasks: map[string]bool{}, leaving: map[string]bool{},
+		kube: k, shut: map[string]bool{}, tasks: map[string]bool{}, keeps: map[string]bool{}, leaving: map[string]bool{},
 		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1), kickLeave: make(chan struct{}, 1),
 	}
 	if err := errors.Join(
@@ -53,7 +56,7 @@ func (k *Kube) NewEnforcer() (*Enforcer, error) {
 	); err != nil {
 		return nil, err
 	}
-	k.enrolled.follow = e.listed
+	k.access.follow = e.listed
 	return e, nil
 }
 
@@ -67,14 +70,18 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	case was && !n.ShutOut():
 		e.changed(n, "machine let in again", false)
 	}
-	if _, pending := e.tasks[n.Name]; struck(n) != e.struck[n.Name] || keepsNode(n) && !pending {
-		e.add(n.Name, was && !n.ShutOut())
+	if keepsNode(n) {
+		e.keeps[n.Name] = true
+		wake(e.kick)
+	}
+	if e.kube.needsAccess(n.Name, n) {
+		e.add(n.Name)
 	}
 	if n.ShutOut() {
 		e.leaving[n.Name] = true
 		wake(e.kickLeave)
 	}
-	e.shut[n.Name], e.struck[n.Name] = n.ShutOut(), struck(n)
+	e.shut[n.Name] = n.ShutOut()
 }
 
 func (e *Enforcer) changed(n *v1alpha1.AttestedNode, event string, shut bool) {
@@ -92,7 +99,7 @@ func (e *Enforcer) present(n *corev1.Node) {
 	}
 }
 
-// remove strikes a forgotten node. Its connections stay: one may be waiting for the very answer that
+// remove settles a forgotten node. Its connections stay: one may be waiting for the very answer that
 // its ticket was taken back, and no request on it is believed.
 func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
@@ -101,24 +108,25 @@ func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 		e.changed(n, "enrollment ended", false)
 	}
 	delete(e.shut, n.Name)
-	delete(e.struck, n.Name)
-	e.add(n.Name, false)
-}
-
-// listed finds nodes that were banned or released while their ticket was being made: their names come
-// to the list after we looked.
-func (e *Enforcer) listed(nodes map[string]string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	for node := range nodes {
-		if e.struck[node] {
-			e.add(node, false)
-		}
+	if e.kube.needsAccess(n.Name, nil) {
+		e.add(n.Name)
 	}
 }
 
-func (e *Enforcer) add(node string, put bool) {
-	e.tasks[node] = put
+// listed finds nodes of which the list says something else than their AttestedNodes: both come by informers of their own, in any order.
+func (e *Enforcer) listed() {
+	if e.kube.cluster.Ready() != nil {
+		return // Serve looks once all has been seen
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, node := range e.kube.unsettled() {
+		e.add(node)
+	}
+}
+
+func (e *Enforcer) add(node string) {
+	e.tasks[node] = true
 	wake(e.kick)
 }
 
@@ -135,6 +143,11 @@ func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error 
 	defer others.Wait()
 	others.Go(func() { e.cut(ctx, cut) })
 	others.Go(func() { e.evictions(ctx) })
+	others.Go(func() {
+		if e.kube.cluster.Await(ctx) == nil {
+			e.listed()
+		}
+	})
 	for {
 		var retry <-chan time.Time
 		if !e.pass(ctx) {
@@ -178,26 +191,41 @@ func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
 // pass settles every node that is to be settled once. It is false if one of them could not be.
 func (e *Enforcer) pass(ctx context.Context) bool {
 	e.mu.Lock()
-	tasks := e.tasks
-	e.tasks = map[string]bool{}
+	nodes, keeps := slices.Collect(maps.Keys(e.tasks)), e.keeps
+	e.tasks, e.keeps = map[string]bool{}, map[string]bool{}
 	e.mu.Unlock()
-	left := maps.Clone(tasks)
-	for node, put := range tasks {
-		if err := e.kube.settle(ctx, node, put); err != nil {
-			if ctx.Err() != nil {
-				return true
-			}
-			e.kube.log.ErrorContext(ctx, "who may write to the API could not be changed; trying again", "node", node, "err", err)
-			continue
+	var err error
+	for node := range keeps {
+		if failed := e.kube.dropKeepNode(ctx, node); failed != nil {
+			err = errors.Join(err, failed)
+		} else {
+			delete(keeps, node)
 		}
-		delete(left, node)
 	}
+	if err = errors.Join(err, e.kube.settle(ctx, nodes...)); err == nil || ctx.Err() != nil {
+		return true
+	}
+	e.kube.log.ErrorContext(ctx, "which nodes may write to the API could not be changed; trying again", "nodes", len(nodes), "err", err)
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for node, put := range left {
-		if _, newer := e.tasks[node]; !newer {
-			e.tasks[node] = put
-		}
+	for _, node := range nodes {
+		e.tasks[node] = true
 	}
-	return len(left) == 0
+	maps.Copy(e.keeps, keeps)
+	return false
+}
+
+// dropKeepNode removes what `muster replace` was interrupted with from an enrollment whose ban was lifted by hand.
+func (k *Kube) dropKeepNode(ctx context.Context, node string) error {
+	n := &v1alpha1.AttestedNode{}
+	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) || err == nil && !keepsNode(n) {
+		return nil
+	} else if err != nil {
+		return unavailable("read AttestedNode "+node, err)
+	}
+	delete(n.Annotations, v1alpha1.KeepNode)
+	if err := k.cluster.Client.Update(ctx, n); err != nil && !apierrors.IsNotFound(err) {
+		return unavailable("write AttestedNode "+node, err)
+	}
+	return nil
 }

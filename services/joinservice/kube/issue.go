@@ -96,7 +96,7 @@ func requestName(r *nodecert.Request) string {
 
 // discard deletes a request that is done, used or not.
 func (k *Kube) discard(ctx context.Context, name string) {
-	ctx, cancel := undo(ctx)
+	ctx, cancel := outlive(ctx)
 	defer cancel()
 	object := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, object)); err != nil {

@@ -27,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -35,9 +35,8 @@ import (
 const (
 	// retryAPI is what a machine is told to wait for the Kubernetes API.
 	retryAPI = 2 * time.Second
-	// undoTimeout bounds taking back what a failed ticket wrote, which goes on when its
-	// caller has hung up.
-	undoTimeout = 10 * time.Second
+	// outliveTimeout bounds what goes on when its caller has hung up.
+	outliveTimeout = 10 * time.Second
 )
 
 // Kube reads and writes for joinservice. Make it before [cluster.Cluster.Serve] runs.
@@ -48,7 +47,7 @@ type Kube struct {
 	addresses *addresses
 	nodes     *names
 	disks     *disks
-	enrolled  *enrolledView
+	access    *accessView
 	requests  *requests
 	records   *records
 	turns     leaseView
@@ -79,7 +78,7 @@ var DefaultLeases = Leases{First: 2 * time.Minute, Watch: 15 * time.Second}
 // DefaultCertificateLife is how long a node's certificate lives unless the owner wants it otherwise,
 // MinCertificateLife the least that Kubernetes' signer gives.
 const (
-	DefaultCertificateLife = enrolled.CertificateLife
+	DefaultCertificateLife = nodeaccess.CertificateLife
 	MinCertificateLife     = 10 * time.Minute
 )
 
@@ -90,21 +89,21 @@ func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Dur
 	if c == nil || records == nil || log == nil {
 		return nil, errors.New("kube: cluster, audit log and log are required")
 	}
-	if life > enrolled.CertificateLife {
-		return nil, fmt.Errorf("kube: certificates of %s: names that the owner takes from machines are retired for certificates of %s at most", life, enrolled.CertificateLife)
+	if life > nodeaccess.CertificateLife {
+		return nil, fmt.Errorf("kube: certificates of %s: the certificates of a name that the owner takes from a machine are revoked for %s at most", life, nodeaccess.CertificateLife)
 	}
 	if life < MinCertificateLife {
 		return nil, fmt.Errorf("kube: certificates of %s: Kubernetes signs none for less than %s", life, MinCertificateLife)
 	}
 	k := &Kube{
-		cluster: c, audit: records, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), enrolled: &enrolledView{}, requests: newRequests(), records: newRecords(),
+		cluster: c, audit: records, log: log, addresses: newAddresses(), nodes: newNames(), disks: newDisks(), access: &accessView{}, requests: newRequests(), records: newRecords(),
 		life: life, leases: leases, now: time.Now,
 	}
 	k.requests.now = func() time.Time { return k.now() }
 	return k, errors.Join(
 		cluster.Watch(c, k.setNode, k.removeNode),
 		cluster.Watch(c, k.setService, k.removeService),
-		cluster.WatchConfigMap(c, enrolled.ConfigMap, k.setEnrolled, k.enrolled.remove),
+		cluster.WatchConfigMap(c, nodeaccess.ConfigMap, k.setAccess, func(*corev1.ConfigMap) { k.access.set(nil) }),
 		cluster.WatchRequests(c, signerOf[nodecert.Client], k.requests.set, k.requests.remove),
 		cluster.WatchRequests(c, signerOf[nodecert.Serving], k.requests.set, k.requests.remove),
 		cluster.Watch(c, k.disks.set, k.disks.remove),
@@ -126,9 +125,9 @@ func unavailable(what string, err error) error {
 	return attest.RefuseFor(retryAPI, attestv1.Reason_REASON_API_UNAVAILABLE, "%s: %w", what, err)
 }
 
-// undo gives a context for taking things back: it outlives ctx, but not for long.
-func undo(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+// outlive returns a context for clean-up: it outlives ctx, but not for long.
+func outlive(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), outliveTimeout)
 }
 
 // names are the Nodes that there are, by name.
@@ -242,12 +241,6 @@ func (k *Kube) setNode(n *corev1.Node) {
 	}
 	k.nodes.put(n)
 	k.addresses.put(owner{ownerNode, n.Name}, ips...)
-}
-
-// setEnrolled also has the waiting requests looked at again: one may wait for its certificate to be listed.
-func (k *Kube) setEnrolled(m *corev1.ConfigMap) {
-	k.enrolled.set(m)
-	k.requests.wakeAll()
 }
 
 func (k *Kube) removeNode(n *corev1.Node) {

@@ -2,25 +2,23 @@ package kube
 
 import (
 	"context"
-	"encoding/json"
+	"crypto/x509"
 	"errors"
 	"log/slog"
 	"net/netip"
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -120,23 +118,32 @@ func holds(id string) func(*v1alpha1.AttestedNode) bool {
 	return func(n *v1alpha1.AttestedNode) bool { return n.Status.Ticket != nil && n.Status.Ticket.ID == id }
 }
 
-func enrol(t *testing.T, k *Kube, c Claim, id string) *Enrolment {
-	t.Helper()
-	e, err := k.Enrol(t.Context(), c, ticket(id))
+// signed is the certificate of the ticket with that ID, as far as anything here looks at it.
+func signed(id string) *x509.Certificate { return &x509.Certificate{Raw: []byte(id)} }
+
+// join is what the service does with a ticket, without what comes between.
+func join(ctx context.Context, k *Kube, c Claim, id string) error {
+	e, err := k.Enroll(ctx, c)
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
-	return e
+	return e.Record(ctx, c, ticket(id), signed(id))
 }
 
-// half is a ticket that has written its claim and nothing else yet.
-func half(t *testing.T, k *Kube, c Claim, id string) *Enrolment {
+func enroll(t *testing.T, k *Kube, c Claim, id string) {
 	t.Helper()
-	e, err := k.write(t.Context(), c)
+	if err := join(t.Context(), k, c, id); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// half is a ticket that has written its claim, and fails then.
+func half(t *testing.T, k *Kube, c Claim) *Enrollment {
+	t.Helper()
+	e, err := k.Enroll(t.Context(), c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.ticket = id
 	return e
 }
 
@@ -149,32 +156,37 @@ func ban(t *testing.T, banned bool) {
 	})
 }
 
-// setListed writes the list past all replicas.
-func setListed(t *testing.T, node, machine string) {
+// suspend writes the list past all replicas.
+func suspend(t *testing.T, node string, suspended bool) {
 	t.Helper()
-	patch, err := json.Marshal(map[string]any{"data": map[string]string{node: machine}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}}
-	if err := shared.Client.Patch(t.Context(), m, client.RawPatch(types.MergePatchType, patch)); err != nil {
-		t.Fatal(err)
-	}
+	shared.SetAccess(t, node, func(e nodeaccess.Entry) nodeaccess.Entry {
+		e.Suspended = suspended
+		return e
+	})
 }
+
+// suspended reports whether the node may write nothing.
+func suspended(t *testing.T, node string) bool {
+	t.Helper()
+	return shared.Access(t).Entry(node).Suspended
+}
+
+// revoked is the list's entry of a name whose certificates so far are revoked.
+func revoked(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{}.Revoke(time.Now()) }
 
 // stays fails the test unless w1 has that ticket and may write.
 func stays(t *testing.T, id string) {
 	t.Helper()
-	if n := shared.Node(t, "w1"); n == nil || !holds(id)(n) || shared.Listed(t)["w1"] != claim(1).Machine.String() {
-		t.Errorf("enrolment %+v, listed %v; want it to stay for ticket %s", n, shared.Listed(t), id)
+	if n := shared.Node(t, "w1"); n == nil || !holds(id)(n) || suspended(t, "w1") {
+		t.Errorf("enrollment %+v, suspended: %t; want it to stay for ticket %s", n, suspended(t, "w1"), id)
 	}
 }
 
-// gone fails the test if anything of w1 is left.
+// gone fails the test if the enrollment is left.
 func gone(t *testing.T) {
 	t.Helper()
-	if n := shared.Node(t, "w1"); n != nil || len(shared.Listed(t)) > 0 {
-		t.Errorf("left: %+v, listed %v", n, shared.Listed(t))
+	if n := shared.Node(t, "w1"); n != nil {
+		t.Errorf("left: %+v", n)
 	}
 }
 
@@ -197,6 +209,6 @@ func (h hanging) Get(ctx context.Context, _ client.ObjectKey, _ client.Object, _
 	return h.hang(ctx)
 }
 
-func (h hanging) Patch(ctx context.Context, _ client.Object, _ client.Patch, _ ...client.PatchOption) error {
+func (h hanging) Update(ctx context.Context, _ client.Object, _ ...client.UpdateOption) error {
 	return h.hang(ctx)
 }

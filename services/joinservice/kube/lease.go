@@ -119,7 +119,7 @@ func (t *Turn) Take(ctx context.Context) error {
 // Release gives a turn back that came to nothing. It goes on when ctx has ended; a turn that cannot
 // be given back runs out.
 func (t *Turn) Release(ctx context.Context) {
-	ctx, cancel := undo(ctx)
+	ctx, cancel := outlive(ctx)
 	defer cancel()
 	l := t.lease.DeepCopy()
 	free(l)

@@ -3,7 +3,6 @@ package kube
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -19,8 +18,6 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
 )
 
 // podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
@@ -124,10 +121,10 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 		return nil
 	}
 	if n.Leaving() {
-		if err := k.retire(ctx, n); err != nil {
+		if err := k.revoke(ctx, n); err != nil {
 			return err
 		}
-	} else if err := k.settle(ctx, node, false); err != nil { // before its Node is deleted: its kubelet must not make it anew
+	} else if err := k.settle(ctx, node); err != nil { // before its Node is deleted: its kubelet must not make it anew
 		return err
 	}
 	if n.Leaving() || n.Annotations[v1alpha1.KeepNode] == "" {
@@ -295,53 +292,6 @@ func ignoreGone(err error) error {
 		return nil
 	}
 	return client.IgnoreNotFound(err)
-}
-
-// retire strikes the name of an enrollment that is being deleted, and retires the certificates so far in the same write (J4), as
-// `muster forget` does. The list is read before the enrollment, and written by compare-and-swap: if the enrollment is still
-// there, so that the name is nobody else's, no certificate of a next machine is lost.
-func (k *Kube) retire(ctx context.Context, n *v1alpha1.AttestedNode) error {
-	for range writeAttempts {
-		m := &corev1.ConfigMap{}
-		err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: enrolled.ConfigMap}, m)
-		if apierrors.IsNotFound(err) {
-			return nil // nobody may write
-		} else if err != nil {
-			return unavailable("read ConfigMap "+enrolled.ConfigMap, err)
-		}
-		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
-			return err
-		}
-		have, listed := m.Data[n.Name]
-		begin := enrolled.Retire
-		if have == enrolled.Unattested {
-			begin = enrolled.RetireForeign
-		}
-		r, asked := begin(k.now()), begin(n.DeletionTimestamp.Time)
-		if before, _ := enrolled.ParseRetirement(m.Data[enrolled.Key(n.Name)]); !before.Until.Before(asked.Until) {
-			if !listed && len(before.Certificates) == 0 {
-				return nil // it was done
-			}
-			if before.Until.After(r.Until) {
-				r.Until = before.Until
-			}
-		}
-		patch, err := json.Marshal(map[string]any{
-			"metadata": map[string]any{"resourceVersion": m.ResourceVersion},
-			"data":     map[string]any{n.Name: nil, enrolled.Key(n.Name): r.String()},
-		})
-		if err != nil {
-			return err
-		}
-		if _, err = k.patchEnrolled(ctx, types.MergePatchType, patch); err == nil {
-			k.log.InfoContext(ctx, "an enrollment is deleted: its certificates are retired", "node", n.Name, "machine", n.Spec.MachineID, "until", utc(r.Until))
-			return nil
-		}
-		if !apierrors.IsConflict(err) {
-			return unavailable("write ConfigMap "+enrolled.ConfigMap, err)
-		}
-	}
-	return unavailable("write ConfigMap "+enrolled.ConfigMap, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
 // finish lets an enrollment go whose certificates are retired. What its kubelet asked for is nobody

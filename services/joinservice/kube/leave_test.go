@@ -2,7 +2,6 @@ package kube
 
 import (
 	"context"
-	"crypto/x509"
 	"net/http"
 	"strings"
 	"sync"
@@ -21,14 +20,12 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
-
-// issued is a certificate that came with a ticket.
-var issued = &x509.Certificate{Raw: []byte("the ticket's certificate")}
 
 // pod binds a pod to a node, with its Node, and gives the pod and a token of it.
 func pod(t *testing.T, account, node string) (*corev1.Pod, string) {
@@ -105,9 +102,8 @@ func TestABanEvicts(t *testing.T) {
 	shared.Reset(t)
 	a, one := replica(t)
 	_, two := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	p, token := pod(t, "proxy", "w1")
-	setListed(t, "w2", "its machine")
 	other, others := pod(t, "proxy", "w2")
 	if !knows(t, token) {
 		t.Fatal("before the ban the token is refused")
@@ -130,14 +126,14 @@ func TestABanEvicts(t *testing.T) {
 		t.Fatal(err)
 	}
 	late := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "late"}, Spec: corev1.PodSpec{NodeName: "w1", Containers: []corev1.Container{{Name: "x", Image: "x"}}}}
-	if err := shared.Client.Create(t.Context(), late); err == nil || !strings.Contains(err.Error(), "w1 is not enrolled") {
+	if err := shared.Client.Create(t.Context(), late); err == nil || !strings.Contains(err.Error(), "w1 may not write") {
 		t.Errorf("a pod is bound to it: %v", err)
 	}
 	evicted()
 
 	ban(t, false)
 	membertest.Eventually(t, func() error {
-		return membertest.Want(shared.Listed(t)["w1"] == claim(1).Machine.String(), "it may not write again")
+		return membertest.Want(!suspended(t, "w1"), "it may not write again")
 	})
 	p, _ = pod(t, "proxy", "w1")
 	one.stillThere()
@@ -151,7 +147,7 @@ func TestABanEvicts(t *testing.T) {
 func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	noticed := func() {
 		t.Helper()
 		membertest.Eventually(t, func() error {
@@ -172,11 +168,11 @@ func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 func TestANodeIsDeletedOnceItMayNotWrite(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	ban(t, true)
 	a.cluster.Client = deletes{a.cluster.Client, func(o client.Object) {
-		if _, listed := shared.Listed(t)["w1"]; listed {
+		if !suspended(t, "w1") {
 			t.Errorf("%T is deleted while its kubelet may write", o)
 		}
 	}}
@@ -200,7 +196,7 @@ func (d deletes) Delete(ctx context.Context, o client.Object, opts ...client.Del
 func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	makeReady(t, a, "w1")
 	p, _ := pod(t, "proxy", "w1")
 	ban(t, true)
@@ -218,7 +214,7 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 				t.Error(err)
 			}
 		case *corev1.Pod:
-			setListed(t, "w1", "its machine")
+			suspend(t, "w1", false)
 			p, _ = pod(t, "proxy", "w1")
 		}
 	}}
@@ -235,7 +231,7 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 // A name that nobody holds any more is nobody else's while its deletion lasts: what is retired is not known to be over.
 func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames()}
-	n := &v1alpha1.AttestedNode{Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}}, Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
 	if !k.vacant(n) {
 		t.Error("released long ago, and not vacant")
 	}
@@ -244,7 +240,7 @@ func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 		t.Error("being deleted, and vacant")
 	}
 	n.Status.ReleasedAt = nil
-	if !struck(n) {
+	if !enrollment.Suspended(n) {
 		t.Error("being deleted, and may write")
 	}
 }
@@ -253,7 +249,7 @@ func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	p, token := pod(t, "proxy", "w1")
 	before := time.Now()
@@ -263,7 +259,7 @@ func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	}
 	next := claim(2)
 	next.Disk = diskTwo
-	if _, err := a.Enrol(t.Context(), next, ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
+	if err := join(t.Context(), a, next, "b"); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
 		t.Errorf("the next machine: %v, want NAME_TAKEN", err)
 	}
 	cut := enforce(t, e)
@@ -271,9 +267,8 @@ func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	if m := <-cut; m != claim(1).Machine {
 		t.Errorf("cut %s", m)
 	}
-	r, err := enrolled.ParseRetirement(shared.Listed(t)[enrolled.Key("w1")])
-	if _, listed := shared.Listed(t)["w1"]; err != nil || listed || r.Until.Before(before.Add(enrolled.CertificateLife)) || len(r.Certificates) > 0 {
-		t.Errorf("listed %v: %v", shared.Listed(t), err)
+	if r := shared.Access(t).Entry("w1").Revoked; r == nil || r.Until.Before(before.Add(nodeaccess.CertificateLife)) || len(r.Allowed) > 0 {
+		t.Errorf("revoked: %+v", r)
 	}
 	if exists(t, object("w1")) || exists(t, p) {
 		t.Error("its Node or pod is there")
@@ -283,22 +278,21 @@ func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 		t.Errorf("its disk is %q's", shared.DiskOf(t, diskOne))
 	}
 	membertest.Eventually(t, func() error {
-		_, err := a.Enrol(t.Context(), next, ticket("b"))
-		return err
+		return join(t.Context(), a, next, "b")
 	})
 }
 
 func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
-	held := enrol(t, a, claim(1), "a")
-	held.retired = true
+	enroll(t, a, claim(1), "a")
+	held := shared.Node(t, "w1")
 	seen(t, a, holds("a"))
 	b, _ := replica(t)
 	stale := b.cluster.Nodes.ByName("w1") // what a replica knows that is behind
 	remove(t, "w1")
 	for name, try := range map[string]func(k *Kube) error{
-		"a ticket": func(k *Kube) error { _, err := k.Enrol(t.Context(), claim(1), ticket("b")); return err },
+		"a ticket": func(k *Kube) error { return join(t.Context(), k, claim(1), "b") },
 		"a rejoin": func(k *Kube) error { _, err := k.Rejoin(t.Context(), claim(1)); return err },
 		"a verdict": func(k *Kube) error {
 			_, err := k.Reattest(t.Context(), claim(1).Machine, claim(1).Boot, ticket("b"))
@@ -309,7 +303,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 		"a renewal": func(k *Kube) error {
 			return (&Approver{kube: k}).judge(&certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: nodecert.UserPrefix + "w1"}}, shared.Node(t, "w1"))
 		},
-		"a certificate": func(*Kube) error { return held.Vouch(t.Context(), issued) },
+		"a certificate": func(*Kube) error { return a.allow(t.Context(), held, signed("b")) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			seen(t, a, (*v1alpha1.AttestedNode).Leaving)
@@ -337,7 +331,7 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
 	b, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	seen(t, b, holds("a"))
 	remove(t, "w1")
 	seen(t, a, (*v1alpha1.AttestedNode).Leaving)
@@ -350,16 +344,18 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	membertest.Eventually(t, func() error {
 		return membertest.Want(b.cluster.Nodes.ByName("w1") == nil, "the enrollment is still there")
 	})
-	if err := enrol(t, b, next, "b").Vouch(t.Context(), issued); err != nil {
-		t.Fatal(err)
-	}
+	membertest.Eventually(t, func() error {
+		e, _ := b.access.entry("w1")
+		return membertest.Want(e.Revoked != nil, "the replica's view is old")
+	})
+	enroll(t, b, next, "b")
 	makeReady(t, a, "w1")
 	p, _ := pod(t, "proxy", "w1")
-	list := shared.Listed(t)
-	if len(strings.Fields(list[enrolled.Key("w1")])) != 2 {
-		t.Fatalf("the next machine's certificate is not listed: %v", list)
+	list := shared.Access(t).Entry("w1")
+	if list.Revoked == nil || !list.Revoked.Allows(nodeaccess.ID(signed("b"))) {
+		t.Fatalf("the next machine's certificate may not write: %+v", list.Revoked)
 	}
-	for name, step := range map[string]func(context.Context, *v1alpha1.AttestedNode) error{"retire": a.retire, "evict": a.evict, "finish": a.finish} {
+	for name, step := range map[string]func(context.Context, *v1alpha1.AttestedNode) error{"revoke": a.revoke, "evict": a.evict, "finish": a.finish} {
 		if err := step(t.Context(), old); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -368,8 +364,8 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	if err := a.evict(t.Context(), old); err != nil {
 		t.Error(err)
 	}
-	if now := shared.Listed(t); now["w1"] != list["w1"] || now[enrolled.Key("w1")] != list[enrolled.Key("w1")] {
-		t.Errorf("listed %v, before %v", now, list)
+	if now := shared.Access(t).Entry("w1"); !now.Equal(list) {
+		t.Errorf("the list says %+v, and said %+v", now, list)
 	}
 	if n := shared.Node(t, "w1"); !exists(t, p) || !exists(t, object("w1")) || n == nil || n.Leaving() {
 		t.Error("the next machine's enrollment, Node or pod is gone")
@@ -385,7 +381,7 @@ func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
 	b, _ := replica(t)
-	enrol(t, a, claim(1), "a")
+	enroll(t, a, claim(1), "a")
 	remove(t, "w1")
 	seen(t, b, (*v1alpha1.AttestedNode).Leaving)
 	old := shared.Node(t, "w1")
@@ -398,15 +394,17 @@ func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 		membertest.Eventually(t, func() error {
 			return membertest.Want(b.cluster.Nodes.ByName("w1") == nil, "the enrollment is still there")
 		})
-		if err := enrol(t, b, next, "b").Vouch(t.Context(), issued); err != nil {
-			t.Error(err)
-		}
+		membertest.Eventually(t, func() error {
+			e, _ := b.access.entry("w1")
+			return membertest.Want(e.Revoked != nil, "the replica's view is old")
+		})
+		enroll(t, b, next, "b")
 	}}
-	if err := a.retire(t.Context(), old); err != nil {
+	if err := a.revoke(t.Context(), old); err != nil {
 		t.Error(err)
 	}
-	if now := shared.Listed(t); now["w1"] != next.Machine.String() || len(strings.Fields(now[enrolled.Key("w1")])) != 2 {
-		t.Errorf("listed %v", now)
+	if r := shared.Access(t).Entry("w1").Revoked; r == nil || !r.Allows(nodeaccess.ID(signed("b"))) {
+		t.Errorf("revoked: %+v", r)
 	}
 }
 
@@ -422,7 +420,7 @@ func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
 	b.current(t)
 	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.current(t)
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	if n := shared.Node(t, "w1"); !n.Retires() {
 		t.Errorf("with a ticket: %v", n.Finalizers)
 	}

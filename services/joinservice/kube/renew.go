@@ -15,7 +15,10 @@ import (
 )
 
 // Renewal is an enrollment whose machine may have new certificates, as it stood when that was decided.
-type Renewal struct{ enrolment *Enrolment }
+type Renewal struct {
+	kube *Kube
+	node *v1alpha1.AttestedNode
+}
 
 // Renewable says whether the claim, of which role and disk are ignored, is what the machine is enrolled as, and records
 // the verdict of now that the certificates will be given on (J7). The enrollment is read from the API, so that a ban or a name
@@ -61,12 +64,11 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 	}); err != nil {
 		return nil, err
 	}
-	// As if older certificates were retired: what the owner does meanwhile is looked for in any case.
-	return &Renewal{&Enrolment{kube: k, node: own, retired: true}}, nil
+	return &Renewal{kube: k, node: own}, nil
 }
 
-// Vouch says whether the machine may still have the certificate, which was signed meanwhile, and lists it if older ones of the node's name
-// are retired. Its errors are refusals.
-func (r *Renewal) Vouch(ctx context.Context, c *x509.Certificate) error {
-	return r.enrolment.Vouch(ctx, c)
+// Allow checks that the machine may still have the certificate, which was signed meanwhile, and lets it write where older ones of the node's name
+// are revoked (J4). Its errors are refusals.
+func (r *Renewal) Allow(ctx context.Context, c *x509.Certificate) error {
+	return r.kube.allow(ctx, r.node, c)
 }

@@ -58,14 +58,14 @@ func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 			shared.Reset(t)
 			k, _ := replica(t)
 			c := claim(1)
-			enrol(t, k, c, "a")
+			enroll(t, k, c, "a")
 			r, err := k.Renewable(t.Context(), c, ticket("b"))
 			if err != nil {
 				t.Fatal(err)
 			}
 			tt.meanwhile(t, shared.Node(t, c.Node))
 			got := attestv1.Reason_REASON_ACCEPTED
-			if err := r.Vouch(t.Context(), cert); err != nil {
+			if err := r.Allow(t.Context(), cert); err != nil {
 				got = attest.ReasonOf(err)
 			}
 			if got != tt.want {
@@ -95,7 +95,7 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	k, other := replicaOf(t), replicaOf(t)
 	c := claim(1)
 	c.Boot = Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
-	enrol(t, k, c, "a")
+	enroll(t, k, c, "a")
 	seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	between, later := c.Boot, c
 	between.Reset, later.Boot.Reset = 2, 3

@@ -10,17 +10,14 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -57,11 +54,10 @@ type SweepConfig struct {
 //
 //   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is deleted once the last
 //     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
-//   - so is one that was released, because its machine returned the ticket;
-//   - a retirement that has lapsed is taken away, since it keeps nobody out any more;
-//   - one whose ticket failed before it stood is deleted after 5 minutes;
-//   - an enrollment that the owner or an earlier version made gets the finalizer, so that its deletion retires its certificates;
-//   - a place in the list of who may write that no enrolment accounts for is taken away;
+//   - so is one that was released, because its machine returned the ticket, and one whose ticket failed, once every certificate that may
+//     have been issued for it has expired;
+//   - an enrollment that the owner or an earlier version made gets the finalizer, so that its removal revokes its certificates;
+//   - the list of who may not write is made to say what the enrollments say, without what has lapsed;
 //   - certificate requests that a ticket left behind are deleted.
 //
 // Every replica does it. Each change is a compare-and-swap, so one of them makes it, and tells.
@@ -71,10 +67,8 @@ type Sweeper struct {
 	vanished *prometheus.GaugeVec
 	refused  *prometheus.GaugeVec
 	cloned   prometheus.Gauge
-	// missing is since when a node has no Node, as far as we have looked; stray is what stood in the list
-	// without an enrolment the last time.
+	// missing is since when a node has no Node, as far as we have looked.
 	missing map[string]time.Time
-	stray   map[string]string
 }
 
 // NewSweeper returns a Sweeper, or says what is wrong with cfg.
@@ -90,7 +84,7 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 		return nil, fmt.Errorf("kube: enrolments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, k.life)
 	}
 	s := &Sweeper{
-		kube: k, cfg: cfg, missing: map[string]time.Time{}, stray: map[string]string{},
+		kube: k, cfg: cfg, missing: map[string]time.Time{},
 		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
 		refused:  prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_refused", Help: "Enrolled nodes, not banned, whose machine's last genuine evidence was refused, by reason."}, []string{"reason"}),
 		cloned:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_nodes_cloned", Help: "Enrolled nodes whose TPM a second machine has shown, until the owner has decided which is genuine."}),
@@ -152,31 +146,27 @@ func (s *Sweeper) pass(ctx context.Context) {
 			delete(s.missing, name)
 		}
 	}
-	s.settleStrays(ctx)
-	s.settleControlPlanes(ctx)
-	s.lapse(ctx)
+	s.settle(ctx)
 	s.discardRequests(ctx)
 }
 
-// lapse takes away retirements that have lapsed, since every certificate that they kept out has expired, and lets nodes file certificate requests again
+// settle makes the list of who may not write say what the enrollments say, without what has lapsed, and lets nodes file certificate requests again
 // whose requests have been deleted.
-func (s *Sweeper) lapse(ctx context.Context) {
+func (s *Sweeper) settle(ctx context.Context) {
 	k := s.kube
-	for key, text := range k.enrolled.all() {
-		if enrolled.IsNode(key) {
+	if err := k.settle(ctx, k.unsettled()...); err != nil {
+		k.log.ErrorContext(ctx, "which nodes may write to the API could not be changed; trying again", "err", err)
+	}
+	l := k.access.get()
+	if l == nil {
+		return
+	}
+	for _, node := range l.Nodes() {
+		if !l.Entry(node).Paused || len(k.requests.of(node)) > 2*maxRequests { // as many as stay at most
 			continue
 		}
-		if node, ok := enrolled.FilesTooMany(key); ok && len(k.requests.of(node)) <= 2*maxRequests { // as many as stay at most
-			if err := k.unlist(ctx, key, text); err != nil {
-				k.log.ErrorContext(ctx, "a node still files no certificate requests; trying again", "node", node, "err", err)
-			}
-			continue
-		}
-		if r, err := enrolled.ParseRetirement(text); err != nil || !r.Lapsed(k.now()) || ctx.Err() != nil {
-			continue
-		}
-		if err := k.unlist(ctx, key, text); err != nil { // that very one: the owner may have begun another
-			k.log.ErrorContext(ctx, "a retirement that has lapsed could not be taken away; trying again", "key", key, "err", err)
+		if err := k.setPaused(ctx, node, false); err != nil {
+			k.log.ErrorContext(ctx, "a node still files no certificate requests; trying again", "node", node, "err", err)
 		}
 	}
 }
@@ -204,7 +194,7 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 	k, now := s.kube, s.kube.now()
 	switch {
 	case k.vacant(n) && k.begun(n):
-		return "", s.drop(ctx, n, "its ticket failed before it stood")
+		return "", s.drop(ctx, n, "its ticket failed, and every certificate that was asked for with it has expired")
 	case k.vacant(n):
 		return "", s.drop(ctx, n, "its machine's certificates have expired since it was released")
 	case k.begun(n) || n.Status.ReleasedAt != nil:
@@ -298,7 +288,7 @@ func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	if s.cfg.ReleaseAfter == 0 || c == nil || c.Status != metav1.ConditionTrue || c.Reason == vanishedSilent {
 		return false
 	}
-	if n.Spec.Role != v1alpha1.RoleWorker || n.ShutOut() || !byTicket(n) || s.kube.nodes.has(n.Name) {
+	if n.Spec.Role != v1alpha1.RoleWorker || n.ShutOut() || !enrollment.ByTicket(n) || s.kube.nodes.has(n.Name) {
 		return false
 	}
 	since, last := c.LastTransitionTime.Time, lastSign(n)
@@ -318,7 +308,7 @@ func (s *Sweeper) drop(ctx context.Context, n *v1alpha1.AttestedNode, why string
 	}
 	s.kube.log.InfoContext(ctx, "an enrolment is deleted", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
 	s.kube.tell(ctx, n, eventNormal, "Deleted", why)
-	return s.kube.settle(ctx, n.Name, false)
+	return s.kube.settle(ctx, n.Name)
 }
 
 func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) error {
@@ -326,73 +316,6 @@ func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) err
 		Service: "joinservice", Event: event, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Detail: why,
 		Node: n.Name, Machine: n.Spec.MachineID, Role: string(n.Spec.Role), Disk: n.Spec.DiskID,
 	})
-}
-
-// settleStrays looks at what stands in the list otherwise than the enrolments say, twice in a row: the
-// views of a ticket on its way come one after the other.
-func (s *Sweeper) settleStrays(ctx context.Context) {
-	k := s.kube
-	stray, listed := map[string]string{}, k.enrolled.all()
-	for node, machine := range listed {
-		if !enrolled.IsNode(node) || machine == enrolled.Unattested { // the latter is the owner's word
-			continue
-		}
-		if n := k.cluster.Nodes.ByName(node); n == nil || n.Spec.MachineID != machine || struck(n) {
-			stray[node] = machine
-		}
-	}
-	for _, n := range k.cluster.Nodes.All() {
-		if certified(n) && !struck(n) && listed[n.Name] != n.Spec.MachineID {
-			stray[n.Name] = listed[n.Name]
-		}
-	}
-	for node, machine := range stray {
-		if was, again := s.stray[node]; !again || was != machine {
-			continue
-		}
-		if err := k.settle(ctx, node, false); err != nil {
-			k.log.ErrorContext(ctx, "who may write to the API could not be changed; trying again", "node", node, "err", err)
-		}
-	}
-	s.stray = stray
-}
-
-// settleControlPlanes lists control planes as such: the first machine, those that an earlier version enrolled, and those that were in the cluster before Muster. A ticket
-// does it for the others.
-func (s *Sweeper) settleControlPlanes(ctx context.Context) {
-	k := s.kube
-	change := changeNames(func(listed map[string]string, names map[string]bool) {
-		for name := range names {
-			if n := k.cluster.Nodes.ByName(name); listed[name] == "" || n != nil && n.Spec.MachineID == listed[name] && n.Spec.Role != v1alpha1.RoleControlPlane {
-				delete(names, name)
-			}
-		}
-		for name, machine := range listed {
-			if p := k.nodes.get(name); machine != enrolled.Unattested || p == (present{}) {
-				continue
-			} else if p.controlPlane {
-				names[name] = true
-			} else {
-				delete(names, name)
-			}
-		}
-		for _, n := range k.cluster.Nodes.All() {
-			if n.Spec.Role == v1alpha1.RoleControlPlane && listed[n.Name] == n.Spec.MachineID {
-				names[n.Name] = true
-			}
-		}
-	})
-	if _, same := change.apply(k.enrolled.all()); same {
-		return
-	}
-	m := &corev1.ConfigMap{}
-	err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: enrolled.ConfigMap, Namespace: clusterinfo.Namespace}, m)
-	if err == nil {
-		err = k.listControlPlanes(ctx, m, change)
-	}
-	if err != nil {
-		k.log.ErrorContext(ctx, "the list of control planes could not be changed; trying again", "err", err)
-	}
 }
 
 // discardRequests deletes requests that tickets left, because their replica ended or the API did not answer.

@@ -9,7 +9,6 @@ import (
 	"crypto/x509/pkix"
 	"encoding/json"
 	"encoding/pem"
-	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -28,8 +27,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/enrolled"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -95,7 +94,8 @@ func (b *broom) current(t *testing.T) {
 	membertest.Eventually(t, func() error {
 		live, view := shared.Node(t, "w1"), b.cluster.Nodes.ByName("w1")
 		same := live == nil && view == nil || live != nil && view != nil && live.ResourceVersion == view.ResourceVersion
-		return membertest.Want(same && b.enrolled.get("w1") == shared.Listed(t)["w1"], "the replica's view is old")
+		e, _ := b.access.entry("w1")
+		return membertest.Want(same && e.Equal(shared.Access(t).Entry("w1")), "the replica's view is old")
 	})
 }
 
@@ -182,7 +182,7 @@ func (b *broom) object(t *testing.T, there bool) {
 
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b := newBroom(t)
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
@@ -229,7 +229,7 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBroom(t)
-			enrol(t, b.Kube, claim(1), "a")
+			enroll(t, b.Kube, claim(1), "a")
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
 			b.clock.pass(24 * time.Hour)
@@ -270,7 +270,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			}
 			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may come at any time
 			b.vanished(t, "")
-			enrol(t, b.Kube, c, "a")
+			enroll(t, b.Kube, c, "a")
 			if role == v1alpha1.RoleControlPlane {
 				b.object(t, false)
 			}
@@ -287,7 +287,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 
 func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 	b := newBroom(t)
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.attests(t)
 	b.after(t, 61*time.Minute)
@@ -303,36 +303,27 @@ func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 	b.event(t, "Present")
 }
 
-// A replica that ended between its two writes leaves an enrolment without a ticket, so without certificates.
-func TestAnEnrolmentWithoutATicketIsDeleted(t *testing.T) {
+// A replica that ended between its two writes leaves an enrollment without a ticket. Certificates may have been signed for it.
+func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
 	b := newBroom(t)
-	half(t, b.Kube, claim(1), "a")
-	b.after(t, 4*time.Minute)
+	half(t, b.Kube, claim(1))
+	b.after(t, DefaultCertificateLife)
 	if shared.Node(t, "w1") == nil {
-		t.Fatal("deleted too early")
+		t.Fatal("deleted while a certificate may be valid")
 	}
-	w2 := claim(1)
-	w2.Node = "w2"
-	if err := b.Check(t.Context(), w2); err == nil {
-		t.Error("its machine could have another name while the ticket may be on its way")
-	}
-	b.clock.pass(2 * time.Minute)
-	if err := errors.Join(b.Check(t.Context(), w2), b.Check(t.Context(), claim(2))); err != nil {
-		t.Errorf("it keeps name and machine from others: %v", err)
-	}
-	b.after(t, 0)
+	b.after(t, holdMargin+time.Minute)
 	gone(t)
 }
 
 // A backup has no status. A restored enrolment of a node is still that node's.
 func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
 	b := newBroom(t)
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
 	b.after(t, 24*time.Hour)
 	b.after(t, time.Minute)
-	if shared.Node(t, "w1") == nil || shared.Listed(t)["w1"] == "" {
+	if shared.Node(t, "w1") == nil || suspended(t, "w1") {
 		t.Error("it is gone")
 	}
 	if _, err := b.Reattest(t.Context(), claim(1).Machine, claim(1).Boot, ticket("")); err != nil {
@@ -340,23 +331,18 @@ func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
 	}
 }
 
-func TestAPlaceInTheListWithoutAnEnrolmentIsTakenAway(t *testing.T) {
+// A name whose enrollment somebody has removed by hand, with the finalizer, stays shut out until its certificates have expired (J4).
+func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
 	b := newBroom(t)
-	setListed(t, "w1", claim(1).Machine.String())
-	b.after(t, 0)
-	if shared.Listed(t)["w1"] == "" {
-		t.Error("struck at first sight: its enrolment may be on its way")
+	suspend(t, "w1", true)
+	membertest.Eventually(t, func() error {
+		e := shared.Access(t).Entry("w1")
+		return membertest.Want(!e.Suspended && e.Revoked != nil && len(e.Revoked.Allowed) == 0, "the list says %+v", e)
+	})
+	b.after(t, DefaultCertificateLife+time.Hour)
+	if e := shared.Access(t).Entry("w1"); !e.Equal(nodeaccess.Entry{}) {
+		t.Errorf("once they have, the list says %+v", e)
 	}
-	b.after(t, time.Minute)
-	gone(t)
-	enrol(t, b.Kube, claim(1), "a")
-	b.current(t)
-	if err := b.strike(t.Context(), "w1", claim(1).Machine.String()); err != nil {
-		t.Fatal(err)
-	}
-	b.after(t, 0)
-	b.after(t, time.Minute)
-	stays(t, "a")
 }
 
 func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
@@ -416,7 +402,7 @@ func TestOneOfTwoSweepersActs(t *testing.T) {
 	if other.Sweeper, err = other.NewSweeper(SweepConfig{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Audit: b.cfg.Audit, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Fatal(err)
 	}
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	for range 60 {
 		b.clock.pass(time.Hour)
 		b.current(t)
@@ -459,7 +445,7 @@ func request(t *testing.T) []byte {
 func TestNoEnrolmentEndsWhileACertificateCanLive(t *testing.T) {
 	b := newBroom(t)
 	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
-	enrol(t, b.Kube, claim(1), "a")
+	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
 	b.attests(t)
@@ -480,19 +466,15 @@ func TestNoEnrolmentEndsWhileACertificateCanLive(t *testing.T) {
 }
 
 // What keeps out certificates that have expired is of no use any more.
-func TestARetirementThatHasLapsedGoes(t *testing.T) {
+func TestARevocationThatHasLapsedGoes(t *testing.T) {
 	b := newBroom(t)
-	setListed(t, enrolled.Key("w1"), enrolled.Retire(b.clock.now()).String())
-	membertest.Eventually(t, func() error {
-		_, there := b.enrolled.retirement("w1")
-		return membertest.Want(there, "the replica has not seen it")
-	})
+	shared.SetAccess(t, "w1", revoked)
 	b.after(t, 24*time.Hour)
-	if _, there := shared.Listed(t)[enrolled.Key("w1")]; !there {
-		t.Fatal("it went while certificates may live")
+	if shared.Access(t).Entry("w1").Revoked == nil {
+		t.Fatal("it went while certificates may be valid")
 	}
 	b.after(t, 30*time.Minute)
-	if r, there := shared.Listed(t)[enrolled.Key("w1")]; there {
-		t.Errorf("%s is left", r)
+	if r := shared.Access(t).Entry("w1").Revoked; r != nil {
+		t.Errorf("%+v is left", r)
 	}
 }

@@ -75,7 +75,7 @@ func tokenObject(id string) *corev1.Secret {
 // DropToken deletes a ticket's token, if it is there. It goes on when ctx has ended; what fails is in the log, since the
 // token ends by itself.
 func (k *Kube) DropToken(ctx context.Context, ticket string) {
-	ctx, cancel := undo(ctx)
+	ctx, cancel := outlive(ctx)
 	defer cancel()
 	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, tokenObject(tokenID(ticket)))); err != nil {
 		k.log.WarnContext(ctx, "a ticket's token could not be deleted; it ends by itself", "ticket", ticket, "within", jointoken.Life.String(), "err", err)

@@ -55,18 +55,18 @@ priorityClassName: system-node-critical
 {{- end }}
 
 {{/*
-UID of the ConfigMap muster-enrolled. What the chart can't do without is looked up before helm writes anything: without the list no
+UID of the ConfigMap muster-node-access. What the chart can't do without is looked up before helm writes anything: without the list no
 node could write, without the other two no pod would get ready. Without a cluster a lookup finds nothing, not even kube-system.
 */}}
-{{- define "muster.enrolledUID" -}}
+{{- define "muster.nodeAccessUID" -}}
 {{- if lookup "v1" "Namespace" "" "kube-system" -}}
-{{- range list (list "ConfigMap" "muster-enrolled") (list "ConfigMap" "muster-cluster") (list "Secret" "muster-kms-root") -}}
+{{- range list (list "ConfigMap" "muster-node-access") (list "ConfigMap" "muster-cluster") (list "Secret" "muster-kms-root") -}}
 {{- if not (lookup "v1" (first .) $.Release.Namespace (last .)) -}}
 {{- fail (printf "the %s %s/%s is not there, and nothing was changed. `muster init` makes it in a new cluster, `muster install` in one that is there, before either installs this chart: see docs/install.md. If it was there and is lost, see docs/operate.md." (first .) $.Release.Namespace (last .)) -}}
 {{- end -}}
 {{- end -}}
-{{- (lookup "v1" "ConfigMap" .Release.Namespace "muster-enrolled").metadata.uid | quote -}}
+{{- (lookup "v1" "ConfigMap" .Release.Namespace "muster-node-access").metadata.uid | quote -}}
 {{- else -}}
-{{- required (printf "rendered without a cluster, so enrolled.uid has to say the UID of the ConfigMap muster-enrolled: kubectl -n %s get configmap muster-enrolled -o jsonpath={.metadata.uid}" .Release.Namespace) (.Values.enrolled).uid | quote -}}
+{{- required (printf "rendered without a cluster, so nodeAccess.uid has to say the UID of the ConfigMap muster-node-access: kubectl -n %s get configmap muster-node-access -o jsonpath={.metadata.uid}" .Release.Namespace) (.Values.nodeAccess).uid | quote -}}
 {{- end -}}
 {{- end }}

@@ -2,7 +2,9 @@ package kube
 
 import (
 	"context"
+	"crypto/x509"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -14,7 +16,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/enrolled"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -83,7 +86,7 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 		if c.Role == v1alpha1.RoleControlPlane {
 			return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "control planes are enrolled by the owner: `muster enroll %s --role control-plane --machine-id %s`", c.Node, c.Machine)
 		}
-		if k.enrolled.get(c.Node) == enrolled.Unattested { // J4: certificates that nobody attested for write under it
+		if e, _ := k.access.entry(c.Node); e.Unattested { // J4: certificates that nobody attested for write under it
 			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "%q was a node before Muster was here, and its certificates live on; `muster forget %s` retires them", c.Node, c.Node)
 		}
 		if k.nodes.has(c.Node) {
@@ -140,13 +143,6 @@ func (k *Kube) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.
 		}
 	}
 	return out
-}
-
-// setAddresses gives an enrollment the addresses that it has next; those that it gives up are kept from others for as long as
-// certificates for them live (J4).
-func (k *Kube) setAddresses(n *v1alpha1.AttestedNode, next []string) {
-	cluster.SetFormer(n, k.givenUp(n, next), k.now())
-	n.Spec.Addresses = slices.Clone(next)
 }
 
 // checkShutOut refuses everything to the machine of an enrollment that is banned or being deleted. From its deletion on it does not
@@ -212,43 +208,55 @@ func (k *Kube) settledAddresses(node string) bool {
 	return n != nil && !k.vacant(n) && len(n.Spec.Addresses) > 0
 }
 
-// Enrolment is a claim that was written, and can be taken back.
-type Enrolment struct {
-	kube    *Kube
-	node    *v1alpha1.AttestedNode
-	created bool
-	claim   v1alpha1.AttestedNodeSpec
-	before  *v1alpha1.AttestedNodeSpec // of an enrolment that was changed; nil: it was not
-	stood   string                     // the ticket that stood before ours was written, if any
-	ticket  string
-	// filed is whether certificates were asked for with it; see File.
-	filed bool
-	// counted is whether our ticket was written into the status for certain, replaced what was there.
-	counted  bool
-	replaced v1alpha1.AttestedNodeStatus
-	retired  bool // older certificates of the name are
+// Enrollment is a claim that was written.
+//
+// A ticket that fails after that takes nothing back: its machine was accepted, gets the same name and disk at its next attempt, and could have
+// held them by succeeding. What never becomes a node is removed by rule, see [Kube.vacant].
+type Enrollment struct {
+	kube *Kube
+	node *v1alpha1.AttestedNode
+	// before is what the claim changed; nil: it made the enrollment, or changed nothing.
+	before *v1alpha1.AttestedNode
+	wrote  bool
 }
 
-// Enrol writes the claim and its status, which names the ticket, and lists the node among those that may
-// write. What it wrote is undone if it fails. Its errors are refusals.
-func (k *Kube) Enrol(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Enrolment, error) {
-	if status.Ticket == nil {
-		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "an enrolment without a ticket")
-	}
+// Enroll writes the claim. If another machine claims the same machine ID, TPM, disk or address at the same time, at least the later one of the
+// two gives up. Its errors are refusals.
+func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 	e, err := k.write(ctx, c)
-	if err != nil {
-		return nil, err
+	if err != nil || !e.wrote {
+		return e, err
 	}
-	e.ticket = status.Ticket.ID
-	if err := e.finish(ctx, c, status); err != nil {
-		e.Undo(ctx)
+	if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
+		return nil, unavailable("enroll", err)
+	}
+	if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil { // J2, J4, A8: see the package's comment
+		e.giveUp(ctx)
 		return nil, err
 	}
 	return e, nil
 }
 
+// giveUp removes the enrollment that lost a race for a value that must be unique, or gives it back what it had. Nothing was issued for it yet. If somebody has changed
+// it meanwhile, or the API server does not answer, it stays: another machine can't get the value before the owner has decided.
+func (e *Enrollment) giveUp(ctx context.Context) {
+	ctx, cancel := outlive(ctx)
+	defer cancel()
+	k, err := e.kube, error(nil)
+	if e.before == nil {
+		err = k.delete(ctx, e.node)
+	} else {
+		n := e.node.DeepCopy()
+		n.Spec, n.Annotations = *e.before.Spec.DeepCopy(), maps.Clone(e.before.Annotations)
+		err = k.cluster.Client.Update(ctx, n)
+	}
+	if err != nil {
+		k.log.ErrorContext(ctx, "two machines claim the same, and the claim of one could not be taken back: `muster forget` one of them", "node", e.node.Name, "machine", e.node.Spec.MachineID, "err", err)
+	}
+}
+
 // write creates or changes the AttestedNode by compare-and-swap.
-func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
+func (k *Kube) write(ctx context.Context, c Claim) (*Enrollment, error) {
 	own := k.cluster.Nodes.ByName(c.Node)
 	for range writeAttempts {
 		if err := k.check(c, own); err != nil {
@@ -261,7 +269,7 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
 		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) && !apierrors.IsNotFound(err) {
 			return nil, unavailable("write AttestedNode "+c.Node, err)
 		}
-		// Somebody was faster: look at what is really there, and judge again.
+		// Somebody was faster: look at what is really there, and decide again.
 		own = &v1alpha1.AttestedNode{}
 		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
 			own = nil
@@ -272,45 +280,41 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrolment, error) {
 	return nil, unavailable("write AttestedNode "+c.Node, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
-func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrolment, error) {
-	if k.vacant(own) { // a name's machine does not change, so this is another enrolment
+func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrollment, error) {
+	if k.vacant(own) { // a name's machine does not change, so this is another enrollment
 		if err := k.delete(ctx, own); err != nil {
 			return nil, err
 		}
 		own = nil
 	}
 	if own == nil {
-		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: c.Node, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: c.spec()}
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{
+			Name: c.Node, Finalizers: []string{v1alpha1.RetireCertificates},
+			Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true", v1alpha1.AttestationKey: c.AK},
+		}, Spec: c.spec()}
 		if err := k.cluster.Client.Create(ctx, n); err != nil {
 			return nil, err
 		}
-		return &Enrolment{kube: k, node: n, created: true, claim: c.spec()}, nil
+		return &Enrollment{kube: k, node: n, wrote: true}, nil
 	}
-	e := &Enrolment{kube: k, node: own.DeepCopy(), claim: c.spec(), stood: ticketOf(own)}
-	e.node.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
-	// J4: addresses that the machine has, and does not ask for any more, stay its own until the ticket is out. If another
-	// machine could get one, a ticket that fails could not give it back.
-	for _, a := range own.Spec.Addresses {
-		if len(e.node.Spec.Addresses) < maxAddresses && !slices.Contains(e.node.Spec.Addresses, a) {
-			e.node.Spec.Addresses = append(e.node.Spec.Addresses, a)
-		}
+	n := own.DeepCopy()
+	// J4: addresses that the machine does not ask for any more are kept from others for as long as its certificates for them live, and it can have them
+	// back at any time.
+	cluster.SetFormer(n, k.givenUp(own, c.spec().Addresses), k.now())
+	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
+	if n.Annotations[v1alpha1.AttestationKey] != c.AK {
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
 	}
-	if specEqual(e.node.Spec, own.Spec) {
-		return e, nil
+	if !n.Retires() { // J4: before any certificate is asked for, so that none outlives the enrollment without being revoked
+		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
 	}
-	if err := k.cluster.Client.Update(ctx, e.node); err != nil {
+	if specEqual(n.Spec, own.Spec) && maps.Equal(n.Annotations, own.Annotations) && slices.Equal(n.Finalizers, own.Finalizers) {
+		return &Enrollment{kube: k, node: n}, nil
+	}
+	if err := k.cluster.Client.Update(ctx, n); err != nil {
 		return nil, err
 	}
-	e.before = own.Spec.DeepCopy()
-	return e, nil
-}
-
-// ticketOf gives the ID of the latest ticket that stands, or nothing.
-func ticketOf(n *v1alpha1.AttestedNode) string {
-	if n.Status.Ticket == nil {
-		return ""
-	}
-	return n.Status.Ticket.ID
+	return &Enrollment{kube: k, node: n, before: own, wrote: true}, nil
 }
 
 func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
@@ -318,73 +322,60 @@ func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 	return a.MachineID == b.MachineID && a.Role == b.Role && a.DiskID == b.DiskID && a.DiskMode == b.DiskMode && a.Banned == b.Banned && slices.Equal(x, y)
 }
 
-// Keep says that the ticket is out: addresses that its machine had before, and did not ask for any more, are anybody's once
-// its certificates for them have expired. If the API server does not answer they go with the machine's next ticket.
-func (e *Enrolment) Keep(ctx context.Context) {
-	if specEqual(e.node.Spec, e.claim) {
-		return
-	}
-	ctx, cancel := undo(ctx)
-	defer cancel()
-	k, n := e.kube, &v1alpha1.AttestedNode{}
-	err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(e.node), n)
-	if err == nil && n.UID == e.node.UID && ticketOf(n) == e.ticket && specEqual(n.Spec, e.node.Spec) { // else another ticket sees to it
-		k.setAddresses(n, e.claim.Addresses)
-		n.Spec = *e.claim.DeepCopy()
-		err = k.cluster.Client.Update(ctx, n)
-	}
-	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
-		k.log.WarnContext(ctx, "a node's earlier addresses are still its own", "node", e.node.Name, "err", err)
-	}
-}
-
-func (e *Enrolment) finish(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) error {
+// Record writes down the ticket and what it is given for, by compare-and-swap, before anything of it leaves: of a machine and its copy, the second finds what the first has
+// written (J11). certificate is the node's client certificate: where older ones of the name are revoked, it may write (J4). Its errors are refusals; a ban or a
+// removal since [Kube.Enroll] makes it fail.
+func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, certificate *x509.Certificate) error {
 	k := e.kube
-	if e.created || e.before != nil {
-		if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
-			return unavailable("enrol", err)
-		}
-		if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil { // J2, J4: see the package's comment
-			return err
-		}
+	if status.Ticket == nil {
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "an enrollment without a ticket")
 	}
 	if err := k.writeStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) error {
-		e.replaced = *s.DeepCopy()
-		if err := c.Boot.record(e.node, s, true); err != nil { // J11: long before the key leaves
+		if err := c.Boot.record(e.node, s, true); err != nil {
 			return err
 		}
-		t := status.Ticket.DeepCopy()
-		t.Standing, t.Enrolled, t.Reclaims = standing(s.Ticket)+1, byTicket(e.node), s.ReleasedAt
-		if s.Ticket != nil && t.Reclaims == nil {
-			t.Reclaims = s.Ticket.Reclaims
-		}
-		s.Ticket, s.ReleasedAt = t, nil
+		s.Ticket, s.ReleasedAt = status.Ticket.DeepCopy(), nil
+		s.Ticket.CertificateID = nodeaccess.ID(certificate)
 		judged(s, status)
 		return nil
 	}); err != nil {
 		return err
 	}
-	e.counted = true
-	if err := k.mark(ctx, e.node); err != nil { // J4
-		return err
+	if !k.needsAccess(e.node.Name, e.node) {
+		return nil // if that is an old view, the Enforcer sees to it
 	}
-	if e.replaced.AKName != status.AKName { // A8: two replicas may have looked before either wrote
-		if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
-			return unavailable("enrol", err)
-		}
-		if err := k.checkTPM(c); err != nil {
+	return k.settle(ctx, e.node.Name)
+}
+
+// vacant says whether an enrollment that a ticket made holds nothing any more: nothing came of it for so long that every certificate which may have been
+// issued for it has expired. Then its name is anybody's (J4), and [Sweeper] removes it. The disk is not, once it was claimed (J2). A ban stays, and a
+// removal is not over before the certificates are revoked.
+func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
+	if n == nil || n.ShutOut() || !enrollment.ByTicket(n) {
+		return false
+	}
+	held := k.life + holdMargin
+	if n.Status.ReleasedAt != nil {
+		return k.now().Sub(n.Status.ReleasedAt.Time) > held
+	}
+	return k.begun(n) && k.now().Sub(n.CreationTimestamp.Time) > held
+}
+
+// begun says whether a ticket made the enrollment and was not issued. Either it is being made, or it failed. The enrollment of a node that was
+// restored from a backup without its status is none.
+func (k *Kube) begun(n *v1alpha1.AttestedNode) bool {
+	return enrollment.ByTicket(n) && n.Status.Ticket == nil && n.Status.ReleasedAt == nil && !k.nodes.has(n.Name)
+}
+
+// delete removes that very state of n and no later one. It is for enrollments of which no certificate lives, so there is nothing
+// to revoke. If it is cut off in the middle, the finalizer is missing: the next ticket or sweep puts it back.
+func (k *Kube) delete(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	n = n.DeepCopy()
+	if n.Retires() {
+		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+		if err := k.cluster.Client.Update(ctx, n); err != nil {
 			return err
 		}
 	}
-	// Where no ticket stood before, our view of the list may be from before the node was struck.
-	if e.replaced.Ticket != nil && k.enrolled.get(c.Node) == c.Machine.String() {
-		_, e.retired = k.enrolled.retirement(c.Node)
-		return nil
-	}
-	list, err := k.list(ctx, c.Node, c.Machine.String(), e.node.Spec.Role)
-	if err != nil {
-		return err
-	}
-	_, e.retired = list.Data[enrolled.Key(c.Node)]
-	return nil
+	return k.cluster.Client.Delete(ctx, n, client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
 }

@@ -1,0 +1,136 @@
+// Package enrollment holds the transitions of an enrollment that both joinservice and the owner's program make: who may write to the API
+// as a node follows from the AttestedNodes here, once.
+package enrollment
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
+)
+
+// ByTicket reports whether a join ticket made the enrollment, and not the owner.
+func ByTicket(n *v1alpha1.AttestedNode) bool { return n.Annotations[v1alpha1.EnrolledByTicket] != "" }
+
+// Suspended reports whether the machine of the enrollment may write nothing: it is banned or removed, or has returned its ticket.
+func Suspended(n *v1alpha1.AttestedNode) bool { return n.ShutOut() || n.Status.ReleasedAt != nil }
+
+// Certified reports whether a machine has been given certificates of the node: by a ticket, or as the first machine of a cluster.
+func Certified(n *v1alpha1.AttestedNode) bool {
+	v := n.Status.LastVerdict
+	return n.Status.Ticket != nil || n.Status.Certificates != nil || v != nil && v.Accepted
+}
+
+// Present is what is known of the Node of a name.
+type Present struct {
+	// Is says that there is a Node, ControlPlane that it has the label of control planes, which no kubelet can set.
+	Is, ControlPlane bool
+}
+
+// Access returns the entry that a name must have: have is the entry now, n its AttestedNode (nil: it has none), members whether the list is of
+// members only. It is called again after each change of any of them, and of two calls with the same arguments the second changes nothing.
+func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, members bool, now time.Time) nodeaccess.Entry {
+	next := have
+	if n == nil {
+		if have.Suspended { // J4: somebody removed the enrollment without a revocation
+			next = have.Revoke(now)
+		}
+		next.Suspended = false
+		next.ControlPlane = have.Unattested && node.Is && node.ControlPlane
+		next.Member = members && have.Unattested
+	} else {
+		next.Suspended = Suspended(n)
+		next.ControlPlane = !next.Suspended && (n.Spec.Role == v1alpha1.RoleControlPlane && Certified(n) || have.Unattested && node.Is && node.ControlPlane)
+		next.Member = members && !n.ShutOut() && (have.Member || Certified(n))
+		if t := n.Status.Ticket; t != nil && t.CertificateID != "" && !n.ShutOut() {
+			if have.Unattested { // J4: the name is an attested machine's from now on
+				next = have.Revoke(now)
+				next.Suspended, next.Member = Suspended(n), members
+				next.ControlPlane = !next.Suspended && n.Spec.Role == v1alpha1.RoleControlPlane
+			}
+			next = next.Allow(t.CertificateID)
+		}
+	}
+	if next.Revoked != nil && next.Revoked.Lapsed(now) {
+		next.Revoked = nil
+	}
+	return next
+}
+
+// conflicts is how often a lost compare-and-swap on the list is tried again: every replica and the owner write one object.
+var conflicts = wait.Backoff{Steps: 12, Duration: 10 * time.Millisecond, Factor: 1.6, Jitter: 0.5, Cap: time.Second}
+
+// Key is where the list is.
+func Key() client.ObjectKey {
+	return client.ObjectKey{Namespace: clusterinfo.Namespace, Name: nodeaccess.ConfigMap}
+}
+
+// Change reads the list, has change edit it, and writes it by compare-and-swap; a lost one begins anew. What change reads from the API itself is
+// read after the list: if it decides on something that somebody changes meanwhile, their own change of the list comes later, or makes
+// this one fail. It returns the ConfigMap as it is then. A missing list is an error that [apierrors.IsNotFound] knows.
+func Change(ctx context.Context, c client.Client, change func(context.Context, *nodeaccess.List) error) (*corev1.ConfigMap, error) {
+	backoff := conflicts
+	for {
+		m, err := changeOnce(ctx, c, change)
+		if err == nil {
+			return m, nil
+		}
+		if !apierrors.IsConflict(err) || backoff.Steps == 0 {
+			return nil, fmt.Errorf("ConfigMap %s: %w", nodeaccess.ConfigMap, err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("ConfigMap %s: %w: %w", nodeaccess.ConfigMap, context.Cause(ctx), err)
+		case <-time.After(backoff.Step()):
+		}
+	}
+}
+
+func changeOnce(ctx context.Context, c client.Client, change func(context.Context, *nodeaccess.List) error) (*corev1.ConfigMap, error) {
+	m := &corev1.ConfigMap{}
+	if err := c.Get(ctx, Key(), m); err != nil {
+		return nil, err
+	}
+	list, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		return nil, err
+	}
+	if err := change(ctx, list); err != nil {
+		return nil, err
+	}
+	data, err := list.Data()
+	if err != nil || maps.Equal(data, m.Data) {
+		return m, err
+	}
+	m.Data = data
+	return m, c.Update(ctx, m)
+}
+
+// Reconcile makes the list say of nodes what their AttestedNodes say, which it reads after the list (J4). present says which Nodes there are. It returns the
+// list as it is then.
+func Reconcile(ctx context.Context, c client.Client, present func(string) Present, now time.Time, nodes ...string) (*nodeaccess.List, error) {
+	var out *nodeaccess.List
+	_, err := Change(ctx, c, func(ctx context.Context, l *nodeaccess.List) error {
+		for _, name := range nodes {
+			n := &v1alpha1.AttestedNode{}
+			if err := c.Get(ctx, client.ObjectKey{Name: name}, n); apierrors.IsNotFound(err) {
+				n = nil
+			} else if err != nil {
+				return fmt.Errorf("read AttestedNode %s: %w", name, err)
+			}
+			l.Set(name, Access(l.Entry(name), n, present(name), l.MembersOnly, now))
+		}
+		out = l
+		return nil
+	})
+	return out, err
+}

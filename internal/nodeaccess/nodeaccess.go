@@ -1,0 +1,242 @@
+// Package nodeaccess reads and writes the ConfigMap muster-node-access: the nodes that may not write to the Kubernetes API, or only with
+// some of their certificates.
+//
+// Every certificate of a node was issued by joinservice (J5), so a node needs an entry only while that is not enough: its machine is
+// banned, its ticket was returned, or its name was taken from the machine while certificates of it are still valid (J4). A cluster where
+// none of that has happened has an empty list, and a join does not write it.
+//
+// The admission policies of the chart read the ConfigMap for every write of every node. The API server converts a ConfigMap at each
+// evaluation at a cost that grows with the number of its keys, and not with their length. So each kind of entry is one key, and its
+// value one line of text for each node. docs/performance.md has the measurements.
+package nodeaccess
+
+import (
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/hex"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+)
+
+// ConfigMap is its name, in the namespace of Muster's services.
+const ConfigMap = "muster-node-access"
+
+// The keys of the ConfigMap. Each value is a list of lines with a line feed before the first and after the last one; a line begins with the
+// name of a node. The expressions of the admission policies look for "\nNAME\n" or "\nNAME ".
+const (
+	// KeySuspended lists nodes that may write nothing.
+	KeySuspended = "suspended"
+	// KeyRevoked lists nodes whose older certificates may write nothing: NAME TIME [CREDENTIAL-ID...]. Until that time (RFC 3339), only the
+	// certificates that follow may write.
+	KeyRevoked = "revoked-certificates"
+	// KeyControlPlanes lists control planes: they may show static pods in the API, and get pods of Muster's services.
+	KeyControlPlanes = "control-planes"
+	// KeyUnattested lists nodes that were in the cluster before Muster and go on without attestation.
+	KeyUnattested = "unattested"
+	// KeyMembers lists the nodes that may write, in a cluster whose certificate authority has issued certificates of nodes before Muster was
+	// there; elsewhere the key is missing. In such a cluster a join writes the ConfigMap.
+	KeyMembers = "members"
+	// KeyPaused lists nodes that file certificate requests faster than joinservice deletes them: admission takes none of them for now.
+	KeyPaused = "requests-paused"
+)
+
+const (
+	// CredentialID is where a user's extra information names the certificate that it authenticated with
+	// (Kubernetes' authentication.kubernetes.io/credential-id).
+	CredentialID = "authentication.kubernetes.io/credential-id"
+	// CertificateLife is the longest life of a node's certificate that joinservice issues.
+	CertificateLife = 24 * time.Hour
+	// ForeignLife is the longest life of a certificate that a cluster issued before Muster was there, with kubeadm's defaults that of the
+	// cluster's certificate authority.
+	ForeignLife = 10 * 366 * 24 * time.Hour
+	// margin covers clocks that differ, and a signer that is signing at the moment of a revocation.
+	margin = 15 * time.Minute
+	// maxCertificates bounds the certificates of one line: a machine that joins again and again needs its latest ones only.
+	maxCertificates = 8
+	// maxSize is the largest list, in bytes. Kubernetes takes 1 MiB for a ConfigMap; suspensions may use what is above, so that a ban can
+	// always be written.
+	maxSize, maxSizeSuspended = 900 << 10, 1000 << 10
+)
+
+// Revocation is what is left of the access of a name's previous certificates: none, but those listed.
+type Revocation struct {
+	// Until is when every certificate that is not listed has expired.
+	Until time.Time
+	// Allowed are credential IDs, as [ID] returns them.
+	Allowed []string
+}
+
+// Lapsed reports whether every certificate that the revocation is about has expired.
+func (r *Revocation) Lapsed(now time.Time) bool { return now.After(r.Until) }
+
+// Allows reports whether one of the credential IDs is listed.
+func (r *Revocation) Allows(ids ...string) bool {
+	return slices.ContainsFunc(ids, func(id string) bool { return slices.Contains(r.Allowed, id) })
+}
+
+// Entry is all that the list says of one node. The zero value is that of a node that may write.
+type Entry struct {
+	Suspended, ControlPlane, Unattested, Member, Paused bool
+	// Revoked is nil unless older certificates of the name are revoked.
+	Revoked *Revocation
+}
+
+// Equal reports whether two entries say the same.
+func (e Entry) Equal(o Entry) bool {
+	a, b := e, o
+	a.Revoked, b.Revoked = nil, nil
+	if a != b || (e.Revoked == nil) != (o.Revoked == nil) {
+		return false
+	}
+	return e.Revoked == nil || e.Revoked.Until.Equal(o.Revoked.Until) && slices.Equal(e.Revoked.Allowed, o.Revoked.Allowed)
+}
+
+// Revoke returns the entry of a name that was taken from its machine at that time: no certificate of before writes under it (J4). What was
+// revoked for longer stays so.
+func (e Entry) Revoke(now time.Time) Entry {
+	life := CertificateLife
+	if e.Unattested {
+		life = ForeignLife
+	}
+	until := now.Add(life + margin).UTC().Truncate(time.Second)
+	if e.Revoked != nil && e.Revoked.Until.After(until) && e.Revoked.Until.Before(now.Add(2*ForeignLife)) {
+		until = e.Revoked.Until
+	}
+	return Entry{Revoked: &Revocation{Until: until}, Suspended: e.Suspended}
+}
+
+// Allow returns the entry with a certificate that may write although older ones of the name are revoked; the oldest gives way if there are
+// too many. An entry without a revocation is returned as it is.
+func (e Entry) Allow(id string) Entry {
+	if e.Revoked == nil || e.Revoked.Allows(id) {
+		return e
+	}
+	all := append(slices.Clone(e.Revoked.Allowed), id)
+	e.Revoked = &Revocation{Until: e.Revoked.Until, Allowed: all[max(0, len(all)-maxCertificates):]}
+	return e
+}
+
+// List is the content of the ConfigMap.
+type List struct {
+	entries map[string]Entry
+	// MembersOnly says that only members may write; see [KeyMembers].
+	MembersOnly bool
+}
+
+// New returns the list of a new cluster. foreign says that its certificate authority has issued certificates of nodes before Muster was
+// there.
+func New(foreign bool) *List { return &List{entries: map[string]Entry{}, MembersOnly: foreign} }
+
+// Entry returns what the list says of a node.
+func (l *List) Entry(node string) Entry { return l.entries[node] }
+
+// Set replaces what the list says of a node.
+func (l *List) Set(node string, e Entry) {
+	if e.Equal(Entry{}) {
+		delete(l.entries, node)
+		return
+	}
+	l.entries[node] = e
+}
+
+// Nodes returns the names that have an entry, sorted.
+func (l *List) Nodes() []string { return slices.Sorted(maps.Keys(l.entries)) }
+
+// Clone returns a copy that can be changed by itself.
+func (l *List) Clone() *List {
+	return &List{entries: maps.Clone(l.entries), MembersOnly: l.MembersOnly} // entries and revocations are replaced, never changed
+}
+
+// Parse reads the data of the ConfigMap. An error names the key and the line.
+func Parse(data map[string]string) (*List, error) {
+	_, members := data[KeyMembers]
+	l := New(members)
+	for _, kind := range flags {
+		for i, line := range lines(data[kind.key]) {
+			if strings.Contains(line, " ") {
+				return nil, fmt.Errorf("ConfigMap %s: key %s, line %d: a name has no space", ConfigMap, kind.key, i+1)
+			}
+			e := l.entries[line]
+			*kind.of(&e) = true
+			l.entries[line] = e
+		}
+	}
+	for i, line := range lines(data[KeyRevoked]) {
+		words := strings.Fields(line)
+		if len(words) < 2 {
+			return nil, fmt.Errorf("ConfigMap %s: key %s, line %d: want a name and a time", ConfigMap, KeyRevoked, i+1)
+		}
+		until, err := time.Parse(time.RFC3339, words[1])
+		if err != nil {
+			return nil, fmt.Errorf("ConfigMap %s: key %s, line %d: %w", ConfigMap, KeyRevoked, i+1, err)
+		}
+		e := l.entries[words[0]]
+		e.Revoked = &Revocation{Until: until, Allowed: words[2:]}
+		l.entries[words[0]] = e
+	}
+	return l, nil
+}
+
+// flags are the keys whose lines are names alone.
+var flags = []struct {
+	key string
+	of  func(*Entry) *bool
+}{
+	{KeySuspended, func(e *Entry) *bool { return &e.Suspended }},
+	{KeyControlPlanes, func(e *Entry) *bool { return &e.ControlPlane }},
+	{KeyUnattested, func(e *Entry) *bool { return &e.Unattested }},
+	{KeyMembers, func(e *Entry) *bool { return &e.Member }},
+	{KeyPaused, func(e *Entry) *bool { return &e.Paused }},
+}
+
+func lines(value string) []string {
+	return slices.DeleteFunc(strings.Split(value, "\n"), func(s string) bool { return strings.TrimSpace(s) == "" })
+}
+
+// Data returns the data of the ConfigMap. It returns an error if the list is too large; then nothing may be written until entries have
+// lapsed.
+func (l *List) Data() (map[string]string, error) {
+	data, all, suspended := map[string]string{}, 0, 0
+	put := func(key string, text []string) {
+		if len(text) == 0 && (key != KeyMembers || !l.MembersOnly) {
+			return
+		}
+		value := "\n" + strings.Join(append(text, ""), "\n")
+		data[key] = value
+		all += len(value)
+		if key == KeySuspended {
+			suspended = len(value)
+		}
+	}
+	names := l.Nodes()
+	for _, kind := range flags {
+		var text []string
+		for _, name := range names {
+			if e := l.entries[name]; *kind.of(&e) {
+				text = append(text, name)
+			}
+		}
+		put(kind.key, text)
+	}
+	var text []string
+	for _, name := range names {
+		if r := l.entries[name].Revoked; r != nil {
+			text = append(text, strings.Join(append([]string{name, r.Until.UTC().Format(time.RFC3339)}, r.Allowed...), " "))
+		}
+	}
+	put(KeyRevoked, text)
+	if all-suspended > maxSize || all > maxSizeSuspended {
+		return nil, fmt.Errorf("ConfigMap %s: %d KiB are more than it has room for: %d nodes were removed or banned whose certificates are still valid. Removals go on when the oldest entries have lapsed",
+			ConfigMap, all>>10, len(l.entries))
+	}
+	return data, nil
+}
+
+// ID returns the credential ID that the API server gives to a client with that certificate.
+func ID(c *x509.Certificate) string {
+	sum := sha256.Sum256(c.Raw)
+	return "X509SHA256=" + hex.EncodeToString(sum[:])
+}

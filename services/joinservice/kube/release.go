@@ -1,0 +1,51 @@
+package kube
+
+import (
+	"context"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// returnWithin is how old a ticket may be that is returned: a machine that loses the race for its
+	// node lock knows at once.
+	returnWithin = 10 * time.Minute
+	// holdMargin is how much longer than its certificates a returned or failed ticket keeps what it enrolled: for
+	// clocks that differ, and a renewal that was under way.
+	holdMargin = 10 * time.Minute
+)
+
+// Withdraw marks the enrollment of a returned ticket as released. The machine must be the ticket's own
+// (J1), and no Node may have come of it; else TICKET_UNKNOWN.
+//
+// The ticket's certificate and disk key are out, whatever the machine says. So its node may not write
+// at once, but name and disk stay the machine's own until the certificate
+// has expired: else one machine could collect names and keys of disks (J2, J4).
+func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+	unknown := attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it is older than %s, or it was used", m, returnWithin)
+	for _, n := range k.cluster.Nodes.ByMachine(m) {
+		if t := n.Status.Ticket; t == nil || t.ID != ticket {
+			continue
+		}
+		n = n.DeepCopy()
+		if err := k.writeStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
+			if t := s.Ticket; t == nil || t.ID != ticket || k.nodes.has(n.Name) || k.now().Sub(t.IssuedAt.Time) > returnWithin {
+				return unknown
+			}
+			if err := checkShutOut(n); err != nil {
+				return err
+			}
+			s.Ticket, s.ReleasedAt = nil, new(metav1.NewTime(k.now()))
+			return nil
+		}); err != nil {
+			return n.Name, err
+		}
+		return n.Name, k.settle(ctx, n.Name)
+	}
+	return "", unknown
+}
