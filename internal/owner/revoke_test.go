@@ -40,7 +40,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 	}
 	clean() // another test's policy is not the folder's, and its control planes are not listed
 	t.Cleanup(clean)
-	list(t, map[string]string{})
+	access(t, nil)
 	ca := attesttest.NewCA(t)
 	cloned := attesttest.NewMachine(t, ca, attesttest.Options{})
 	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{cloned}))
