@@ -2,10 +2,12 @@ package kms
 
 import (
 	"context"
+	"crypto/sha256"
 	"slices"
 	"time"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
+	"k8s.io/apimachinery/pkg/util/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -15,15 +17,25 @@ import (
 const (
 	// reviewTimeout bounds one TokenReview.
 	reviewTimeout = 5 * time.Second
+	// reviewLife is how long an accepted token counts, as long as the API server itself remembers one.
+	reviewLife = 10 * time.Second
 	// retryAPI is what a caller is told to wait for the Kubernetes API.
 	retryAPI = 2 * time.Second
 	// nodeNameKey is where Kubernetes puts the node of a token's pod (KEP-4193).
 	nodeNameKey = "authentication.kubernetes.io/node-name"
 )
 
-// TokenReview asks the API server, which also knows whether the token's pod still exists.
+// TokenReview returns a function that asks the API server, which also knows whether the token's pod still exists. A token that was accepted is not asked for again
+// for [reviewLife]: a joinservice uses one for all machines that join in that time. Whether its machine is banned, kms looks at in each call.
 func TokenReview(c client.Client) func(context.Context, string) (Workload, error) {
+	accepted := cache.NewExpiring() // by SHA-256: no token stays in memory (K3)
 	return func(ctx context.Context, token string) (Workload, error) {
+		key := sha256.Sum256([]byte(token))
+		if w, ok := accepted.Get(key); ok {
+			if w, ok := w.(Workload); ok {
+				return w, nil
+			}
+		}
 		ctx, cancel := context.WithTimeout(ctx, reviewTimeout)
 		defer cancel()
 		r := &authenticationv1.TokenReview{Spec: authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{Audience}}}
@@ -37,6 +49,9 @@ func TokenReview(c client.Client) func(context.Context, string) (Workload, error
 		w := Workload{User: r.Status.User.Username}
 		if names := r.Status.User.Extra[nodeNameKey]; len(names) == 1 {
 			w.Node = names[0]
+		}
+		if w.User == Caller { // nobody else fills the memory
+			accepted.Set(key, w, reviewLife)
 		}
 		return w, nil
 	}

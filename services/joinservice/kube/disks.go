@@ -73,6 +73,9 @@ func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, er
 // SaltOf gives the salt of the machine's disk, or a new one if the disk is nobody's yet; [Kube.ClaimDisk] writes that down. Its
 // errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
 func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
+	if k.disks.of(c.Disk) == "" { // if that is an old view, ClaimDisk finds out
+		return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
+	}
 	salt, held, err := k.holdsDisk(ctx, c)
 	if held || err != nil {
 		return salt, err
