@@ -394,40 +394,34 @@ func (c *Client) changeEnrolment(ctx context.Context, p *Presence, change func(*
 // maxSkew is by how much the owner's clock may differ from the API server's before the latter counts.
 const maxSkew = 5 * time.Minute
 
-// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. That is by the API server's clock: its answer
-// has it, and where the owner's, which shows now, differs, a second write puts the time right.
+// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. That is by the API server's clock where the
+// owner's, which shows now, differs.
 func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
-	var before, ours nodeaccess.Entry // what was there, and what this wrote
-	write := func(now time.Time) (*corev1.ConfigMap, error) {
-		return enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
-			if have := l.Entry(node); ours.Revoked == nil || !have.Equal(ours) {
-				before = have
-			}
-			ours = before.Revoke(now)
-			until = ours.Revoked.Until
-			l.Set(node, ours)
-			return nil
-		})
-	}
-	m, err := write(now)
-	if apierrors.IsNotFound(err) {
-		return nodeaccess.Entry{}.Revoke(now).Revoked.Until, nil // without the list no node writes at all
-	}
+	theirs, err := c.serverTime(ctx)
 	if err != nil {
 		return until, err
 	}
-	if theirs := writtenAt(m); !theirs.IsZero() && now.Sub(theirs).Abs() > maxSkew {
-		_, err = write(theirs)
+	if now.Sub(theirs).Abs() > maxSkew {
+		now = theirs
+	}
+	until = nodeaccess.Entry{}.Revoke(now).Revoked.Until
+	_, err = enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
+		e := l.Entry(node).Revoke(now)
+		until = e.Revoked.Until
+		l.Set(node, e)
+		return nil
+	})
+	if apierrors.IsNotFound(err) {
+		return until, nil // without the list no node writes at all
 	}
 	return until, err
 }
 
-// writtenAt is when the API server last wrote an object, by its clock; zero if it does not say.
-func writtenAt(o client.Object) (last time.Time) {
-	for _, f := range o.GetManagedFields() {
-		if f.Time != nil && f.Time.After(last) {
-			last = f.Time.Time
-		}
+// serverTime returns the API server's clock: when it would have created an object.
+func (c *Client) serverTime(ctx context.Context) (time.Time, error) {
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "muster-clock-"}}
+	if err := once(ctx, func(ctx context.Context) error { return c.client.Create(ctx, m, client.DryRunAll) }); err != nil {
+		return time.Time{}, fmt.Errorf("ask the API server for its time: %w", err)
 	}
-	return last
+	return m.CreationTimestamp.Time, nil
 }

@@ -139,7 +139,8 @@ func newPatient(t *testing.T) *patient {
 	}, slog.New(slog.DiscardHandler))
 	try(t, err)
 	p.healthy(t)
-	try(t, d.Close()) // a doctor notes in it what it sees
+	try(t, p.kube.EnsureAccess(ctx, false, "node1", nil)) // as joinservice does, which nobody runs here
+	try(t, d.Close())                                     // a doctor notes in it what it sees
 	p.dir, err = ownerdir.View(p.folder)
 	try(t, err)
 	t.Cleanup(func() { _ = p.dir.Close() })
