@@ -11,6 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/nodeaccess"
@@ -25,20 +26,8 @@ func (c *Client) EnsureAccess(ctx context.Context, foreign bool, first string, u
 		if err != nil {
 			return err
 		}
-		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{
-			Namespace: Namespace, Name: nodeaccess.ConfigMap, Labels: map[string]string{"app.kubernetes.io/part-of": "muster"},
-		}, Data: data}
-		if err := c.client.Create(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
+		if err := c.createAccess(ctx, data); err != nil {
 			return err
-		}
-		var nodes corev1.NodeList
-		if err := c.client.List(ctx, &nodes); err != nil {
-			return err
-		}
-		there := map[string]enrollment.Present{}
-		for _, n := range nodes.Items {
-			_, control := n.Labels[clusterinfo.ControlPlaneLabel]
-			there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
 		}
 		if _, err := enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
 			l.MembersOnly = l.MembersOnly || foreign
@@ -52,9 +41,34 @@ func (c *Client) EnsureAccess(ctx context.Context, foreign bool, first string, u
 		}); err != nil {
 			return err
 		}
-		_, err = enrollment.Reconcile(ctx, c.client, func(name string) enrollment.Present { return there[name] }, time.Now(), append([]string{first}, unattested...)...)
-		return err
+		return c.reconcileAccess(ctx, append([]string{first}, unattested...))
 	})
+}
+
+// createAccess makes the list, unless it is there.
+func (c *Client) createAccess(ctx context.Context, data map[string]string) error {
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{
+		Namespace: Namespace, Name: nodeaccess.ConfigMap, Labels: map[string]string{"app.kubernetes.io/part-of": "muster"},
+	}, Data: data}
+	if err := c.client.Create(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	return nil
+}
+
+// reconcileAccess has the list say what the AttestedNodes of these names say, and their Nodes.
+func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return err
+	}
+	there := map[string]enrollment.Present{}
+	for _, n := range nodes.Items {
+		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
+		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
+	}
+	_, err := enrollment.Reconcile(ctx, c.client, func(name string) enrollment.Present { return there[name] }, time.Now(), names...)
+	return err
 }
 
 // former is the ConfigMap that listed the nodes that may write, in versions before v0.1.
@@ -76,8 +90,20 @@ func (c *Client) MigrateAccess(ctx context.Context, foreign, last bool) (found b
 		if err != nil {
 			return err
 		}
-		if err := c.EnsureAccess(ctx, foreign, "", nil); err != nil {
+		data, err := nodeaccess.New(foreign).Data()
+		if err != nil {
 			return err
+		}
+		if err := c.createAccess(ctx, data); err != nil {
+			return err
+		}
+		var enrolled v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &enrolled); err != nil {
+			return err
+		}
+		names := from.Nodes()
+		for _, n := range enrolled.Items {
+			names = append(names, n.Name)
 		}
 		if _, err := enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
 			for _, name := range from.Nodes() {
@@ -98,8 +124,9 @@ func (c *Client) MigrateAccess(ctx context.Context, foreign, last bool) (found b
 		}); err != nil {
 			return err
 		}
-		if !last {
-			return nil
+		// J4: a ban or a removal that the former list knew by a missing key.
+		if err := c.reconcileAccess(ctx, names); err != nil || !last {
+			return err
 		}
 		return client.IgnoreNotFound(c.client.Delete(ctx, old, client.Preconditions{ResourceVersion: &old.ResourceVersion}))
 	})
