@@ -118,10 +118,12 @@ const (
 // +kubebuilder:selectablefield:JSONPath=`.spec.banned`
 // +kubebuilder:printcolumn:name="Role",type=string,JSONPath=`.spec.role`
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.spec.machineID`,priority=1
-// +kubebuilder:printcolumn:name="Accepted",type=boolean,JSONPath=`.status.lastVerdict.accepted`
-// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.lastVerdict.reason`
+// +kubebuilder:printcolumn:name="Enrolled",type=string,JSONPath=`.status.conditions[?(@.type=="Enrolled")].status`
+// +kubebuilder:printcolumn:name="Accepted",type=string,JSONPath=`.status.conditions[?(@.type=="Accepted")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Accepted")].reason`
 // +kubebuilder:printcolumn:name="Verdict",type=date,JSONPath=`.status.lastVerdict.time`
-// +kubebuilder:printcolumn:name="Banned",type=boolean,JSONPath=`.spec.banned`
+// +kubebuilder:printcolumn:name="Revoked",type=string,JSONPath=`.status.conditions[?(@.type=="Revoked")].status`
+// +kubebuilder:printcolumn:name="Vanished",type=string,JSONPath=`.status.conditions[?(@.type=="Vanished")].reason`,priority=1
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:validation:XValidation:rule="size(self.metadata.name) <= 63 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",message="a node name is a DNS label"
 type AttestedNode struct {
@@ -210,8 +212,8 @@ type AttestedNodeStatus struct {
 	// Certificates says when the kubelet's certificates end: those on its disk, as its machine reports with each attestation, and before
 	// the first report those that were made for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
-	// Conditions follow the conventions of the Kubernetes API. Vanished is True while the node shows no
-	// sign of life, Cloned once a second machine has shown the TPM of this one.
+	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and Cloned. Nothing but the end of
+	// a vanished worker's enrollment is decided on them.
 	//
 	// +listType=map
 	// +listMapKey=type
@@ -292,6 +294,17 @@ const AttestationKey = "muster.dev/attestation-key"
 // time at which the last serving certificate for it has expired (ADDRESS=RFC 3339, separated by spaces). Until then no other
 // machine may have the address (J4).
 const FormerAddresses = "muster.dev/former-addresses"
+
+// Conditions of an AttestedNode that follow from the rest of it and from the list of nodes, for people and for kubectl wait.
+const (
+	// ConditionAccepted is True if the policy accepted the machine's latest evidence, False if it refused it; the reason is the
+	// verdict's reason code.
+	ConditionAccepted = "Accepted"
+	// ConditionEnrolled is True once the machine was given certificates of the node.
+	ConditionEnrolled = "Enrolled"
+	// ConditionRevoked is True while the node may not write to the API: its machine is banned, it is being removed, or it has returned its ticket.
+	ConditionRevoked = "Revoked"
+)
 
 // ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
 const ConditionVanished = "Vanished"

@@ -109,6 +109,7 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 	for len(nodes) > 0 {
 		some := nodes[:min(len(nodes), accessBatch)]
 		nodes = nodes[len(some):]
+		was := k.access.get() // before: the informer may be as quick as the answer
 		now, err := enrollment.Reconcile(ctx, k.cluster.Client, k.present, k.now(), some...)
 		if apierrors.IsNotFound(err) {
 			return nil // without the list no node writes
@@ -117,12 +118,27 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 			return unavailable("write", err)
 		}
 		for _, node := range some {
-			if was, known := k.access.entry(node); known && was.Suspended != now.Entry(node).Suspended {
-				k.log.InfoContext(ctx, "whether a node may write to the API changed", "node", node, "may", !now.Entry(node).Suspended)
+			if suspended := now.Entry(node).Suspended; was != nil && was.Entry(node).Suspended != suspended {
+				k.log.InfoContext(ctx, "whether a node may write to the API changed", "node", node, "may", !suspended)
+				n := &v1alpha1.AttestedNode{}
+				if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); err == nil {
+					k.showConditions(ctx, n, suspended)
+				}
 			}
 		}
 	}
 	return nil
+}
+
+// showConditions makes the conditions of an AttestedNode say what the rest of it says, and the list. They are for people: what can't be written now, the
+// sweeper writes later.
+func (k *Kube) showConditions(ctx context.Context, n *v1alpha1.AttestedNode, suspended bool) {
+	if !enrollment.SetConditions(n, suspended) {
+		return
+	}
+	if err := k.cluster.Client.Status().Update(ctx, n); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+		k.log.WarnContext(ctx, "the conditions of an AttestedNode could not be written; trying again", "node", n.Name, "err", err)
+	}
 }
 
 // revoke ends the access of all certificates of the name of an enrollment that is being removed, before anything else can have the

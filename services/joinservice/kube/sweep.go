@@ -137,6 +137,9 @@ func (s *Sweeper) pass(ctx context.Context) {
 		if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
 			s.kube.log.ErrorContext(ctx, "a vanished node cannot be dealt with; trying again", "node", n.Name, "err", err)
 		}
+		if e, seen := k.access.entry(n.Name); seen {
+			k.showConditions(ctx, n.DeepCopy(), e.Suspended)
+		}
 	}
 	for how, count := range counts {
 		s.vanished.WithLabelValues(how).Set(count)

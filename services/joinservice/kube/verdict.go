@@ -11,6 +11,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -90,6 +91,8 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 		if err := change(&n.Status); err != nil {
 			return err
 		}
+		e, _ := k.access.entry(n.Name)
+		enrollment.SetConditions(n, e.Suspended)
 		err := k.cluster.Client.Status().Update(ctx, n)
 		if err == nil {
 			return nil

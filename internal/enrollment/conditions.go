@@ -1,0 +1,72 @@
+package enrollment
+
+import (
+	"fmt"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+)
+
+// SetConditions makes the conditions Accepted, Enrolled and Revoked say what the rest of the AttestedNode says, and reports whether one of them changed.
+// suspended is what the list of nodes says of the name. Nothing is decided on conditions: they are for people and for kubectl wait.
+func SetConditions(n *v1alpha1.AttestedNode, suspended bool) (changed bool) {
+	for _, c := range []metav1.Condition{accepted(n), enrolled(n), revoked(n, suspended)} {
+		c.ObservedGeneration = n.Generation
+		changed = meta.SetStatusCondition(&n.Status.Conditions, c) || changed
+	}
+	return changed
+}
+
+func condition(kind string, status metav1.ConditionStatus, reason, message string) metav1.Condition {
+	return metav1.Condition{Type: kind, Status: status, Reason: reason, Message: message}
+}
+
+func accepted(n *v1alpha1.AttestedNode) metav1.Condition {
+	switch v := n.Status.LastVerdict; {
+	case v == nil:
+		return condition(v1alpha1.ConditionAccepted, metav1.ConditionUnknown, "NoEvidence", "no evidence of the machine has been judged yet")
+	case v.Accepted:
+		return condition(v1alpha1.ConditionAccepted, metav1.ConditionTrue, v.Reason, fmt.Sprintf("the policy with serial %d accepts the machine's evidence", n.Status.PolicySerial))
+	default:
+		return condition(v1alpha1.ConditionAccepted, metav1.ConditionFalse, v.Reason, "the machine's evidence was refused: docs/reason-codes.md says what to do for "+v.Reason)
+	}
+}
+
+func enrolled(n *v1alpha1.AttestedNode) metav1.Condition {
+	t := n.Status.Ticket
+	switch {
+	case n.Status.ReleasedAt != nil:
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionFalse, "TicketReturned", "the machine returned its join ticket at "+n.Status.ReleasedAt.UTC().Format(time.RFC3339))
+	case t != nil:
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionTrue, "TicketIssued", "join ticket "+t.ID+" was issued at "+t.IssuedAt.UTC().Format(time.RFC3339))
+	case Certified(n):
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionTrue, "FirstMachine", "the machine made the cluster, or was in it when its owner enrolled it")
+	case ByTicket(n):
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionFalse, "TicketPending", "a join ticket is being made; if that fails, the machine asks again")
+	default:
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionFalse, "WaitingForMachine", "the owner has enrolled the machine, and it has not asked for a join ticket yet")
+	}
+}
+
+func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
+	reason, message := "", ""
+	switch {
+	case n.DeletionTimestamp != nil:
+		reason, message = "Removed", "the enrollment is being removed"
+	case n.Spec.Banned:
+		reason, message = "Banned", "the machine is banned"
+	case n.Status.ReleasedAt != nil:
+		reason, message = "TicketReturned", "the machine has returned its join ticket"
+	case suspended:
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "AccessReturns", "the node may not write to the API yet: joinservice is about to let it")
+	default:
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "MayWrite", "the node's certificates may write to the API")
+	}
+	if !suspended {
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, reason+"Pending", message+"; that its node may not write to the API is about to be listed")
+	}
+	return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, reason, message+": its node may not write to the API")
+}

@@ -1,0 +1,54 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// kubectl wait --for=condition=Revoked ends once the node may not write, and not before.
+func TestConditionsFollowABan(t *testing.T) {
+	shared.Reset(t)
+	a, e := replica(t)
+	enroll(t, a, claim(1), "a")
+	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	want := func(kind, status string) {
+		t.Helper()
+		membertest.Eventually(t, func() error {
+			c := meta.FindStatusCondition(shared.Node(t, "w1").Status.Conditions, kind)
+			if c == nil {
+				return fmt.Errorf("no condition %s", kind)
+			}
+			got := string(c.Status) + " " + c.Reason
+			return membertest.Want(got == status, "%s is %s, want %s", kind, got, status)
+		})
+	}
+	want(v1alpha1.ConditionEnrolled, "True TicketIssued")
+	want(v1alpha1.ConditionRevoked, "False MayWrite")
+	ban(t, true)
+	want(v1alpha1.ConditionRevoked, "True Banned")
+	if !suspended(t, "w1") {
+		t.Error("Revoked, and the node may write")
+	}
+	ban(t, false)
+	want(v1alpha1.ConditionRevoked, "False MayWrite")
+}
+
+// What an earlier version, or a person, has left without conditions gets them by the next look.
+func TestTheSweeperWritesConditions(t *testing.T) {
+	b := newBroom(t)
+	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	for range 2 { // the first one puts the finalizer there
+		b.after(t, 0)
+	}
+	c := meta.FindStatusCondition(shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionEnrolled)
+	if c == nil || c.Reason != "WaitingForMachine" {
+		t.Errorf("%+v", c)
+	}
+}
