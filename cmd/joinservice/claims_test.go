@@ -58,9 +58,10 @@ func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 		"as a plain one":           worker(t),
 	} {
 		t.Run(name, func(t *testing.T) {
+			before := s.CSRs(t)
 			s.refused(t, asks, other, w, attestv1.Reason_REASON_DISK_MISMATCH)
 			s.nothingOf(t, other)
-			s.noRequests(t)
+			s.filedNothing(t, before)
 		})
 	}
 	t.Run("with an enrolment that says so", func(t *testing.T) {

@@ -66,6 +66,7 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 			s.padAudit(t, tt.room)
 			free := disktest.Fill(t, disk)
 			client := s.dial(t, m.Attester(attest.PurposeMachine))
+			before := s.CSRs(t)
 			ticket, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 			if rpc.ReasonFrom(err) != tt.want {
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
@@ -75,8 +76,8 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 					s.heldFor(t, m, name)
 				} else {
 					s.nothingOf(t, m)
+					s.filedNothing(t, before)
 				}
-				s.noRequests(t)
 				free()
 				if ticket, err = client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
 					t.Fatalf("there is room again: %v", err)

@@ -77,7 +77,6 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 	if nodes := s.Access(t).Nodes(); len(nodes) > 0 { // a healthy cluster has none
 		t.Errorf("nodes that may not write: %v", nodes)
 	}
-	s.noRequests(t)
 
 	id := hex.EncodeToString(ticket.GetTicketId())
 	for _, event := range []string{"ticket decided", "ticket issued"} {
@@ -120,11 +119,10 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 	})
 }
 
-func TestATicketTakesAtMostElevenRequests(t *testing.T) {
+func TestATicketTakesAtMostEightRequests(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t)) // the first one also finds out what the API serves
-	s.noRequests(t)
-	s.expiries(t, "w1") // what follows a ticket has been written
+	s.expiries(t, "w1")                     // what follows a ticket has been written
 	count := func(until time.Time) []string {
 		var out []string
 		for _, r := range append(s.Requests(t, "muster-joinservice/"), s.Requests(t, "kms.test")...) {
@@ -136,14 +134,10 @@ func TestATicketTakesAtMostElevenRequests(t *testing.T) {
 	}
 	before := count(time.Now())
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", strings.Replace(disk1, "1", "2", 1), "192.168.77.13")))
-	var took []string
-	for _, r := range count(time.Now())[len(before):] {
-		if !strings.HasPrefix(r, "delete certificatesigningrequests") { // these follow the ticket
-			took = append(took, r)
-		}
-	}
-	// The key service's token review is the eleventh. Two are reads of the AttestedDisk: for its salt, and whether it has it still (K4).
-	if len(took) > 10 {
+	took := count(time.Now())[len(before):]
+	// A read of the AttestedDisk is one of them: whether it has its salt still (K4). The key service's token review is good for ten seconds, and used
+	// certificate requests are deleted by the minute.
+	if len(took) > 8 {
 		t.Errorf("joinservice made %d requests: %v", len(took), took)
 	}
 	t.Logf("%v", took)

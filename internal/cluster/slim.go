@@ -69,6 +69,9 @@ func slimService(o any) (any, error) {
 	}, nil
 }
 
+// TicketWindow labels a certificate request that joinservice files for a ticket with the minute in which it did.
+const TicketWindow = "muster.dev/ticket-window"
+
 // slimRequest keeps of a certificate request who filed it, with which certificate, and what came of it: below 2 KiB while it
 // is open. What is asked for is read from the API server by who decides.
 func slimRequest(o any) (any, error) {
@@ -85,6 +88,9 @@ func slimRequest(o any) (any, error) {
 	}
 	if ids := r.Spec.Extra[nodeaccess.CredentialID]; len(ids) > 0 {
 		out.Spec.Extra = map[string]certificatesv1.ExtraValue{nodeaccess.CredentialID: slices.Clone(first(1, ids))}
+	}
+	if window := r.Labels[TicketWindow]; window != "" {
+		out.Labels = map[string]string{TicketWindow: window}
 	}
 	for _, c := range r.Status.Conditions {
 		switch c.Type { // each type is there once

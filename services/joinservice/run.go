@@ -88,7 +88,6 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	// Clean-up that a ticket left to the background ends before the process does.
-	defer k.Wait()
 	approver, err := k.NewApprover(o.Audit, m.Rations, m.Policy, o.VerdictMaxAge, m.Registry)
 	if err != nil {
 		return err

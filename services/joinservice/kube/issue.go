@@ -12,14 +12,13 @@ import (
 	"slices"
 	"time"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/trust/attest"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/services/joinservice/nodecert"
-	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
@@ -27,6 +26,8 @@ const (
 	signTimeout = 15 * time.Second
 	// retrySigner is what a machine is told to wait for a signer that was too slow.
 	retrySigner = 2 * time.Second
+	// windowFormat makes a label of the minute in which a request is filed for a ticket: those of one minute are deleted by one request to the API server.
+	windowFormat = "2006-01-02T15.04"
 	// requestPrefix begins the name of each request that is filed for a ticket.
 	requestPrefix = "muster-"
 	// approvedReason stands in the condition of each request that we approve.
@@ -53,13 +54,13 @@ type Certificate struct {
 }
 
 // Issue gets a certificate for a request that was checked: it creates a CertificateSigningRequest,
-// approves it, waits for the signer, and deletes the request in the background. Its errors are
+// approves it, and waits for the signer. [Sweeper] deletes the request afterwards, with others of its time. Its errors are
 // refusals: API_UNAVAILABLE, CERTIFICATE_PENDING.
 func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))
 	defer cancel()
 	object := &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{Name: requestName(r)},
+		ObjectMeta: metav1.ObjectMeta{Name: requestName(r), Labels: map[string]string{cluster.TicketWindow: k.now().UTC().Format(windowFormat)}},
 		Spec: certificatesv1.CertificateSigningRequestSpec{
 			Request:           pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: r.DER}),
 			SignerName:        signerOf[r.Kind],
@@ -72,8 +73,6 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	if err := k.cluster.Client.Create(ctx, object); err != nil {
 		return Certificate{}, unavailable("create CertificateSigningRequest", err)
 	}
-	name := object.Name
-	defer func() { k.cleanups.Go(func() { k.discard(ctx, name) }) }()
 	object.Status.Conditions = append(object.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "join ticket for " + r.Node,
 	})
@@ -84,7 +83,7 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	case done := <-signed:
 		return certificateOf(done, r)
 	case <-ctx.Done():
-		return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %w", name, context.Cause(ctx))
+		return Certificate{}, attest.RefuseFor(retrySigner, attestv1.Reason_REASON_CERTIFICATE_PENDING, "CertificateSigningRequest %s: %w", object.Name, context.Cause(ctx))
 	}
 }
 
@@ -92,17 +91,6 @@ func requestName(r *nodecert.Request) string {
 	b := make([]byte, 8)
 	_, _ = rand.Read(b) // never fails
 	return fmt.Sprintf(requestPrefix+"%s-%s-%s", r.Node, r.Kind, hex.EncodeToString(b))
-}
-
-// discard deletes a request that is done, used or not.
-func (k *Kube) discard(ctx context.Context, name string) {
-	ctx, cancel := outlive(ctx)
-	defer cancel()
-	object := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, object)); err != nil {
-		// Kubernetes collects old requests after an hour by itself.
-		k.log.WarnContext(ctx, "a used certificate request is left", "request", name, "err", err)
-	}
 }
 
 // certificateOf does not take the signer's word: the certificate must be for the key and subject

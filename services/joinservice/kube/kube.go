@@ -53,7 +53,6 @@ type Kube struct {
 	turns     leaseView
 	waits     leaseWaits
 	services  serviceAddresses
-	cleanups  sync.WaitGroup
 	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
 	// life is how long a node's certificate lives.
 	life   time.Duration
@@ -116,9 +115,6 @@ func (k *Kube) tellAuditor(ctx context.Context, event, node, machine string, rea
 		k.log.ErrorContext(ctx, "an audit record cannot be written", "event", event, "node", node, "machine", machine, "err", err)
 	}
 }
-
-// Wait waits for clean-up that was left to the background.
-func (k *Kube) Wait() { k.cleanups.Wait() }
 
 // unavailable is for whatever the API server answers that we cannot do anything about.
 func unavailable(what string, err error) error {

@@ -1,7 +1,6 @@
 package kube
 
 import (
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -9,6 +8,7 @@ import (
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 )
 
@@ -20,8 +20,14 @@ type requests struct {
 	mu      sync.Mutex
 	follow  func(node string)               // called for each node whose requests are to be looked at, or nil
 	byNode  map[string]map[string]*kubelets // by kubelets, by name
-	filed   map[string]time.Time            // by joinservices for tickets
+	filed   map[string]filed                // by joinservices for tickets
 	waiting map[string]chan *certificatesv1.CertificateSigningRequest
+}
+
+// filed is when a request was filed for a ticket, and the label of that minute.
+type filed struct {
+	window string
+	at     time.Time
 }
 
 // kubelets is a request that a kubelet filed.
@@ -36,7 +42,7 @@ type kubelets struct {
 
 func newRequests() *requests {
 	return &requests{
-		byNode: map[string]map[string]*kubelets{}, filed: map[string]time.Time{},
+		byNode: map[string]map[string]*kubelets{}, filed: map[string]filed{},
 		waiting: map[string]chan *certificatesv1.CertificateSigningRequest{},
 	}
 }
@@ -63,8 +69,8 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 		default: // it was told already
 		}
 	}
-	if isOurs(o.Name, o.Spec.Username) {
-		r.filed[o.Name] = o.CreationTimestamp.Time
+	if window := o.Labels[cluster.TicketWindow]; window != "" && isOurs(o.Name, o.Spec.Username) {
+		r.filed[o.Name] = filed{window, o.CreationTimestamp.Time}
 	}
 	if !isKubelets(o) {
 		return
@@ -122,11 +128,17 @@ func (r *requests) note(o kubelets, change func(*kubelets)) {
 	}
 }
 
-// ours are the requests that were filed for tickets, and when.
-func (r *requests) ours() map[string]time.Time {
+// windows are the minutes in which requests were filed for tickets that are still there, each with the time of its latest one.
+func (r *requests) windows() map[string]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return maps.Clone(r.filed)
+	out := map[string]time.Time{}
+	for _, f := range r.filed {
+		if f.at.After(out[f.window]) {
+			out[f.window] = f.at
+		}
+	}
+	return out
 }
 
 // look has f called with each node whose requests are to be looked at from now on, and at once with all that have any;

@@ -10,13 +10,16 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	certificatesv1 "k8s.io/api/certificates/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -26,6 +29,8 @@ const (
 	lookEvery = time.Minute
 	// ticketTime is more than any ticket takes: what is older is on its way no more.
 	ticketTime = 5 * time.Minute
+	// usedAfter is when a request for a ticket is of no use any more: its signer had 15 s, and clocks may differ.
+	usedAfter = 2 * time.Minute
 )
 
 // The ways to vanish: reasons of the condition, and of the metric's series.
@@ -321,12 +326,16 @@ func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) err
 	})
 }
 
-// discardRequests deletes requests that tickets left, because their replica ended or the API did not answer.
+// discardRequests deletes the requests of tickets that are over, used or not. Those of a minute are one request to the API server. What it does not
+// delete, Kubernetes does after an hour.
 func (s *Sweeper) discardRequests(ctx context.Context) {
 	k := s.kube
-	for name, created := range k.requests.ours() {
-		if k.now().Sub(created) > ticketTime && ctx.Err() == nil {
-			k.discard(ctx, name)
+	for window, last := range k.requests.windows() {
+		if k.now().Sub(last) < usedAfter {
+			continue
+		}
+		if err := k.cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{cluster.TicketWindow: window}); err != nil {
+			k.log.WarnContext(ctx, "used certificate requests are left; trying again", "label", cluster.TicketWindow+"="+window, "err", err)
 		}
 	}
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
@@ -353,17 +354,25 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 	}
 	others := ours.DeepCopy()
 	others.Name, others.Spec.SignerName = "muster-of-somebody-else", "example.com/signer"
+	ours.Labels = map[string]string{cluster.TicketWindow: b.now().UTC().Format(windowFormat)}
 	if err := b.cluster.Client.Create(t.Context(), ours); err != nil {
+		t.Fatal(err)
+	}
+	second := ours.DeepCopy()
+	second.Name, second.ResourceVersion, second.UID = "muster-w2-client-0011223344556677", "", ""
+	if err := b.cluster.Client.Create(t.Context(), second); err != nil {
 		t.Fatal(err)
 	}
 	if err := shared.Client.Create(t.Context(), others); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
-		return membertest.Want(len(b.requests.ours()) == 1, "the replica sees %v", b.requests.ours())
+		b.requests.mu.Lock()
+		defer b.requests.mu.Unlock()
+		return membertest.Want(len(b.requests.filed) == 2, "the replica sees %v", b.requests.filed)
 	})
 	b.after(t, time.Minute)
-	if got := shared.CSRs(t); len(got) != 2 {
+	if got := shared.CSRs(t); len(got) != 3 {
 		t.Errorf("deleted too early: left are %v", got)
 	}
 	b.after(t, 5*time.Minute)
