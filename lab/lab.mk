@@ -18,3 +18,7 @@ bench-cluster: deps kube images lab-bin ## Measure clusters through Muster and b
 .PHONY: control-planes
 control-planes: deps kube images lab-bin ## Five control planes, and one that is cut off in the middle of its join (as root, 10 minutes)
 	MUSTER_E2E_CONTROL_PLANES=5 $(GOTEST) -count=1 -timeout 30m -tags long -v ./e2e/controlplane
+
+.PHONY: bench-scale
+bench-scale: deps kube build ## Measure what the number of enrolled nodes costs, into docs/performance.md (25 minutes)
+	go test -tags scale -count=1 -timeout 60m -run '^TestScale$$' -v ./cmd/joinservice -program $(BIN)/joinservice -page $(CURDIR)/docs/performance.md $(SCALE_FLAGS)

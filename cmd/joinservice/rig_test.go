@@ -85,6 +85,7 @@ type stage struct {
 	sockets   string
 	kubeconf  string
 	flags     []string              // beside the usual ones
+	apart     bool                  // no joinservice runs in this process
 	image     string                // that cp1 boots; empty: the usual one
 	listed    []*attesttest.Machine // the policy's control planes: cp1, and planned
 	planned   []*attesttest.Machine // those that controlMachine has not given away
@@ -120,7 +121,9 @@ func setUp(t *testing.T, options ...option) *stage {
 	s.writeFiles(t)
 	s.serveAttester(t)
 	s.serveKMS(t)
-	s.serveJoin(t)
+	if !s.apart {
+		s.serveJoin(t)
+	}
 	return s
 }
 
@@ -224,13 +227,19 @@ func (s *stage) serveJoin(t *testing.T) {
 		if err := errors.Join(rpcs.Close(), probes.Close()); err != nil {
 			return err
 		}
-		return run(ctx, append([]string{
-			"--listen=" + rpcs.Addr().String(), "--metrics=" + probes.Addr().String(), "--node-name=cp1",
-			"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
-			"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
-			"--first-lease-within=0s", "--lease-watch=2s", // machines here boot several times a second, few have a kubelet, and those renew their Leases each second
-		}, s.flags...), stderr)
+		return run(ctx, s.joinFlags(t, rpcs.Addr(), probes.Addr()), stderr)
 	})
+}
+
+// joinFlags are those of a joinservice on cp1.
+func (s *stage) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
+	t.Helper()
+	return append([]string{
+		"--listen=" + rpcs.String(), "--metrics=" + probes.String(), "--node-name=cp1",
+		"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
+		"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
+		"--first-lease-within=0s", "--lease-watch=2s", // machines here boot several times a second, few have a kubelet, and those renew their Leases each second
+	}, s.flags...)
 }
 
 // machine is one that boots what cp1 did.

@@ -274,7 +274,7 @@ func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, cl
 		}
 		t.token = &token
 	}
-	if err := e.Record(ctx, claim, status, t.client.Leaf); err != nil { // J4, J11
+	if err := e.Record(ctx, claim, status, t.client.Leaf, t.serving.Leaf); err != nil { // J4, J11
 		return err
 	}
 	done()

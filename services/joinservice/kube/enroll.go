@@ -323,9 +323,9 @@ func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 }
 
 // Record writes down the ticket and what it is given for, by compare-and-swap, before anything of it leaves: of a machine and its copy, the second finds what the first has
-// written (J11). certificate is the node's client certificate: where older ones of the name are revoked, it may write (J4). Its errors are refusals; a ban or a
+// written (J11). clientCert and servingCert are the node's certificates: where older ones of the name are revoked, the first may write (J4). Its errors are refusals; a ban or a
 // removal since [Kube.Enroll] makes it fail.
-func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, certificate *x509.Certificate) error {
+func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, clientCert, servingCert *x509.Certificate) error {
 	k := e.kube
 	if status.Ticket == nil {
 		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "an enrollment without a ticket")
@@ -335,8 +335,9 @@ func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.Attest
 			return err
 		}
 		s.Ticket, s.ReleasedAt = status.Ticket.DeepCopy(), nil
-		s.Ticket.CertificateID = nodeaccess.ID(certificate)
+		s.Ticket.CertificateID = nodeaccess.ID(clientCert)
 		judged(s, status)
+		withExpiry(s, expiry{clientCert.NotAfter, servingCert.NotAfter})
 		return nil
 	}); err != nil {
 		return err

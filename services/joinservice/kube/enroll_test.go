@@ -181,7 +181,7 @@ func TestATicketThatMeetsABanIsNotIssued(t *testing.T) {
 				shared.Reset(t)
 				shared.Enrol(t, "w1", n.Spec)
 			}
-			if err := e.Record(t.Context(), claim(1), ticket("a"), signed("a")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+			if err := e.Record(t.Context(), claim(1), ticket("a"), signed("a"), signed("a")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is judged anew", err)
 			}
 			if n := shared.Node(t, "w1"); n.Status.Ticket != nil {

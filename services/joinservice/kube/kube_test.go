@@ -127,7 +127,7 @@ func join(ctx context.Context, k *Kube, c Claim, id string) error {
 	if err != nil {
 		return err
 	}
-	return e.Record(ctx, c, ticket(id), signed(id))
+	return e.Record(ctx, c, ticket(id), signed(id), signed(id))
 }
 
 func enroll(t *testing.T, k *Kube, c Claim, id string) {

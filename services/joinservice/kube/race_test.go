@@ -172,7 +172,7 @@ func (r *trial) run(ctx context.Context) {
 	if err != nil || r.fails {
 		return
 	}
-	if e.Record(ctx, r.claim, ticket(r.id), signed(r.id)) != nil {
+	if e.Record(ctx, r.claim, ticket(r.id), signed(r.id), signed(r.id)) != nil {
 		return
 	}
 	r.issued = true

@@ -1,0 +1,570 @@
+//go:build scale
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+var (
+	program  = flag.String("program", "", "the joinservice to measure")
+	document = flag.String("page", "", "the page that the figures go into")
+	many     = flag.Int("nodes", 5000, "how many nodes are enrolled in a large cluster")
+	excluded = flag.Int("entries", 1000, "how many names are on the list of nodes that may not write")
+	within   = flag.Duration("within", 5*time.Minute, "the time in which each machine attests again once")
+	rush     = flag.Int("rush", 500, "how many machines ask for a ticket in the same second")
+)
+
+// results are what the run has measured. Durations are in milliseconds, processor time in seconds, memory in MiB.
+type results struct {
+	Machine string `json:"machine"`
+	Load    string `json:"load"`
+	Nodes   int    `json:"nodes"`
+	Entries int    `json:"entries"`
+
+	LeaseSmall, LeaseLarge spread
+	JoinsSmall, JoinsLarge joins
+	RequestsPerJoin        float64
+
+	Rush struct {
+		Machines, Rivals, Refused int
+		Seconds                   float64
+		Slowest                   float64
+		MemoryMiB                 float64
+	}
+	Spread, AtOnce reattestation
+}
+
+// reattestation is what it took to have all machines attest again.
+type reattestation struct {
+	Seconds, JoinserviceCPU, APIServerCPU float64
+	Late                                  int
+	Took                                  spread
+	MemoryMiB                             float64
+}
+
+type spread struct{ Median, P90, P99 float64 }
+
+type joins struct {
+	PerSecond float64
+	Took      spread
+}
+
+func spreadOf(all []time.Duration) spread {
+	slices.Sort(all)
+	at := func(q float64) float64 {
+		return float64(all[min(len(all)-1, int(q*float64(len(all))))].Microseconds()) / 1000
+	}
+	return spread{at(0.5), at(0.9), at(0.99)}
+}
+
+// TestScale measures what the number of enrolled nodes costs, with a real API server and joinservices that run by themselves. It fails where a ratio that
+// docs/performance.md promises is not reached.
+func TestScale(t *testing.T) {
+	s := setUp(t, func(s *stage) { s.apart = true })
+	r := &results{Machine: fmt.Sprintf("%d processors", runtime.NumCPU()), Load: strings.TrimSpace(read(t, "/proc/loadavg")), Nodes: *many, Entries: *excluded}
+	services := []*replica{s.replica(t)}
+	crowd := s.crowd(t, *many+4*perPhase+*rush+*rush/20)
+
+	first := crowd.take(1)
+	if err := s.joinOne(t, first[0], services); err != nil {
+		t.Fatal(err)
+	}
+	node := first[0].name
+	r.LeaseSmall = s.renewals(t, node)
+	r.JoinsSmall, r.RequestsPerJoin = s.joins(t, crowd.take(perPhase), services)
+
+	enrolled := crowd.take(*many)
+	s.fill(t, enrolled)
+	s.exclude(t, *excluded)
+	// In turn, so that what else the machine does falls on both.
+	r.LeaseLarge = s.renewals(t, node)
+	s.exclude(t, 0)
+	s.exclude(t, *excluded)
+	again := s.renewals(t, node)
+	r.LeaseLarge.Median, r.LeaseLarge.P90 = min(r.LeaseLarge.Median, again.Median), min(r.LeaseLarge.P90, again.P90)
+	r.JoinsLarge, _ = s.joins(t, crowd.take(perPhase), services)
+
+	services = append(services, s.replica(t), s.replica(t))
+	s.reattestations(t, r, enrolled, services)
+	s.rush(t, r, crowd.take(*rush), crowd.take(*rush/20), services)
+
+	b, err := json.MarshalIndent(r, "", "\t")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%s\n%s", b, r.table())
+	if *document != "" {
+		if err := put(*document, r.table()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for what, bad := range map[string]bool{
+		"a Lease renewal costs more in a large cluster":           r.LeaseLarge.Median > 1.15*r.LeaseSmall.Median,
+		"joins are slower in a large cluster":                     r.JoinsLarge.PerSecond < 0.9*r.JoinsSmall.PerSecond,
+		"a join takes more than eight requests of the API server": r.RequestsPerJoin > 8.3, // one deletion in a minute, and what sweepers do meanwhile
+		"machines attested late":                                  r.Spread.Late > 0,
+	} {
+		if bad {
+			t.Error(what)
+		}
+	}
+}
+
+// perPhase is how many machines join while joins are measured.
+const perPhase = 200
+
+// replica is a joinservice that runs by itself.
+type replica struct {
+	addr string
+	cmd  *exec.Cmd
+	log  *membertest.Buffer
+}
+
+func (s *stage) replica(t *testing.T) *replica {
+	t.Helper()
+	if *program == "" {
+		t.Fatal("-program names the joinservice to measure: make bench-scale")
+	}
+	free := func() net.Addr {
+		l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = l.Close() }()
+		return l.Addr()
+	}
+	rpcs, probes := free(), free()
+	r := &replica{addr: rpcs.String(), log: &membertest.Buffer{}}
+	r.cmd = exec.CommandContext(context.WithoutCancel(t.Context()), *program, s.joinFlags(t, rpcs, probes)...)
+	r.cmd.Stderr = r.log
+	if err := r.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = r.cmd.Process.Signal(syscall.SIGTERM)
+		_ = r.cmd.Wait()
+		if t.Failed() {
+			log := r.log.String()
+			t.Logf("the end of the log of %s:\n%s", r.addr, log[max(0, len(log)-4000):])
+		}
+	})
+	membertest.Eventually(t, func() error {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+probes.String()+"/readyz", nil)
+		if err != nil {
+			return err
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = resp.Body.Close() }()
+		return membertest.Want(resp.StatusCode == http.StatusOK, "%s", resp.Status)
+	})
+	http.DefaultClient.CloseIdleConnections()
+	return r
+}
+
+// newcomer is a machine with what it asks for, and an address of its own to ask from.
+type newcomer struct {
+	*attesttest.Machine
+	name, disk, address string
+	from                net.IP
+	wish                *wish
+}
+
+type crowd struct{ all []*newcomer }
+
+func (c *crowd) take(n int) []*newcomer {
+	out := c.all[:n]
+	c.all = c.all[n:]
+	return out
+}
+
+// crowd makes machines; a thousand take a few seconds.
+func (s *stage) crowd(t *testing.T, n int) *crowd {
+	t.Helper()
+	c := &crowd{all: make([]*newcomer, n)}
+	var all errgroup.Group
+	all.SetLimit(runtime.NumCPU())
+	for i := range n {
+		all.Go(func() error {
+			m := &newcomer{
+				Machine: s.machine(t), name: fmt.Sprintf("n%05d", i), disk: fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-%012d", i+1000),
+				address: fmt.Sprintf("10.%d.%d.%d", 100+i/62500, i/250%250, i%250+2), from: net.IPv4(127, byte(1+i/62500), byte(i/250%250), byte(i%250+2)),
+			}
+			m.wish = worker(t, named(m.name, m.disk, m.address))
+			c.all[i] = m
+			return nil
+		})
+	}
+	_ = all.Wait()
+	return c
+}
+
+// ask opens a connection of the machine's own to a joinservice for one call.
+func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1connect.JoinServiceClient) error) error {
+	transport, err := atls.NewTransport(atls.ClientConfig{
+		Attester: m.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
+		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: m.from}}).DialContext,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = transport.Close() }()
+	return call(joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...))
+}
+
+// again asks one joinservice after another until one of them answers as it should, as machines do: after a failure it waits for that long, or for as long as
+// it is told, with jitter. It gives up once it was told five times that something it asks for is another machine's.
+func (s *stage) again(t *testing.T, m *newcomer, services []*replica, wait time.Duration, call func(joinv1connect.JoinServiceClient) error) error {
+	for i, taken := rand.N(len(services)), 0; ; i++ {
+		err := s.ask(t, m, services[i%len(services)].addr, call)
+		switch rpc.ReasonFrom(err) {
+		case attestv1.Reason_REASON_ACCEPTED:
+			return nil
+		case attestv1.Reason_REASON_DISK_MISMATCH, attestv1.Reason_REASON_ADDRESS_REFUSED:
+			if taken++; taken == 5 {
+				return err
+			}
+		}
+		pause := max(wait, rpc.RetryAfterFrom(err))
+		select {
+		case <-t.Context().Done():
+			return errors.Join(err, t.Context().Err())
+		case <-time.After(pause/2 + rand.N(pause)):
+		}
+	}
+}
+
+func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
+	return s.again(t, m, services, time.Second, func(c joinv1connect.JoinServiceClient) error {
+		_, err := c.IssueJoinTicket(t.Context(), m.wish.IssueJoinTicketRequest)
+		return err
+	})
+}
+
+// joins has machines join, eight at a time, and counts the requests to the API server for each.
+func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
+	t.Helper()
+	count := func() int {
+		all, err := s.AllRequests(func(r envtest.Request) bool {
+			return r.Verb != "watch" && (strings.HasPrefix(r.UserAgent, "muster-joinservice/") || strings.HasPrefix(r.UserAgent, "kms.test"))
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		kinds := map[string]int{}
+		for _, r := range all {
+			kinds[fmt.Sprintf("%s %s/%s %d", r.Verb, r.Object.Resource, r.Object.Subresource, r.Status.Code)]++
+		}
+		t.Logf("requests to the API server so far: %v", kinds)
+		return len(all)
+	}
+	before, start := count(), time.Now()
+	took := make([]time.Duration, len(machines))
+	var all errgroup.Group
+	all.SetLimit(8)
+	for i, m := range machines {
+		all.Go(func() error {
+			began := time.Now()
+			err := s.joinOne(t, m, services)
+			took[i] = time.Since(began)
+			return err
+		})
+	}
+	if err := all.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	rate := float64(len(machines)) / time.Since(start).Seconds()
+	return joins{rate, spreadOf(took)}, float64(count()-before) / float64(len(machines))
+}
+
+// renewals has the node renew its Lease, as its kubelet does every ten seconds.
+func (s *stage) renewals(t *testing.T, node string) spread {
+	t.Helper()
+	const times = 400
+	api := s.as(t, node)
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: node}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &node}}
+	if err := api.Create(t.Context(), lease); err != nil {
+		if err := api.Get(t.Context(), client.ObjectKeyFromObject(lease), lease); err != nil {
+			t.Fatal(err)
+		}
+	}
+	took := make([]time.Duration, 0, times)
+	for range times {
+		lease.Spec.RenewTime = &metav1.MicroTime{Time: time.Now()}
+		start := time.Now()
+		if err := api.Update(t.Context(), lease); err != nil {
+			t.Fatal(err)
+		}
+		took = append(took, time.Since(start))
+	}
+	return spreadOf(took)
+}
+
+// fill enrolls machines as if they had joined long ago, with their Nodes.
+func (s *stage) fill(t *testing.T, machines []*newcomer) {
+	t.Helper()
+	var all errgroup.Group
+	all.SetLimit(16)
+	for _, m := range machines {
+		m.LockTo(s.ID)
+		all.Go(func() error {
+			n := &v1alpha1.AttestedNode{
+				ObjectMeta: metav1.ObjectMeta{Name: m.name, Finalizers: []string{v1alpha1.RetireCertificates}, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}},
+				Spec:       v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: m.disk, DiskMode: v1alpha1.DiskModePlain, Addresses: []string{m.address}},
+			}
+			if err := s.Client.Create(t.Context(), n); err != nil {
+				return err
+			}
+			now := metav1.Now()
+			n.Status.Ticket = &v1alpha1.Ticket{ID: strings.Repeat("0", 32), IssuedAt: now}
+			n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: now}
+			enrollment.SetConditions(n, false)
+			return errors.Join(s.Client.Status().Update(t.Context(), n), s.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.name}}))
+		})
+	}
+	if err := all.Wait(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// exclude puts that many names on the list whose machines were removed.
+func (s *stage) exclude(t *testing.T, n int) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		_, err := enrollment.Change(t.Context(), s.Client, func(_ context.Context, l *nodeaccess.List) error {
+			for i := range *excluded {
+				e := nodeaccess.Entry{}
+				if i < n {
+					e = e.Revoke(time.Now())
+				}
+				l.Set(fmt.Sprintf("removed-%05d", i), e)
+			}
+			return nil
+		})
+		return err
+	})
+	membertest.Eventually(t, func() error { // admission sees it
+		return membertest.Want(len(s.Access(t).Nodes()) >= n, "the list is shorter")
+	})
+}
+
+// reattestations has all machines attest again: spread over the five minutes in which each of them does it, and then all as soon as they can, as after an outage.
+func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
+	t.Helper()
+	measure := func(over time.Duration) (out reattestation) {
+		took := make([]time.Duration, len(machines))
+		var late atomic.Int64
+		join, api := cpu(t, "joinservice"), cpu(t, "kube-apiserver")
+		start := time.Now()
+		var all sync.WaitGroup
+		for i, m := range machines {
+			all.Go(func() {
+				at := start.Add(time.Duration(float64(over) * float64(i) / float64(len(machines))))
+				select {
+				case <-time.After(time.Until(at)):
+				case <-t.Context().Done():
+					return
+				}
+				err := s.again(t, m, services, 5*time.Second, func(c joinv1connect.JoinServiceClient) error {
+					_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
+					return err
+				})
+				took[i] = time.Since(at)
+				if err != nil || took[i] > *within {
+					late.Add(1)
+					t.Logf("%s: %v after %s", m.name, err, took[i])
+				}
+			})
+		}
+		all.Wait()
+		out.Seconds, out.Late, out.Took = time.Since(start).Seconds(), int(late.Load()), spreadOf(took)
+		out.JoinserviceCPU, out.APIServerCPU = cpu(t, "joinservice")-join, cpu(t, "kube-apiserver")-api
+		for _, s := range services {
+			out.MemoryMiB = max(out.MemoryMiB, memory(t, s.cmd.Process.Pid))
+		}
+		return out
+	}
+	r.Spread = measure(*within)
+	r.AtOnce = measure(0)
+}
+
+// rush has machines ask in the same second; rivals want what some of them want. One of the replicas is killed once a third of them are in.
+func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, services []*replica) {
+	t.Helper()
+	for i, m := range rivals {
+		m.name, m.disk, m.address = "rival-"+m.name, machines[i].disk, machines[i].address
+		m.wish = worker(t, named(m.name, m.disk, m.address))
+	}
+	all := slices.Concat(machines, rivals)
+	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	var in, refused atomic.Int64
+	took := make([]time.Duration, len(all))
+	start := time.Now()
+	killed := make(chan struct{})
+	var each sync.WaitGroup
+	for i, m := range all {
+		each.Go(func() {
+			err := s.joinOne(t, m, services)
+			took[i] = time.Since(start)
+			switch {
+			case err == nil:
+				if in.Add(1) == int64(len(machines)/3) {
+					_ = services[1].cmd.Process.Kill()
+					close(killed)
+				}
+			default:
+				refused.Add(1)
+			}
+		})
+	}
+	each.Wait()
+	<-killed
+	r.Rush.Machines, r.Rush.Rivals, r.Rush.Refused, r.Rush.Seconds, r.Rush.Slowest = len(machines), len(rivals), int(refused.Load()), time.Since(start).Seconds(), spreadOf(took).P99/1000
+	for _, i := range []int{0, 2} {
+		r.Rush.MemoryMiB = max(r.Rush.MemoryMiB, memory(t, services[i].cmd.Process.Pid))
+	}
+	if int(in.Load()) != len(machines) || int(refused.Load()) != len(rivals) {
+		t.Errorf("%d machines are in and %d were refused, want %d and %d", in.Load(), refused.Load(), len(machines), len(rivals))
+	}
+	l := &v1alpha1.AttestedNodeList{}
+	if err := s.Client.List(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]string{}
+	for _, n := range l.Items {
+		for _, v := range append([]string{n.Spec.DiskID, n.Spec.MachineID}, n.Spec.Addresses...) {
+			if other := seen[v]; v != "" && other != "" {
+				t.Errorf("%s has %s, and so has %s", n.Name, v, other)
+			}
+			seen[v] = n.Name
+		}
+	}
+}
+
+// cpu is the processor time in seconds that programs of that name have used which this process has started.
+func cpu(t *testing.T, name string) float64 {
+	t.Helper()
+	total := 0.0
+	stats, err := filepath.Glob("/proc/[0-9]*/stat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range stats {
+		b, err := os.ReadFile(filepath.Clean(path))
+		if err != nil {
+			continue // it has ended
+		}
+		comm, rest, _ := strings.Cut(string(b), ") ")
+		f := strings.Fields(rest)
+		if !strings.HasPrefix(name, comm[strings.IndexByte(comm, '(')+1:]) || f[1] != strconv.Itoa(os.Getpid()) {
+			continue
+		}
+		for _, ticks := range f[11:13] { // utime, stime: proc_pid_stat(5)
+			n, err := strconv.ParseFloat(ticks, 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			total += n / 100
+		}
+	}
+	return total
+}
+
+// memory is the most that a process has had, in MiB.
+func memory(t *testing.T, pid int) float64 {
+	t.Helper()
+	for line := range strings.Lines(read(t, fmt.Sprintf("/proc/%d/status", pid))) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "VmHWM:" {
+			n, err := strconv.ParseFloat(f[1], 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return n / 1024
+		}
+	}
+	t.Fatalf("process %d has no VmHWM", pid)
+	return 0
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Clean(path))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+func (r *results) table() string {
+	out := &strings.Builder{}
+	fmt.Fprintf(out, "On %s, load average %s before the run. %d nodes are enrolled in the large cluster, and %d names are on the list of nodes that may not write; in the small one it is one node and none.\n\n", r.Machine, r.Load, r.Nodes, r.Entries)
+	fmt.Fprintf(out, "| | small | large | ratio |\n|---|---|---|---|\n")
+	fmt.Fprintf(out, "| a node renews its Lease, median (90th percentile), ms | %.1f (%.1f) | %.1f (%.1f) | %.2f |\n", r.LeaseSmall.Median, r.LeaseSmall.P90, r.LeaseLarge.Median, r.LeaseLarge.P90, r.LeaseLarge.Median/r.LeaseSmall.Median)
+	fmt.Fprintf(out, "| joins per second, eight at a time | %.1f | %.1f | %.2f |\n", r.JoinsSmall.PerSecond, r.JoinsLarge.PerSecond, r.JoinsLarge.PerSecond/r.JoinsSmall.PerSecond)
+	fmt.Fprintf(out, "| a ticket, median (99th percentile), ms | %.0f (%.0f) | %.0f (%.0f) | %.2f |\n", r.JoinsSmall.Took.Median, r.JoinsSmall.Took.P99, r.JoinsLarge.Took.Median, r.JoinsLarge.Took.P99, r.JoinsLarge.Took.Median/r.JoinsSmall.Took.Median)
+	fmt.Fprintf(out, "\nRequests to the API server for one join: %.1f.\n", r.RequestsPerJoin)
+	fmt.Fprintf(out, "\n| %d machines attest again, at 3 replicas | seconds | late | joinservice, CPU s | API server, CPU s | median (99th percentile), ms | memory of a replica, MiB |\n|---|---|---|---|---|---|---|\n", r.Nodes)
+	for i, x := range []reattestation{r.Spread, r.AtOnce} {
+		fmt.Fprintf(out, "| %s | %.0f | %d | %.0f | %.0f | %.0f (%.0f) | %.0f |\n", []string{"one after another within five minutes", "all at once, after an outage"}[i], x.Seconds, x.Late, x.JoinserviceCPU, x.APIServerCPU, x.Took.Median, x.Took.P99, x.MemoryMiB)
+	}
+	fmt.Fprintf(out, "\n%d machines that ask for a ticket in the same second at 3 replicas, one of which is killed once a third of them are in, and %d rivals for their disks and addresses: all in after %.0f s, %d refused, no value given twice; %.0f MiB for a replica.\n",
+		r.Rush.Machines, r.Rush.Rivals, r.Rush.Seconds, r.Rush.Refused, r.Rush.MemoryMiB)
+	return out.String()
+}
+
+// put writes the figures between the marks of the page.
+func put(path, text string) error {
+	b, err := os.ReadFile(filepath.Clean(path))
+	if err != nil {
+		return err
+	}
+	const begin, end = "<!-- scale: begin -->\n", "<!-- scale: end -->"
+	head, rest, ok := bytes.Cut(b, []byte(begin))
+	_, tail, found := bytes.Cut(rest, []byte(end))
+	if !ok || !found {
+		return fmt.Errorf("%s has no place for the figures of scale", path)
+	}
+	return os.WriteFile(path, slices.Concat(head, []byte(begin), []byte(text), []byte(end), tail), 0o644)
+}
