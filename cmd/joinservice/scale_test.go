@@ -259,10 +259,10 @@ func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1conn
 func (s *stage) again(t *testing.T, m *newcomer, services []*replica, wait time.Duration, call func(joinv1connect.JoinServiceClient) error) error {
 	for i, taken := rand.N(len(services)), 0; ; i++ {
 		err := s.ask(t, m, services[i%len(services)].addr, call)
-		switch rpc.ReasonFrom(err) {
-		case attestv1.Reason_REASON_ACCEPTED:
+		if err == nil {
 			return nil
-		case attestv1.Reason_REASON_DISK_MISMATCH, attestv1.Reason_REASON_ADDRESS_REFUSED:
+		}
+		if reason := rpc.ReasonFrom(err); reason == attestv1.Reason_REASON_DISK_MISMATCH || reason == attestv1.Reason_REASON_ADDRESS_REFUSED {
 			if taken++; taken == 5 {
 				return err
 			}
@@ -448,14 +448,13 @@ func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, ser
 		each.Go(func() {
 			err := s.joinOne(t, m, services)
 			took[i] = time.Since(start)
-			switch {
-			case err == nil:
-				if in.Add(1) == int64(len(machines)/3) {
-					_ = services[1].cmd.Process.Kill()
-					close(killed)
-				}
-			default:
+			if err != nil {
 				refused.Add(1)
+				return
+			}
+			if in.Add(1) == int64(len(machines)/3) {
+				_ = services[1].cmd.Process.Kill()
+				close(killed)
 			}
 		})
 	}

@@ -52,7 +52,7 @@ func enrolled(n *v1alpha1.AttestedNode) metav1.Condition {
 }
 
 func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
-	reason, message := "", ""
+	var reason, message string
 	switch {
 	case n.DeletionTimestamp != nil:
 		reason, message = "Removed", "the enrollment is being removed"

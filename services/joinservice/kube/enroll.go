@@ -242,7 +242,8 @@ func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 func (e *Enrollment) giveUp(ctx context.Context) {
 	ctx, cancel := outlive(ctx)
 	defer cancel()
-	k, err := e.kube, error(nil)
+	k := e.kube
+	var err error
 	if e.before == nil {
 		err = k.delete(ctx, e.node)
 	} else {
