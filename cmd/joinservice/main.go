@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 	"time"
 
@@ -51,6 +52,11 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
 	first := flags.Duration("first-lease-within", kube.DefaultLeases.First, "how long a kubelet may take to write its first Lease after its machine got a ticket or the key of its disk; a later boot of the same machine within this time is refused with BUSY, since it may be a copy of the machine; 0: no such boot is refused")
 	watch := flags.Duration("lease-watch", kube.DefaultLeases.Watch, "how long joinservice watches a node's Lease when its machine asks in a later boot; a Lease that is still renewed shows that the machine that asks is a copy. Use more than a quarter of the nodeLeaseDurationSeconds of your kubelets, their pause between two renewals")
+	proxies := flags.String("proxy-protocol-from", "", "networks and addresses of load balancers in front of this listener, separated by commas, which send a header of the PROXY protocol, version 2: its client is then the source of the connection; empty: none")
+	limits := joinservice.Limits
+	flags.Float64Var(&limits.Rate, "source-rate", 16, "how many new connections a second one source may open (an IPv4 address, or an IPv6 /64); more for a load balancer that hides its clients and sends no header")
+	flags.IntVar(&limits.Burst, "source-burst", 64, "how many of those one source may open at once")
+	flags.IntVar(&limits.SetUpPerSource, "source-handshakes", 64, "how many connections of one source may be in their handshake at one time; of all sources it is 256")
 	records := flags.String("audit", "/var/log/muster/audit.jsonl", "file of the audit log")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -58,6 +64,13 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	join, err := kube.ParseJoinCredential(*credential)
 	if err != nil {
 		return fmt.Errorf("--join-credential: %w", err)
+	}
+	if limits.Rate <= 0 || limits.Burst <= 0 || limits.SetUpPerSource <= 0 {
+		return errors.New("--source-rate, --source-burst and --source-handshakes: more than 0 each, or no machine connects")
+	}
+	from, err := serve.ParsePrefixes(strings.FieldsFunc(*proxies, func(r rune) bool { return r == ',' }))
+	if err != nil {
+		return fmt.Errorf("--proxy-protocol-from: want networks such as 10.0.0.0/24, or addresses: %w", err)
 	}
 	p, err := common.Open(ctx, stderr)
 	if err != nil {
@@ -70,6 +83,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	defer func() { _ = auditLog.Close() }()
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: kube.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: kube.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

@@ -71,7 +71,7 @@ type results struct {
 		Slowest                   float64
 		MemoryMiB                 float64
 	}
-	Spread, AtOnce reattestation
+	Spread, AtOnce, OneSource reattestation
 }
 
 // reattestation is what it took to have all machines attest again.
@@ -142,7 +142,7 @@ func TestScale(t *testing.T) {
 		"a Lease renewal costs more in a large cluster":           r.LeaseLarge.Median > 1.15*r.LeaseSmall.Median,
 		"joins are slower in a large cluster":                     r.JoinsLarge.PerSecond < 0.9*r.JoinsSmall.PerSecond,
 		"a join takes more than eight requests of the API server": r.RequestsPerJoin > 8.3, // one deletion in a minute, and what sweepers do meanwhile
-		"machines attested late":                                  r.Spread.Late > 0,
+		"machines attested late":                                  r.Spread.Late > 0 || r.OneSource.Late > 0,
 	} {
 		if bad {
 			t.Error(what)
@@ -158,6 +158,7 @@ type replica struct {
 	addr string
 	cmd  *exec.Cmd
 	log  *membertest.Buffer
+	stop func()
 }
 
 func (s *stage) replica(t *testing.T) *replica {
@@ -180,9 +181,12 @@ func (s *stage) replica(t *testing.T) *replica {
 	if err := r.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
+	r.stop = sync.OnceFunc(func() {
 		_ = r.cmd.Process.Signal(syscall.SIGTERM)
 		_ = r.cmd.Wait()
+	})
+	t.Cleanup(func() {
+		r.stop()
 		if t.Failed() {
 			log := r.log.String()
 			t.Logf("the end of the log of %s:\n%s", r.addr, log[max(0, len(log)-4000):])
@@ -428,6 +432,19 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 	}
 	r.Spread = measure(*within)
 	r.AtOnce = measure(0)
+
+	// As behind a load balancer that hides them and sends no header, with the limits that docs/limits.md advises to raise.
+	for _, one := range services {
+		one.stop()
+	}
+	s.flags = []string{"--source-rate=100", "--source-burst=200", "--source-handshakes=200"}
+	for i := range services {
+		services[i] = s.replica(t)
+	}
+	for _, m := range machines {
+		m.from = net.IPv4(127, 0, 0, 1)
+	}
+	r.OneSource = measure(*within)
 }
 
 // rush has machines ask in the same second; rivals want what some of them want. One of the replicas is killed once a third of them are in.
@@ -545,8 +562,8 @@ func (r *results) table() string {
 	fmt.Fprintf(out, "| a ticket, median (99th percentile), ms | %.0f (%.0f) | %.0f (%.0f) | %.2f |\n", r.JoinsSmall.Took.Median, r.JoinsSmall.Took.P99, r.JoinsLarge.Took.Median, r.JoinsLarge.Took.P99, r.JoinsLarge.Took.Median/r.JoinsSmall.Took.Median)
 	fmt.Fprintf(out, "\nRequests to the API server for one join: %.1f.\n", r.RequestsPerJoin)
 	fmt.Fprintf(out, "\n| %d machines attest again, at 3 replicas | seconds | late | joinservice, CPU s | API server, CPU s | median (99th percentile), ms | memory of a replica, MiB |\n|---|---|---|---|---|---|---|\n", r.Nodes)
-	for i, x := range []reattestation{r.Spread, r.AtOnce} {
-		fmt.Fprintf(out, "| %s | %.0f | %d | %.0f | %.0f | %.0f (%.0f) | %.0f |\n", []string{"one after another within five minutes", "all at once, after an outage"}[i], x.Seconds, x.Late, x.JoinserviceCPU, x.APIServerCPU, x.Took.Median, x.Took.P99, x.MemoryMiB)
+	for i, x := range []reattestation{r.Spread, r.AtOnce, r.OneSource} {
+		fmt.Fprintf(out, "| %s | %.0f | %d | %.0f | %.0f | %.0f (%.0f) | %.0f |\n", []string{"one after another within five minutes", "all at once, after an outage", "within five minutes, from one address, with raised limits"}[i], x.Seconds, x.Late, x.JoinserviceCPU, x.APIServerCPU, x.Took.Median, x.Took.P99, x.MemoryMiB)
 	}
 	fmt.Fprintf(out, "\n%d machines that ask for a ticket in the same second at 3 replicas, one of which is killed once a third of them are in, and %d rivals for their disks and addresses: all in after %.0f s, %d refused, no value given twice; %.0f MiB for a replica.\n",
 		r.Rush.Machines, r.Rush.Rivals, r.Rush.Seconds, r.Rush.Refused, r.Rush.MemoryMiB)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"time"
 
@@ -25,10 +26,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options say what a joinservice of a cluster needs from outside. All fields but Probes are required.
+// Options say what a joinservice of a cluster needs from outside. All fields but Probes and ProxiesFrom are required.
 type Options struct {
 	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
 	Listener, Metrics net.Listener
+	// ProxiesFrom are the addresses of load balancers that send a header of the PROXY protocol, see [serve.Proxied].
+	ProxiesFrom []netip.Prefix
+	// Limits are [Limits], or with others for one source.
+	Limits atls.Limits
 	// Probes is where probes are too, see [serve.Probes.Local]; nil: nowhere.
 	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose joinservice.
@@ -87,7 +92,6 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	// Clean-up that a ticket left to the background ends before the process does.
 	approver, err := k.NewApprover(o.Audit, m.Rations, m.Policy, o.VerdictMaxAge, m.Registry)
 	if err != nil {
 		return err
@@ -149,12 +153,16 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	svc.now = now
+	listener := o.Listener
+	if len(o.ProxiesFrom) > 0 {
+		listener = serve.NewProxied(listener, o.ProxiesFrom, o.Log)
+	}
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: o.Listener,
+		Listener: listener,
 		ATLS: atls.ServerConfig{
 			Attester: presenting, Verifier: m.Verifier, Appraiser: refusals, ClientPurpose: attest.PurposeMachine,
 			// Who does not attest gets a session and no more: the owner's program judges us over one.
-			Generation: m.Policy.Generation, Limits: Limits,
+			Generation: m.Policy.Generation, Limits: o.Limits,
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
 		},
 		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(svc), joinv1connect.NewJoinServiceHandler)},
