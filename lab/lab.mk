@@ -21,4 +21,5 @@ control-planes: deps kube images lab-bin ## Five control planes, and one that is
 
 .PHONY: bench-scale
 bench-scale: deps kube build ## Measure what the number of enrolled nodes costs, into docs/performance.md (25 minutes)
-	go test -tags scale -count=1 -timeout 60m -run '^TestScale$$' -v ./cmd/joinservice -program $(BIN)/joinservice -page $(CURDIR)/docs/performance.md $(SCALE_FLAGS)
+	command -v gnuplot >/dev/null || apt-get install -qq --no-install-recommends gnuplot-nox
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go test -tags scale -count=1 -timeout 60m -run '^TestScale$$' -v ./cmd/joinservice -program $(BIN)/joinservice -page $(CURDIR)/docs/performance.md $(SCALE_FLAGS)

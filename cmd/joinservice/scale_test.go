@@ -12,6 +12,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -52,9 +53,8 @@ type results struct {
 	Nodes   int    `json:"nodes"`
 	Entries int    `json:"entries"`
 
-	LeaseSmall, LeaseLarge spread
-	JoinsSmall, JoinsLarge joins
-	RequestsPerJoin        float64
+	Sizes           []size
+	RequestsPerJoin float64
 
 	Rush struct {
 		Machines, Rivals, Refused int
@@ -75,6 +75,13 @@ type reattestation struct {
 
 type spread struct{ Median, P90, P99 float64 }
 
+// size is what was measured with so many enrolled nodes.
+type size struct {
+	Nodes, Entries int
+	Lease          spread
+	Joins          joins
+}
+
 type joins struct {
 	PerSecond float64
 	Took      spread
@@ -94,26 +101,24 @@ func TestScale(t *testing.T) {
 	s := setUp(t, func(s *stage) { s.apart = true })
 	r := &results{Machine: fmt.Sprintf("%d processors", runtime.NumCPU()), Load: strings.TrimSpace(read(t, "/proc/loadavg")), Nodes: *many, Entries: *excluded}
 	services := []*replica{s.replica(t)}
-	crowd := s.crowd(t, *many+4*perPhase+*rush+*rush/20)
-
+	sizes := []int{0, *many / 5, *many / 2, *many}
+	crowd := s.crowd(t, 1+*many+len(sizes)*perSize+*rush+*rush/20)
 	first := crowd.take(1)
 	if err := s.joinOne(t, first[0], services); err != nil {
 		t.Fatal(err)
 	}
-	node := first[0].name
-	r.LeaseSmall = s.renewals(t, node)
-	r.JoinsSmall, r.RequestsPerJoin = s.joins(t, crowd.take(perPhase), services)
-
 	enrolled := crowd.take(*many)
-	s.fill(t, enrolled)
-	s.exclude(t, *excluded)
-	// In turn, so that what else the machine does falls on both.
-	r.LeaseLarge = s.renewals(t, node)
-	s.exclude(t, 0)
-	s.exclude(t, *excluded)
-	again := s.renewals(t, node)
-	r.LeaseLarge.Median, r.LeaseLarge.P90 = min(r.LeaseLarge.Median, again.Median), min(r.LeaseLarge.P90, again.P90)
-	r.JoinsLarge, _ = s.joins(t, crowd.take(perPhase), services)
+	for i, n := range sizes {
+		at := size{Nodes: n}
+		if i > 0 {
+			s.fill(t, enrolled[sizes[i-1]:n])
+			at.Entries = *excluded * n / *many
+			s.exclude(t, at.Entries)
+		}
+		at.Lease = s.renewals(t, first[0].name)
+		at.Joins, r.RequestsPerJoin = s.joins(t, crowd.take(perSize), services)
+		r.Sizes = append(r.Sizes, at)
+	}
 
 	services = append(services, s.replica(t), s.replica(t))
 	s.reattestations(t, r, enrolled, services)
@@ -125,13 +130,14 @@ func TestScale(t *testing.T) {
 	}
 	t.Logf("%s\n%s", b, r.table())
 	if *document != "" {
-		if err := put(*document, r.table()); err != nil {
+		if err := errors.Join(put(*document, r.table()), r.plot(t)); err != nil {
 			t.Fatal(err)
 		}
 	}
+	small, large := r.Sizes[0], r.Sizes[len(r.Sizes)-1]
 	for what, bad := range map[string]bool{
-		"a Lease renewal costs more in a large cluster":           r.LeaseLarge.Median > 1.15*r.LeaseSmall.Median,
-		"joins are slower in a large cluster":                     r.JoinsLarge.PerSecond < 0.9*r.JoinsSmall.PerSecond,
+		"a Lease renewal costs more in a large cluster":           large.Lease.Median > 1.15*small.Lease.Median,
+		"joins are slower in a large cluster":                     large.Joins.PerSecond < 0.9*small.Joins.PerSecond,
 		"a join takes more than eight requests of the API server": r.RequestsPerJoin > 8.3, // one deletion in a minute, and what sweepers do meanwhile
 		"machines attested late":                                  r.Spread.Late > 0 || r.OneSource.Late > 0,
 	} {
@@ -141,8 +147,8 @@ func TestScale(t *testing.T) {
 	}
 }
 
-// perPhase is how many machines join while joins are measured.
-const perPhase = 200
+// perSize is how many machines join in a cluster of each size.
+const perSize = 150
 
 // joins has machines join, eight at a time, and counts the requests to the API server for each.
 func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
@@ -358,11 +364,12 @@ func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, ser
 
 func (r *results) table() string {
 	out := &strings.Builder{}
-	fmt.Fprintf(out, "On %s, load average %s before the run. %d nodes are enrolled in the large cluster, and %d names are on the list of nodes that may not write; in the small one it is one node and none.\n\n", r.Machine, r.Load, r.Nodes, r.Entries)
-	fmt.Fprintf(out, "| | small | large | ratio |\n|---|---|---|---|\n")
-	fmt.Fprintf(out, "| a node renews its Lease, median (90th percentile), ms | %.1f (%.1f) | %.1f (%.1f) | %.2f |\n", r.LeaseSmall.Median, r.LeaseSmall.P90, r.LeaseLarge.Median, r.LeaseLarge.P90, r.LeaseLarge.Median/r.LeaseSmall.Median)
-	fmt.Fprintf(out, "| joins per second, eight at a time | %.1f | %.1f | %.2f |\n", r.JoinsSmall.PerSecond, r.JoinsLarge.PerSecond, r.JoinsLarge.PerSecond/r.JoinsSmall.PerSecond)
-	fmt.Fprintf(out, "| a ticket, median (99th percentile), ms | %.0f (%.0f) | %.0f (%.0f) | %.2f |\n", r.JoinsSmall.Took.Median, r.JoinsSmall.Took.P99, r.JoinsLarge.Took.Median, r.JoinsLarge.Took.P99, r.JoinsLarge.Took.Median/r.JoinsSmall.Took.Median)
+	fmt.Fprintf(out, "On %s, load average %s before the run.\n\n", r.Machine, r.Load)
+	fmt.Fprintf(out, "| enrolled nodes | names on the list of nodes that may not write | a node renews its Lease, median (90th percentile), ms | ratio | joins per second, eight at a time | ratio | a ticket, median (99th percentile), ms |\n|---|---|---|---|---|---|---|\n")
+	for _, x := range r.Sizes {
+		fmt.Fprintf(out, "| %d | %d | %.1f (%.1f) | %.2f | %.1f | %.2f | %.0f (%.0f) |\n", x.Nodes+1, x.Entries, x.Lease.Median, x.Lease.P90, x.Lease.Median/r.Sizes[0].Lease.Median,
+			x.Joins.PerSecond, x.Joins.PerSecond/r.Sizes[0].Joins.PerSecond, x.Joins.Took.Median, x.Joins.Took.P99)
+	}
 	fmt.Fprintf(out, "\nRequests to the API server for one join: %.1f.\n", r.RequestsPerJoin)
 	fmt.Fprintf(out, "\n| %d machines attest again, at 3 replicas | seconds | late | joinservice, CPU s | API server, CPU s | median (99th percentile), ms | memory of a replica, MiB |\n|---|---|---|---|---|---|---|\n", r.Nodes)
 	for i, x := range []reattestation{r.Spread, r.AtOnce, r.OneSource} {
@@ -371,6 +378,24 @@ func (r *results) table() string {
 	fmt.Fprintf(out, "\n%d machines that ask for a ticket in the same second at 3 replicas, one of which is killed once a third of them are in, and %d rivals for their disks and addresses: all in after %.0f s, %d refused, no value given twice; %.0f MiB for a replica.\n",
 		r.Rush.Machines, r.Rush.Rivals, r.Rush.Seconds, r.Rush.Refused, r.Rush.MemoryMiB)
 	return out.String()
+}
+
+// plot draws what the number of nodes costs.
+func (r *results) plot(t *testing.T) error {
+	t.Helper()
+	data := &strings.Builder{}
+	for _, x := range r.Sizes {
+		fmt.Fprintln(data, x.Nodes+1, x.Lease.Median, x.Lease.P90, x.Joins.PerSecond)
+	}
+	path := filepath.Join(filepath.Dir(*document), "performance", "scale.svg")
+	cmd := exec.CommandContext(t.Context(), "gnuplot", "-e", `set terminal svg size 900,340; set output "`+path+`"; set multiplot layout 1,2; set xlabel "enrolled nodes"; set key bottom right; set yrange [0:*]; $d << EOD
+`+data.String()+`EOD
+set title "a node renews its Lease, ms"; plot $d using 1:2 with linespoints title "median", $d using 1:3 with linespoints title "90th percentile"
+set title "joins per second"; plot $d using 1:4 with linespoints notitle`)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("gnuplot: %w: %s", err, out)
+	}
+	return nil
 }
 
 // put writes the figures between the marks of the page.
