@@ -107,8 +107,8 @@ const (
 	DiskModeLUKS  DiskMode = "luks"
 )
 
-// AttestedNode is the enrolment of one machine: its name is the node's name, which
-// belongs to that machine alone from then on (J4). A worker enrols itself by passing
+// AttestedNode is the enrollment of one machine: its name is the node's name, which
+// belongs to that machine alone from then on (J4). A worker enrolls itself by passing
 // attestation; a control plane is enrolled by the owner beforehand. `muster forget`
 // frees the name.
 //
@@ -130,7 +130,7 @@ type AttestedNode struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// Spec is the enrolment.
+	// Spec is the enrollment.
 	Spec AttestedNodeSpec `json:"spec"`
 	// Status is what the machine last proved.
 	Status AttestedNodeStatus `json:"status,omitempty"`
@@ -142,7 +142,7 @@ type AttestedNode struct {
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.diskID) || size(oldSelf.diskID) == 0 || !has(self.diskID) || self.diskID == oldSelf.diskID || (has(oldSelf.banned) && oldSelf.banned)",message="the machine is enrolled with another disk: muster replace changes that"
 type AttestedNodeSpec struct {
 	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
-	// 64 lower-case hexadecimal digits. It never changes, but in a banned enrolment, which
+	// 64 lower-case hexadecimal digits. It never changes, but in a banned enrollment, which
 	// no service touches: so `muster replace` gives a name to another machine.
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
@@ -192,7 +192,7 @@ type AttestedNodeStatus struct {
 	// +kubebuilder:validation:MaxLength=136
 	AKName string `json:"akName,omitempty"`
 	// ResetCount is the TPM's count of resets. It does not go down: a TPM that was
-	// cleared needs the owner to enrol the machine anew.
+	// cleared needs the owner to enroll the machine anew.
 	//
 	// +kubebuilder:validation:Minimum=0
 	ResetCount *int64 `json:"resetCount,omitempty"`
@@ -313,7 +313,7 @@ const ConditionVanished = "Vanished"
 // decided which one is genuine (J11). The message names both addresses.
 const ConditionCloned = "Cloned"
 
-// AttestedNodeList is a list of enrolments.
+// AttestedNodeList is a list of enrollments.
 //
 // +kubebuilder:object:root=true
 type AttestedNodeList struct {
@@ -324,9 +324,9 @@ type AttestedNodeList struct {
 
 // AttestedDisk says whose a state disk is: its name is the disk's UUID, in the 36-character lower-case form.
 // joinservice makes it before the disk's key leaves for the first time, and gives the key to no other machine
-// (J2). It outlives enrolments, and no service changes or deletes it. `muster replace --tpm` gives it to
+// (J2). It outlives enrollments, and no service changes or deletes it. `muster replace --tpm` gives it to
 // another machine. `muster forget --erase` deletes its salt, without which the key can't be derived any more (K4); so does
-// deleting it, but then whichever machine enrols the UUID next has the disk, with another key.
+// deleting it, but then whichever machine enrolls the UUID next has the disk, with another key.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster
@@ -363,7 +363,7 @@ type AttestedDiskSpec struct {
 	//
 	// +kubebuilder:validation:Minimum=1
 	RootVersion int32 `json:"rootVersion"`
-	// Erased says that the salt was deleted, so that the key can't be derived any more: nobody gets it, and nobody enrols the
+	// Erased says that the salt was deleted, so that the key can't be derived any more: nobody gets it, and nobody enrolls the
 	// disk (K4). It can't be taken back.
 	//
 	// +optional

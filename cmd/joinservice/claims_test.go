@@ -21,8 +21,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// unenrol deletes an enrolment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk stays its machine's.
-func (s *stage) unenrol(t *testing.T, node string) {
+// unenroll deletes an enrollment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk stays its machine's.
+func (s *stage) unenroll(t *testing.T, node string) {
 	t.Helper()
 	if err := s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}); err != nil {
 		t.Fatal(err)
@@ -43,13 +43,13 @@ func (s *stage) unenrol(t *testing.T, node string) {
 	})
 }
 
-// J2: the key of a disk whose enrolment is gone goes to no other machine, whatever that one says it is, until the
+// J2: the key of a disk whose enrollment is gone goes to no other machine, whatever that one says it is, until the
 // owner frees the disk. Its own machine may come back.
 func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 	s := setUp(t)
 	m, other := s.machine(t), s.machine(t)
 	first := s.ticketFor(t, m, worker(t, encrypted))
-	s.unenrol(t, "w1")
+	s.unenroll(t, "w1")
 
 	asks := s.dial(t, other.Attester(attest.PurposeMachine))
 	for name, w := range map[string]*wish{
@@ -64,10 +64,10 @@ func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 			s.filedNothing(t, before)
 		})
 	}
-	t.Run("with an enrolment that says so", func(t *testing.T) {
-		s.Enrol(t, "w3", v1alpha1.AttestedNodeSpec{MachineID: other.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
+	t.Run("with an enrollment that says so", func(t *testing.T) {
+		s.Enroll(t, "w3", v1alpha1.AttestedNodeSpec{MachineID: other.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
 		_ = s.notAgain(t, other, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w3" }), attestv1.Reason_REASON_DISK_MISMATCH)
-		s.unenrol(t, "w3")
+		s.unenroll(t, "w3")
 	})
 	if owner := s.DiskOf(t, disk1); owner != m.ID().String() {
 		t.Fatalf("the disk is machine %q's", owner)
@@ -76,18 +76,18 @@ func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 		if back := s.ticketFor(t, m, worker(t, encrypted)); !bytes.Equal(back.GetDiskKey(), first.GetDiskKey()) {
 			t.Error("with another key")
 		}
-		s.unenrol(t, "w1")
+		s.unenroll(t, "w1")
 	})
 	t.Run("another machine has a disk of its own", func(t *testing.T) {
 		s.ticketFor(t, other, worker(t, encrypted, named("w1", disk2, "192.168.77.12")))
-		s.unenrol(t, "w1")
+		s.unenroll(t, "w1")
 	})
 	t.Run("the owner frees it", func(t *testing.T) {
 		s.FreeDisk(t, disk1)
 		if next := s.ticketFor(t, other, worker(t, encrypted)); bytes.Equal(next.GetDiskKey(), first.GetDiskKey()) { // K4
 			t.Error("the next machine is given the key of before")
 		}
-		s.unenrol(t, "w1")
+		s.unenroll(t, "w1")
 		s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t, encrypted), attestv1.Reason_REASON_DISK_MISMATCH)
 	})
 }
@@ -136,7 +136,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 		}
 		for i := range machines { // none of the others later, when nothing is enrolled any more
 			if got[i] {
-				s.unenrol(t, fmt.Sprintf("w%d", i))
+				s.unenroll(t, fmt.Sprintf("w%d", i))
 			}
 		}
 		for i, ask := range clients {
@@ -184,7 +184,7 @@ func TestWithoutTheAPINoDiskIsOpened(t *testing.T) {
 	for name, tt := range map[string]struct {
 		resource, verb string
 	}{
-		"the enrolment can't be read":     {resource: "attestednodes", verb: "get"},
+		"the enrollment can't be read":    {resource: "attestednodes", verb: "get"},
 		"whose the disk is can't be read": {resource: "attesteddisks", verb: "get"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -26,7 +26,7 @@ func TestTheKeyOfAnErasedDiskGoesToNobody(t *testing.T) {
 	}
 	s.EraseDisk(t, disk1)
 	_ = s.notAgain(t, m, again(), attestv1.Reason_REASON_DISK_ERASED)
-	s.unenrol(t, "w1")
+	s.unenroll(t, "w1")
 	before := s.CSRs(t)
 	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t, encrypted), attestv1.Reason_REASON_DISK_ERASED)
 	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t, encrypted, named("w2", disk1, "192.168.77.13")), attestv1.Reason_REASON_DISK_ERASED)

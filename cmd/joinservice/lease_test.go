@@ -50,7 +50,7 @@ func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
 func (s *stage) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
 	t.Helper()
 	m := s.controlMachine(t)
-	s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	c := &controlPlane{
 		Machine: m, JoinServiceClient: s.dial(t, m.Attester(attest.PurposeMachine)),
 		wish: worker(t, named(name, disk, address), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
@@ -63,7 +63,7 @@ func (c *controlPlane) ask(t *testing.T) (*joinv1.IssueJoinTicketResponse, error
 	return c.IssueJoinTicket(t.Context(), c.IssueJoinTicketRequest)
 }
 
-// ticket asks until joinservice has seen the enrolment.
+// ticket asks until joinservice has seen the enrollment.
 func (c *controlPlane) ticket(t *testing.T) *joinv1.IssueJoinTicketResponse {
 	t.Helper()
 	var ticket *joinv1.IssueJoinTicketResponse
@@ -107,7 +107,7 @@ func (s *stage) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool
 	_ = refusaltest.Refused(t, s.witnesses(t), want, places, func() error { _, err := c.renew(t, ticket, done); return err })
 }
 
-// known waits until joinservice has seen the enrolment.
+// known waits until joinservice has seen the enrollment.
 func (s *stage) known(t *testing.T, c *controlPlane) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -361,7 +361,7 @@ func TestOfFiveWhoAskAtOnceAllGetTheirTurn(t *testing.T) {
 func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	s.seen(t, client, m)
 	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })

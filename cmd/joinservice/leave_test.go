@@ -150,7 +150,7 @@ func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.
 	s := setUp(t)
 	w := worker(t)
 	took := s.steal(t, s.asNode(t, w, s.ticketFor(t, s.machine(t), w)))
-	s.unenrol(t, "w1")
+	s.unenroll(t, "w1")
 	took.worthLittle(t)
 	again := worker(t, named("w1", diskNumber(2), "192.168.77.12"))
 	var next client.Client

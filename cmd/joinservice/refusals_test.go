@@ -31,7 +31,7 @@ const (
 )
 
 // Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves
-// neither enrolment nor certificate request; the same machine gets its ticket once the offending
+// neither enrollment nor certificate request; the same machine gets its ticket once the offending
 // input alone is repaired.
 func TestRefusedRequests(t *testing.T) {
 	s := setUp(t)
@@ -140,10 +140,10 @@ func TestRefusedRequests(t *testing.T) {
 			}
 			if tt.enrolled != nil {
 				tt.enrolled.MachineID = m.ID().String()
-				s.Enrol(t, "w1", *tt.enrolled)
+				s.Enroll(t, "w1", *tt.enrolled)
 			}
 			client := s.dial(t, m.Attester(attest.PurposeMachine))
-			if tt.enrolled != nil { // until joinservice has seen the enrolment
+			if tt.enrolled != nil { // until joinservice has seen the enrollment
 				s.seen(t, client, m)
 			}
 			before := s.CSRs(t)
@@ -163,7 +163,7 @@ func TestRefusedRequests(t *testing.T) {
 	}
 }
 
-// seen waits until joinservice knows of the machine's enrolment, by asking for what it may not have.
+// seen waits until joinservice knows of the machine's enrollment, by asking for what it may not have.
 func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine) {
 	t.Helper()
 	_ = m
@@ -289,7 +289,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 	})
 	t.Run("a control plane's file that is missing", func(t *testing.T) {
 		m := s.controlMachine(t)
-		s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+		s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 		client := s.dial(t, m.Attester(attest.PurposeMachine))
 		s.seen(t, client, m)
 		path := filepath.Join(s.pki, "etcd", "ca.key")

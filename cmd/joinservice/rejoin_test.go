@@ -88,7 +88,7 @@ func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 	}
 	after.Status.Boot, after.Status.ResetCount = before.Status.Boot, before.Status.ResetCount
 	if !reflect.DeepEqual(after.Spec, before.Spec) || !reflect.DeepEqual(after.Status, before.Status) {
-		t.Errorf("its enrolment changed: %+v", after)
+		t.Errorf("its enrollment changed: %+v", after)
 	}
 	s.filedNothing(t, filed)
 	id := hex.EncodeToString(resp.GetTicketId())
@@ -114,7 +114,7 @@ func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
-	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
+	s.Enroll(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
 	s.GiveDisk(t, disk3, m.ID())
 	resp, err := s.rejoin(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
 		r.NodeName, r.Role, r.DiskId = "first", joinv1.Role_ROLE_CONTROL_PLANE, disk3
@@ -166,9 +166,9 @@ func TestRefusedRejoins(t *testing.T) {
 	plain := s.machine(t)
 	s.ticketFor(t, plain, worker(t, named("w3", disk3, "192.168.77.21")))
 	fresh := s.machine(t)
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
 	unsalted := s.machine(t)
-	s.Enrol(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
+	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
 	m, stranger := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
@@ -231,9 +231,9 @@ func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
 	unnamed, twice, other := s.machine(t), s.machine(t), s.machine(t)
 	s.GiveDisk(t, diskNumber(7), unnamed.ID())
 	s.GiveDisk(t, diskNumber(6), twice.ID())
-	s.Enrol(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unnamed.ID().String(), Role: v1alpha1.RoleWorker})
+	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unnamed.ID().String(), Role: v1alpha1.RoleWorker})
 	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // the owner's slip
-		s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(6), DiskMode: v1alpha1.DiskModeLUKS})
+		s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(6), DiskMode: v1alpha1.DiskModeLUKS})
 	}
 	_ = s.notAgain(t, unnamed, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w4", diskNumber(7) }), attestv1.Reason_REASON_DISK_MISMATCH)
 	_ = s.notAgain(t, twice, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w5", diskNumber(6) }), attestv1.Reason_REASON_DISK_MISMATCH)
@@ -321,7 +321,7 @@ func TestFaultsOfOursGiveNoRejoinTicket(t *testing.T) {
 func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
-	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	s.GiveDisk(t, disk1, m.ID())
 	membertest.Eventually(t, func() error {
 		_, err := s.rejoin(t, m, again())

@@ -95,7 +95,7 @@ func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestCo
 	})
 }
 
-func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrolment(t *testing.T) {
+func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	for name, f := range map[string]*filed{
@@ -149,7 +149,7 @@ func (s *stage) waits(t *testing.T, request, reason string) {
 	}
 }
 
-// told is true once an Event of the node's enrolment says it, for that reason.
+// told is true once an Event of the node's enrollment says it, for that reason.
 func (s *stage) told(t *testing.T, node, what, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -235,7 +235,7 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 	}
 }
 
-// The first machine's kubelet files its requests before there is an enrolment. Its owner's verdict
+// The first machine's kubelet files its requests before there is an enrollment. Its owner's verdict
 // opens nothing: it attests to the cluster like every other node.
 func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
 	s := setUp(t)
@@ -243,7 +243,7 @@ func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
 	m.LockTo(s.ID)
 	request := s.file(t, serving("first", "192.168.77.40"))
 	s.waits(t, request, "NOT_ENROLLED")
-	s.Enrol(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.40"}})
+	s.Enroll(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.40"}})
 	s.waits(t, request, "VERDICT_OLD")
 	membertest.Eventually(t, func() error { _, err := s.reattest(t, m); return err })
 	s.decided(t, request, certificatesv1.CertificateApproved, "AttestedMachine")

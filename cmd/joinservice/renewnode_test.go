@@ -117,7 +117,7 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 	m, neighbour, stranger, fresh := s.booted(t), s.machine(t), s.machine(t), s.machine(t)
 	s.ticketFor(t, neighbour, worker(t, named("w2", diskNumber(2), "192.168.77.20")))
 	stranger.LockTo(s.ID)
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.12"}})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.12"}})
 	fresh.LockTo(s.ID)
 	as := func(name string, addresses ...string) func(*testing.T) *renewing {
 		return func(t *testing.T) *renewing { t.Helper(); return renewingAs(t, named(name, disk1, addresses...)) }
@@ -241,7 +241,7 @@ func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 func TestWithoutAnAuditRecordNoCertificateIsRenewed(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
-	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
+	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
 	m.LockTo(s.ID)
 	membertest.Eventually(t, func() error { // once it has a verdict, as after its join
 		_, err := s.reattest(t, m)

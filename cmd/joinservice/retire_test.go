@@ -87,7 +87,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})
 	canWrite(t, old, "w1", false)
-	s.unenrol(t, "w1")
+	s.unenroll(t, "w1")
 
 	again := worker(t, named("w1", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.12"))
 	var ticket *joinv1.IssueJoinTicketResponse
@@ -134,10 +134,10 @@ func TestARevocationLapses(t *testing.T) {
 	})
 }
 
-// A name's machine changes in a banned enrolment only, which no service writes (J4).
-func TestAnEnrolmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
+// A name's machine changes in a banned enrollment only, which no service writes (J4).
+func TestAnEnrollmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 	s := setUp(t)
-	s.Enrol(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	s.Enroll(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	other := s.machine(t).ID().String()
 	change := func(banned bool) error {
 		n := s.Node(t, "w7")
@@ -155,6 +155,6 @@ func TestAnEnrolmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := change(false); err != nil {
-		t.Errorf("in a banned enrolment: %v", err)
+		t.Errorf("in a banned enrollment: %v", err)
 	}
 }

@@ -116,7 +116,7 @@ func setUp(t *testing.T, options ...option) *stage {
 		s.planned = append(s.planned, s.machine(t))
 	}
 	s.listed = append([]*attesttest.Machine{s.cp1}, s.planned...)
-	s.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+	s.Enroll(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
 	s.policy(t)
 	s.writeFiles(t)
 	s.serveAttester(t)
@@ -458,7 +458,7 @@ func (s *stage) filedNothing(t *testing.T, before []string) {
 	}
 }
 
-// forget deletes enrolments and frees their disks, and waits until joinservice has seen it.
+// forget deletes enrollments and frees their disks, and waits until joinservice has seen it.
 func (s *stage) forget(t *testing.T, nodes ...string) {
 	t.Helper()
 	for _, n := range nodes {

@@ -68,7 +68,7 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 		t.Fatal("not enrolled")
 	}
 	if n.Spec.MachineID != m.ID().String() || n.Spec.Role != v1alpha1.RoleWorker || n.Spec.DiskID != disk1 || n.Spec.DiskMode != v1alpha1.DiskModePlain || !slices.Equal(n.Spec.Addresses, []string{"192.168.77.12"}) {
-		t.Errorf("enrolment %+v", n.Spec)
+		t.Errorf("enrollment %+v", n.Spec)
 	}
 	st := n.Status
 	if st.LastVerdict == nil || !st.LastVerdict.Accepted || st.PolicyGeneration == 0 || st.PolicySerial != 1 || st.PCRs["4"] != hex.EncodeToString(m.PCRs()[4]) || st.Ticket == nil || st.Ticket.ID != hex.EncodeToString(ticket.GetTicketId()) || st.Ticket.CertificateID != nodeaccess.ID(leaf(t, ticket.GetKubeletClientCertificate())) {
@@ -217,7 +217,7 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 				return err
 			})
 			if s.Node(t, "w1") == nil {
-				t.Error("the enrolment is gone")
+				t.Error("the enrollment is gone")
 			}
 		})
 	}
@@ -262,7 +262,7 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		})
 		s.ticketFor(t, other, worker(t, named("w1", disk3, "192.168.77.12")))
 		if n := s.Node(t, "w1"); n.Spec.MachineID != other.ID().String() || n.Status.ReleasedAt != nil {
-			t.Errorf("enrolment %+v, status %+v", n.Spec, n.Status)
+			t.Errorf("enrollment %+v, status %+v", n.Spec, n.Status)
 		}
 	})
 }
@@ -295,7 +295,7 @@ func TestATicketThatIsTooOldIsNotReturned(t *testing.T) {
 func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	s := setUp(t)
 	m := s.controlMachine(t)
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	var ticket *joinv1.IssueJoinTicketResponse
@@ -314,9 +314,9 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 		t.Errorf("files %v", got)
 	}
 	if n := s.Node(t, "cp2"); n.Spec.DiskID != disk1 || n.Annotations[v1alpha1.EnrolledByTicket] != "" {
-		t.Errorf("enrolment %+v, ticket %+v", n.Spec, n.Status.Ticket)
+		t.Errorf("enrollment %+v, ticket %+v", n.Spec, n.Status.Ticket)
 	}
-	t.Run("a returned ticket leaves the owner's enrolment", func(t *testing.T) {
+	t.Run("a returned ticket leaves the owner's enrollment", func(t *testing.T) {
 		if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
 			t.Fatal(err)
 		}

@@ -41,7 +41,7 @@ func TestOneTPMIsEnrolledOnce(t *testing.T) {
 
 	// Under the first machine's name, too, and as a control plane that the owner enrolled.
 	s.refused(t, client, twin, worker(t), attestv1.Reason_REASON_TPM_KNOWN)
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: twin.ID().String(), Role: v1alpha1.RoleWorker})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: twin.ID().String(), Role: v1alpha1.RoleWorker})
 	s.refused(t, client, twin, worker(t, named("cp2", disk2, "192.168.77.13")), attestv1.Reason_REASON_TPM_KNOWN)
 	s.forget(t, "cp2")
 

@@ -191,7 +191,7 @@ func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 			accept(v1, v2)
 			i.opens()
 			if v := s.Node(t, "w1"); v.Spec.DiskID != disk1 {
-				t.Errorf("its enrolment is %+v", v.Spec)
+				t.Errorf("its enrollment is %+v", v.Spec)
 			}
 		})
 	}
@@ -208,18 +208,18 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	}
 }
 
-// A machine whose enrolment the owner has undone is told so. The way out is an empty disk, or being enrolled again.
+// A machine whose enrollment the owner has undone is told so. The way out is an empty disk, or being enrolled again.
 func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
-	s.unenrol(t, "w1")
+	s.unenroll(t, "w1")
 	i := s.unlock(t, m)
 	i.refused(attestv1.Reason_REASON_NOT_ENROLLED)
 	text, err := os.ReadFile(i.screen)
 	if err != nil || !strings.Contains(string(text), "one that was forgotten starts over with an empty state disk") {
 		t.Errorf("console %q, %v", text, err)
 	}
-	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
+	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
 	i.opens()
 	if owner := s.DiskOf(t, disk1); owner != m.ID().String() {
 		t.Errorf("the disk is %q's", owner)

@@ -83,7 +83,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	if e := list[late.ID().String()]; e.Reason != "NOT_ENROLLED" || e.Node != "cp2" || e.Role != "control-plane" || e.Address != "127.0.0.1" || e.Since.IsZero() {
 		t.Errorf("the control plane: %+v", e)
 	}
-	s.Enrol(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: late.ID().String(), Role: v1alpha1.RoleControlPlane})
+	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: late.ID().String(), Role: v1alpha1.RoleControlPlane})
 	membertest.Eventually(t, func() error {
 		got := ask(late, controlPlane)
 		return membertest.Want(got == attestv1.Reason_REASON_ACCEPTED, "refused with %s", attest.ReasonName(got))

@@ -32,7 +32,7 @@ kms on a machine that the policy does not list. After an interruption the same c
 		Args:              cobra.ExactArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			spec, err := enrolment(args[0], role, machine, disk, addresses)
+			spec, err := enrollment(args[0], role, machine, disk, addresses)
 			if err != nil {
 				return err
 			}
@@ -47,7 +47,7 @@ kms on a machine that the policy does not list. After an interruption the same c
 			defer func() { _ = dir.Close() }()
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			created, err := owner.Enrol(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
+			created, err := owner.Enroll(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
 			if err != nil {
 				return err
 			}
@@ -77,7 +77,7 @@ kms on a machine that the policy does not list. After an interruption the same c
 	return cmd
 }
 
-func enrolment(name, role, machine, disk string, addresses []string) (v1alpha1.AttestedNodeSpec, error) {
+func enrollment(name, role, machine, disk string, addresses []string) (v1alpha1.AttestedNodeSpec, error) {
 	spec := v1alpha1.AttestedNodeSpec{Role: v1alpha1.Role(role), DiskID: disk}
 	if msgs := validation.IsDNS1123Label(name); len(msgs) > 0 {
 		return spec, fmt.Errorf("node name %q: %s", name, msgs[0])

@@ -231,7 +231,7 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 	j.issued++
 	resp, err := j.answer(req)
 	if err == nil && j.root != nil {
-		resp.DiskKey, err = j.enrol(ctx, req)
+		resp.DiskKey, err = j.enroll(ctx, req)
 	}
 	return resp, err
 }

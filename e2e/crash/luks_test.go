@@ -222,7 +222,7 @@ func TestAPowerCutWhileTheHeaderIsWritten(t *testing.T) {
 }
 
 // B3: a machine that can't get its key says on its screen why, and that way out leads out: joinservices that are away come back;
-// a disk whose enrolment was ended is erased; a machine whose initramfs has died half-way is rebooted.
+// a disk whose enrollment was ended is erased; a machine whose initramfs has died half-way is rebooted.
 func TestAMachineThatIsLockedNamesTheWayOut(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)

@@ -22,8 +22,8 @@ func newEnroller(t *testing.T, b *bench) *joinservice {
 	return j
 }
 
-// enrol remembers the machine, and gives its disk's key. It is called with the mutex held.
-func (j *joinservice) enrol(ctx context.Context, req *joinv1.IssueJoinTicketRequest) ([]byte, error) {
+// enroll remembers the machine, and gives its disk's key. It is called with the mutex held.
+func (j *joinservice) enroll(ctx context.Context, req *joinv1.IssueJoinTicketRequest) ([]byte, error) {
 	peer, ok := attest.PeerFrom(ctx)
 	if !ok {
 		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
@@ -93,7 +93,7 @@ func (j *joinservice) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRe
 	return resp, nil
 }
 
-// forget ends the enrolments of all machines.
+// forget ends the enrollments of all machines.
 func (j *joinservice) forget() {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -140,8 +140,8 @@ func (w *world) kubectl(ctx context.Context, args ...string) (string, error) {
 	return w.At(ctx, driver.Owner, "", append([]string{"kubectl", "--kubeconfig", filepath.Join("muster-"+clusterName, "admin.conf"), "--request-timeout=5s"}, args...)...)
 }
 
-// enrolments gives the cluster's, by node.
-func (w *world) enrolments(ctx context.Context) (map[string]v1alpha1.AttestedNode, error) {
+// enrollments gives the cluster's, by node.
+func (w *world) enrollments(ctx context.Context) (map[string]v1alpha1.AttestedNode, error) {
 	text, err := w.kubectl(ctx, "get", "attestednodes", "-o", "json")
 	if err != nil {
 		return nil, err
@@ -157,11 +157,11 @@ func (w *world) enrolments(ctx context.Context) (map[string]v1alpha1.AttestedNod
 	return out, nil
 }
 
-// known is [world.enrolments] of now.
+// known is [world.enrollments] of now.
 func (w *world) known(t *testing.T) (out map[string]v1alpha1.AttestedNode) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) (err error) {
-		out, err = w.enrolments(ctx)
+		out, err = w.enrollments(ctx)
 		return err
 	})
 	return out
@@ -182,7 +182,7 @@ func (w *world) get(t *testing.T, object, path string) (out string) {
 func (w *world) back(t *testing.T, since time.Time, nodes ...string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error {
-		enrolled, err := w.enrolments(ctx)
+		enrolled, err := w.enrollments(ctx)
 		if err != nil {
 			return err
 		}

@@ -187,7 +187,7 @@ func (w *world) clearedTPM(t *testing.T, node string) {
 		t.Fatal(err)
 	}
 	labtest.Eventually(t, func(ctx context.Context) error {
-		enrolled, err := w.enrolments(ctx)
+		enrolled, err := w.enrollments(ctx)
 		if n := enrolled[node]; err == nil && !meta.IsStatusConditionTrue(n.Status.Conditions, v1alpha1.ConditionCloned) {
 			err = fmt.Errorf("%s: %+v", node, n.Status)
 		}

@@ -39,7 +39,7 @@ import (
 type Cluster struct {
 	// Client writes to the API server and reads from it, past the informers.
 	Client client.Client
-	// Nodes are the enrolments.
+	// Nodes are the enrollments.
 	Nodes *Nodes
 
 	cfg    *rest.Config
@@ -91,7 +91,7 @@ func mapper() meta.RESTMapper {
 // logOnce routes the log of controller-runtime, which keeps one for the process.
 var logOnce sync.Once
 
-// Open prepares a client and the informers that all services need: enrolments and
+// Open prepares a client and the informers that all services need: enrollments and
 // the cluster's description. Nothing is read until [Cluster.Serve] runs.
 func Open(cfg *rest.Config, log *slog.Logger) (*Cluster, error) {
 	if cfg == nil || log == nil {

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Nodes is the view of all enrolments, indexed by what must be unique among them. The objects
+// Nodes is the view of all enrollments, indexed by what must be unique among them. The objects
 // that it gives are shared: they must not be changed.
 type Nodes struct {
 	mu        sync.RWMutex
@@ -27,7 +27,7 @@ type Nodes struct {
 	changed   chan struct{} // closed and replaced with each change
 }
 
-// index leads from a value to the names of the enrolments that have it. There should be one;
+// index leads from a value to the names of the enrollments that have it. There should be one;
 // more are two replicas' writes of the same moment.
 type index map[string]map[string]bool
 
@@ -99,30 +99,30 @@ func (n *Nodes) broadcast() {
 	n.changed = make(chan struct{})
 }
 
-// ByName gives the enrolment of that node; nil if there is none.
+// ByName gives the enrollment of that node; nil if there is none.
 func (n *Nodes) ByName(name string) *v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.byName[name]
 }
 
-// All gives every enrolment, in no order.
+// All gives every enrollment, in no order.
 func (n *Nodes) All() []*v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return slices.Collect(maps.Values(n.byName))
 }
 
-// ByMachine gives the enrolments of a machine: none, or one.
+// ByMachine gives the enrollments of a machine: none, or one.
 func (n *Nodes) ByMachine(id attest.MachineID) []*v1alpha1.AttestedNode {
 	return n.find(n.byMachine, id.String())
 }
 
-// ByAK returns the enrolments whose machine last attested with the attestation key of that name, in hexadecimal
+// ByAK returns the enrollments whose machine last attested with the attestation key of that name, in hexadecimal
 // digits: none, or one. A TPM has one such key, whichever endorsement key vouches for it.
 func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byAK, name) }
 
-// ByDisk gives the enrolments with that disk.
+// ByDisk gives the enrollments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
 // ByAddress returns the enrollments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
@@ -138,7 +138,7 @@ func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
 	return out
 }
 
-// Banned says whether any enrolment of the machine, or of its TPM as another machine, is banned or being deleted (A8).
+// Banned says whether any enrollment of the machine, or of its TPM as another machine, is banned or being deleted (A8).
 func (n *Nodes) Banned(c attest.Claims) bool {
 	return n.banned(c.Machine(), hex.EncodeToString(c.AKName()))
 }

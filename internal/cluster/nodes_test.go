@@ -86,7 +86,7 @@ func TestIndexesFollowTheObjects(t *testing.T) {
 				}
 			}
 			if len(n.ByMachine(machine(i))) != want || n.banned(machine(i), "") != banned {
-				t.Fatalf("machine %d: %d enrolments, banned %v; want %d, %v", i, len(n.ByMachine(machine(i))), n.banned(machine(i), ""), want, banned)
+				t.Fatalf("machine %d: %d enrollments, banned %v; want %d, %v", i, len(n.ByMachine(machine(i))), n.banned(machine(i), ""), want, banned)
 			}
 		}
 		for _, value := range []string{"1", "2", "3"} {
@@ -103,7 +103,7 @@ func TestIndexesFollowTheObjects(t *testing.T) {
 			}
 		}
 		if len(n.ByDisk("")) != 0 {
-			t.Fatal("enrolments without a disk are found by it")
+			t.Fatal("enrollments without a disk are found by it")
 		}
 	})
 }

@@ -175,8 +175,8 @@ func (c *Cluster) SetPolicyObject(t testing.TB, policy, signature string) int64 
 	return p.Generation
 }
 
-// Enrol writes an AttestedNode.
-func (c *Cluster) Enrol(t testing.TB, name string, spec v1alpha1.AttestedNodeSpec) {
+// Enroll writes an AttestedNode.
+func (c *Cluster) Enroll(t testing.TB, name string, spec v1alpha1.AttestedNodeSpec) {
 	t.Helper()
 	if err := c.Client.Create(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}); err != nil {
 		t.Fatal(err)

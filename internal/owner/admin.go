@@ -27,9 +27,9 @@ func Connect(d *ownerdir.Dir) (*cluster.Client, error) {
 	return cluster.Connect(kubeconfig)
 }
 
-// Enrol gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
-// the enrolment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
-func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
+// Enroll gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
+// the enrollment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
+func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
 	kube, err := Connect(d)
 	if err != nil {
 		return false, err
@@ -44,7 +44,7 @@ func Enrol(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Atte
 	if err := l.apply(ctx, d, kube, say); err != nil {
 		return false, err
 	}
-	return kube.Enrol(ctx, name, spec, keys.DiskSalt{})
+	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
 }
 
 // SignedPolicy signs the policy of an owner's folder as it stands there.

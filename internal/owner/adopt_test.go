@@ -63,7 +63,7 @@ func add(t *testing.T, name string) {
 	t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), n) })
 }
 
-func enrol(t *testing.T, name string) {
+func enroll(t *testing.T, name string) {
 	t.Helper()
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
 	if err := shared.Client.Create(t.Context(), n); err != nil {
@@ -80,7 +80,7 @@ func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
 	for _, name := range []string{"listed", "before", "forgotten", "enrolled", "later"} {
 		add(t, name)
 	}
-	enrol(t, "enrolled")
+	enroll(t, "enrolled")
 	for want, before := range map[string][]string{"listed": nil, "before listed": {"listed", "before", "forgotten", "enrolled", "gone"}} {
 		names, err := kube.Unattested(t.Context(), before)
 		if err != nil || strings.Join(names, " ") != want {

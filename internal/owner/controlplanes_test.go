@@ -66,7 +66,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	}
 	enroll := func(t *testing.T, name string, spec v1alpha1.AttestedNodeSpec) {
 		t.Helper()
-		if _, err := Enrol(ctx, o.Dir, name, spec, say); err != nil {
+		if _, err := Enroll(ctx, o.Dir, name, spec, say); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -78,7 +78,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		o.listed(t, 2, one)
 	}
 	t.Run("a name that another machine has lists nobody", func(t *testing.T) {
-		_, err := Enrol(ctx, o.Dir, "cp7", control(two), say)
+		_, err := Enroll(ctx, o.Dir, "cp7", control(two), say)
 		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NAME_TAKEN {
 			t.Errorf("%v, want NAME_TAKEN", err)
 		}

@@ -41,10 +41,10 @@ func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Departure, e
 
 // diskToErase returns the disk of a node, also of one whose enrollment is gone since the last run was interrupted.
 func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client, p *cluster.Presence) (string, error) {
-	if p.Enrolment != nil && p.Enrolment.Spec.DiskID != "" {
-		disk := p.Enrolment.Spec.DiskID
+	if p.Enrollment != nil && p.Enrollment.Spec.DiskID != "" {
+		disk := p.Enrollment.Spec.DiskID
 		have, err := kube.Disk(ctx, disk)
-		if err == nil && have != nil && have.Spec.MachineID != p.Enrolment.Spec.MachineID { // J2: another machine may need it
+		if err == nil && have != nil && have.Spec.MachineID != p.Enrollment.Spec.MachineID { // J2: another machine may need it
 			err = withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, and %s is another one", disk, have.Spec.MachineID, p.Name),
 				"Forget "+p.Name+" without --erase. If that machine's disk is meant: muster forget --erase --disk "+disk+".")
 		}
@@ -54,7 +54,7 @@ func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *cluster.Client, p *
 	if err != nil {
 		return "", err
 	}
-	if disk := known.Nodes[p.Name].Disk.ID; disk != "" && p.Enrolment == nil {
+	if disk := known.Nodes[p.Name].Disk.ID; disk != "" && p.Enrollment == nil {
 		return disk, nil
 	}
 	return "", withRemedy(fmt.Errorf("nobody knows the disk of %s", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")

@@ -64,7 +64,7 @@ func (i *initialiser) install(ctx context.Context) error {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
 		}},
 		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
-		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enrol(ctx, kube) }},
+		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
 		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
@@ -147,9 +147,9 @@ func Definitions() ([]*unstructured.Unstructured, error) {
 	return out, nil
 }
 
-// enrol writes down the machine that this owner judged: its enrolment, what was seen of it, and
+// enroll writes down the machine that this owner judged: its enrollment, what was seen of it, and
 // that its node may write.
-func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
+func (i *initialiser) enroll(ctx context.Context, kube *cluster.Client) error {
 	m := i.dir().FirstMachine
 	for _, a := range m.Addresses {
 		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
@@ -162,7 +162,7 @@ func (i *initialiser) enrol(ctx context.Context, kube *cluster.Client) error {
 	if err != nil {
 		return withRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
 	}
-	if _, err := kube.Enrol(ctx, m.NodeName, spec, salt); err != nil {
+	if _, err := kube.Enroll(ctx, m.NodeName, spec, salt); err != nil {
 		return err
 	}
 	judged, err := time.Parse(time.RFC3339, m.Verdict.Time)

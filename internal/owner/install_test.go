@@ -324,7 +324,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 	other := attest.MachineID{1}
 	spec := v1alpha1.AttestedNodeSpec{MachineID: other.String(), Role: v1alpha1.RoleControlPlane}
 	for i, want := range []bool{true, false} {
-		if created, err := Enrol(ctx, o.Dir, "node2", spec, func(string) {}); err != nil || created != want {
+		if created, err := Enroll(ctx, o.Dir, "node2", spec, func(string) {}); err != nil || created != want {
 			t.Errorf("enrollment %d: %v, %v", i, created, err)
 		}
 	}
@@ -339,7 +339,7 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 		"a machine with another disk":  {"node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: "0191e0a8-7b1c-7000-8000-000000000000"}, "DISK_MISMATCH"},
 		"a machine with other address": {"node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.99"}}, "ADDRESS_REFUSED"},
 	} {
-		if _, err := Enrol(ctx, o.Dir, tt.node, tt.spec, func(string) {}); err == nil || Explain(err).Reason != tt.want || Explain(err).Remedy == "" {
+		if _, err := Enroll(ctx, o.Dir, tt.node, tt.spec, func(string) {}); err == nil || Explain(err).Reason != tt.want || Explain(err).Remedy == "" {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

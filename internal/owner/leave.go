@@ -93,12 +93,12 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			out.Warnings = append(out.Warnings, fmt.Sprintf("nothing is drained: %d pods are still there (%s). kubectl drain %s --ignore-daemonsets moves them first", n, some(p.Pods), name))
 		}
 	}
-	if p.Enrolment != nil {
+	if p.Enrollment != nil {
 		out.Plan = append(out.Plan, "delete its enrollment: name and machine are free, for the same machine too if the policy accepts it")
-		if disk := p.Enrolment.Spec.DiskID; disk != "" && !erase {
+		if disk := p.Enrollment.Spec.DiskID; disk != "" && !erase {
 			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
 		}
-		if p.Enrolment.Spec.Banned {
+		if p.Enrollment.Spec.Banned {
 			out.Warnings = append(out.Warnings, "it is banned, and the ban ends with the enrollment. To keep the machine out, leave it banned, or first add its ID to tpm2.revoked.keys of the policy and run muster policy apply")
 		}
 	}
@@ -131,14 +131,14 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	if err != nil {
 		return nil, err
 	}
-	if p.Enrolment == nil {
+	if p.Enrollment == nil {
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
 	}
-	if p.Enrolment.Leaving() {
+	if p.Enrollment.Leaving() {
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name),
 			"Wait until joinservice has ended it, or run muster forget "+name+"; then the next machine joins under the name.")
 	}
-	have := p.Enrolment.Spec
+	have := p.Enrollment.Spec
 	if have.Role == v1alpha1.RoleControlPlane && to.DiskID != "" && have.DiskID != "" && to.DiskID != have.DiskID {
 		return nil, withRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
 			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
@@ -149,14 +149,14 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 	out := &Departure{dir: d, kube: kube, found: p, to: &to}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
-	if sameMachine && sameDisk && have.Banned && p.Enrolment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace has not ended
+	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace has not ended
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
 			fmt.Sprintf(`If you trust the machine again, lift the ban: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}'. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.`, name))
 	}
 	if sameMachine && sameDisk && !have.Banned {
-		if out.resets = to.MachineID != "" && cluster.HasBoots(&p.Enrolment.Status); out.resets {
+		if out.resets = to.MachineID != "" && cluster.HasBoots(&p.Enrollment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
-			if c := meta.FindStatusCondition(p.Enrolment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
+			if c := meta.FindStatusCondition(p.Enrollment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
 				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+c.Message)
 			}
 		}
@@ -195,7 +195,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to cluster.R
 
 // unlist plans what changes in the owner's policy.
 func (d *Departure) unlist() (err error) {
-	if d.listed, err = leaveListing(d.found.Enrolment, d.to); err != nil {
+	if d.listed, err = leaveListing(d.found.Enrollment, d.to); err != nil {
 		return err
 	}
 	if len(d.listed.add)+len(d.listed.remove) == 0 {
@@ -212,7 +212,7 @@ func (d *Departure) unlist() (err error) {
 }
 
 func (d *Departure) shutOut() {
-	if n := d.found.Enrolment; n != nil {
+	if n := d.found.Enrollment; n != nil {
 		what := "ban machine"
 		if n.Spec.Banned {
 			what = "keep the ban of machine"
@@ -241,8 +241,8 @@ func some(names []string) string {
 // Do what was planned. It tells say each step; after an interruption the same command finishes.
 func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error) {
 	out := &Departed{Name: d.found.Name, Done: []string{}}
-	if d.found.Enrolment != nil {
-		out.MachineID = d.found.Enrolment.Spec.MachineID
+	if d.found.Enrollment != nil {
+		out.MachineID = d.found.Enrollment.Spec.MachineID
 	}
 	if d.Nothing && d.erase == "" {
 		return out, nil

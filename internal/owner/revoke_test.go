@@ -53,7 +53,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 	}
 	one, other := seen.Machine(), attest.MachineID{2}
 	for name, id := range map[string]attest.MachineID{"cp5": one, "cp6": other} {
-		if _, err := Enrol(ctx, o.Dir, name, v1alpha1.AttestedNodeSpec{MachineID: id.String(), Role: v1alpha1.RoleControlPlane}, func(string) {}); err != nil {
+		if _, err := Enroll(ctx, o.Dir, name, v1alpha1.AttestedNodeSpec{MachineID: id.String(), Role: v1alpha1.RoleControlPlane}, func(string) {}); err != nil {
 			t.Fatal(err)
 		}
 	}

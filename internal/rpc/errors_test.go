@@ -58,7 +58,7 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 			code: connect.CodeAlreadyExists, reason: attestv1.Reason_REASON_NAME_TAKEN, text: "NAME_TAKEN",
 		},
 		"an error that nobody foresaw": {
-			err:  fmt.Errorf("read the enrolment: %w", secret),
+			err:  fmt.Errorf("read the enrollment: %w", secret),
 			code: connect.CodeInternal, reason: attestv1.Reason_REASON_INTERNAL, text: "INTERNAL",
 		},
 		"an error of another service": {

@@ -16,7 +16,7 @@ const (
 	node5Joinservice = "192.168.77.15:30090"
 )
 
-// secondControlPlane lets the owner enrol a machine for the role, without which it gets no CA keys
+// secondControlPlane lets the owner enroll a machine for the role, without which it gets no CA keys
 // whatever it has booted, and waits until etcd has it.
 func (r *run) secondControlPlane(ctx context.Context) error {
 	n := driver.Node{Name: "node5", Role: "control-plane", JoinEndpoints: []string{node1Joinservice, node5Joinservice}}

@@ -63,7 +63,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	cp1.LockTo(shared.ID)
 	lock(l.machine)
 	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}, attesttest.ControlPlanes(cp1)))
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	shared.GiveDisk(t, disk1, l.machine.ID())
 	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
 	if err != nil {

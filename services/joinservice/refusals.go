@@ -49,7 +49,7 @@ func NewRefusals(judge attest.Appraiser, k *kube.Kube, strangers *audit.Stranger
 func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
 	a, err := r.judge.Appraise(ctx, c)
 	switch reason := attest.ReasonOf(err); reason {
-	case attestv1.Reason_REASON_BANNED: // stands in its enrolment already
+	case attestv1.Reason_REASON_BANNED: // stands in its enrollment already
 		err = &refusedMachine{c.Machine(), err}
 	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it is that machine, and not somebody who wants it to look bad.

@@ -129,7 +129,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}, nil
 }
 
-// mayRejoin compares the machine with the policy in force and with its enrolment.
+// mayRejoin compares the machine with the policy in force and with its enrollment.
 func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (*kube.Rejoining, error) {
 	// A key that is given for what the machine was a while ago is given to what it is now.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2

@@ -2,7 +2,7 @@
 //
 // A machine dials in over attested TLS, so its evidence has been judged before any handler runs;
 // the verdict travels in the context as an [attest.Peer]. What the machine asks for is compared
-// with the policy, with its enrolment and with everybody else's; only then is anything written.
+// with the policy, with its enrollment and with everybody else's; only then is anything written.
 //
 // These hold for every ticket, and the code that keeps one names it:
 //
@@ -70,7 +70,7 @@ type Config struct {
 	Interval time.Duration
 	// Owner is the public key that policies and orders are signed with.
 	Owner ed25519.PublicKey
-	// Kube knows and writes enrolments, and gets certificates signed.
+	// Kube knows and writes enrollments, and gets certificates signed.
 	Kube *kube.Kube
 	// Cluster gives the cluster's description.
 	Cluster func() (*clusterinfo.Info, error)

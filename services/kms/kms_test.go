@@ -67,11 +67,11 @@ func setUp(t *testing.T) *stage {
 	s.cp2 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	for name, m := range map[string]*attesttest.Machine{"cp1": s.cp1, "cp2": s.cp2} {
 		m.LockTo(s.ID)
-		s.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
+		s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	}
 	s.w1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	s.w1.LockTo(s.ID)
-	s.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: s.w1.ID().String(), Role: v1alpha1.RoleWorker})
+	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: s.w1.ID().String(), Role: v1alpha1.RoleWorker})
 	s.setPolicy(t, 1, s.cp1, s.cp2)
 	s.mount(t, s.Root[:], s.Salt[:])
 	api, err := s.As(t.Context(), namespace, "kms")

@@ -66,7 +66,7 @@ type Config struct {
 	// Review asks Kubernetes whose token this is. Its error is a refusal with
 	// WORKLOAD_IDENTITY or API_UNAVAILABLE.
 	Review func(ctx context.Context, token string) (Workload, error)
-	// Node gives the enrolment of a node; false if there is none.
+	// Node gives the enrollment of a node; false if there is none.
 	Node func(name string) (Enrolled, bool)
 	// Judge judges the caller's claims by the policy in force now, which may be another than the
 	// one that let the caller in.

@@ -107,7 +107,7 @@ func (s *stage) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
 	if err != nil {
 		t.Fatal(err)
 	}
-	shared.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claims.Machine().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+	shared.Enroll(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claims.Machine().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
 	return claims.Machine()
 }
 

@@ -1,4 +1,4 @@
-// Package cluster is what an owner does in a running cluster: apply what it needs, enrol
+// Package cluster is what an owner does in a running cluster: apply what it needs, enroll
 // machines, put a policy in force, and see how it stands.
 //
 // Everything here may be done again: a step that was done finds its work and leaves it.

@@ -112,7 +112,7 @@ func (c *Client) Ends() (out []Certificate, err error) {
 	return out, nil
 }
 
-// NodeNames lists the names for which there is a Node or an enrolment.
+// NodeNames lists the names for which there is a Node or an enrollment.
 func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
 	nodes, err := c.nodes(ctx)
 	out := make([]string, 0, len(nodes))

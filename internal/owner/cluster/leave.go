@@ -28,16 +28,16 @@ import (
 
 // Presence is what a cluster has of one node name, each part of which may be missing.
 type Presence struct {
-	Name      string
-	Node      *corev1.Node
-	Enrolment *v1alpha1.AttestedNode
+	Name       string
+	Node       *corev1.Node
+	Enrollment *v1alpha1.AttestedNode
 	// Unattested says that the node was in the cluster before Muster, and goes on without attestation.
 	Unattested bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
 	// Pods are those on the node that a drain would move: no DaemonSet's, and not the kubelet's own.
 	Pods []string
-	// ControlPlane is by its enrolment, or by its Node if there is none.
+	// ControlPlane is by its enrollment, or by its Node if there is none.
 	ControlPlane bool
 	// OtherControlPlanes are the Nodes of that role with other names.
 	OtherControlPlanes []string
@@ -45,13 +45,13 @@ type Presence struct {
 
 // Nothing says whether the cluster does not know the name.
 func (p *Presence) Nothing() bool {
-	return p.Node == nil && p.Enrolment == nil && !p.Unattested && len(p.Requests) == 0
+	return p.Node == nil && p.Enrollment == nil && !p.Unattested && len(p.Requests) == 0
 }
 
 // Joined says whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
 // deleted its Node.
 func (p *Presence) Joined() bool {
-	return p.Node != nil || p.Enrolment != nil && (p.Enrolment.Status.Ticket != nil || p.Enrolment.Status.AKName != "")
+	return p.Node != nil || p.Enrollment != nil && (p.Enrollment.Status.Ticket != nil || p.Enrollment.Status.AKName != "")
 }
 
 // Ready says whether the Node reports in.
@@ -89,7 +89,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	}
 	var own v1alpha1.AttestedNode
 	if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &own); err == nil {
-		p.Enrolment, p.ControlPlane = &own, own.Spec.Role == v1alpha1.RoleControlPlane
+		p.Enrollment, p.ControlPlane = &own, own.Spec.Role == v1alpha1.RoleControlPlane
 	} else if !Absent(err) {
 		return nil, err
 	}
@@ -151,7 +151,7 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 			if err != nil {
 				return err
 			}
-			if err := mayTake(d, machine, p.Enrolment.Spec.MachineID); err != nil {
+			if err := mayTake(d, machine, p.Enrollment.Spec.MachineID); err != nil {
 				return err
 			}
 		}
@@ -176,9 +176,9 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 // say what it has done; now is what the owner's clock shows; retired is when the last certificate of the
 // machine has expired.
 //
-// The order makes every interruption safe, and calling it again finish the work: first the enrolment is
+// The order makes every interruption safe, and calling it again finish the work: first the enrollment is
 // banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
-// enrolment itself goes last. Its disk stays the machine's (J2).
+// enrollment itself goes last. Its disk stays the machine's (J2).
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
 		return retired, err
@@ -194,9 +194,9 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 	if err := c.deletePods(ctx, p.Name, say); err != nil {
 		return retired, err
 	}
-	if p.Enrolment != nil {
+	if p.Enrollment != nil {
 		// Everything that the finalizer is for is done; perhaps no joinservice runs that would see that.
-		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Retires()
 			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
 			return was
@@ -204,7 +204,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 			return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 		}
 		if err := once(ctx, func(ctx context.Context) error {
-			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrolment, client.Preconditions{UID: &p.Enrolment.UID}))
+			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrollment, client.Preconditions{UID: &p.Enrollment.UID}))
 		}); err != nil {
 			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
 		}
@@ -221,14 +221,14 @@ type Replacement struct {
 
 // of gives what the name has with the change: its disk, which may be none, and its machine.
 func (r Replacement) of(p *Presence) (disk, machine string) {
-	return cmp.Or(r.DiskID, p.Enrolment.Spec.DiskID), cmp.Or(r.MachineID, p.Enrolment.Spec.MachineID)
+	return cmp.Or(r.DiskID, p.Enrollment.Spec.DiskID), cmp.Or(r.MachineID, p.Enrollment.Spec.MachineID)
 }
 
-// Replace gives the name's enrolment another machine or disk in place, so that at no moment the name
+// Replace gives the name's enrollment another machine or disk in place, so that at no moment the name
 // is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over. now and
 // retired are as with Forget.
 //
-// The enrolment is banned until the last write. An interruption leaves it so, and calling it again
+// The enrollment is banned until the last write. An interruption leaves it so, and calling it again
 // finishes the work. So the disk that the name will have becomes its machine's before, while nobody gets
 // its key (J2).
 func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
@@ -238,7 +238,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err := c.deletePods(ctx, p.Name, say); err != nil {
 		return retired, err
 	}
-	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		n.Status = v1alpha1.AttestedNodeStatus{} // it speaks of the old machine; its count of resets would refuse the new one
 		return true
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
@@ -246,10 +246,10 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
 	}
 	disk, machine := to.of(p)
-	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrolment.Spec.MachineID); err != nil {
+	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrollment.Spec.MachineID); err != nil {
 		return retired, err
 	}
-	err = c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
 		delete(n.Annotations, v1alpha1.AttestationKey)   // the next machine has another TPM
@@ -277,7 +277,7 @@ func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 // ForgetResets lets the name's machine begin to count its TPM's resets anew: whichever boot attests next is believed (J11).
 // Nothing else changes: it is the same machine.
 func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
-	if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		was := HasBoots(&n.Status)
 		n.Status.ResetCount, n.Status.Boot = nil, nil
 		meta.RemoveStatusCondition(&n.Status.Conditions, v1alpha1.ConditionCloned)
@@ -291,8 +291,8 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)
 
 // shutOut ends all access of the name's machine but the reads that its certificates allow. keep has joinservice leave the Node.
 func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, say func(string)) (retired time.Time, err error) {
-	if p.Enrolment != nil {
-		if err := c.changeEnrolment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	if p.Enrollment != nil {
+		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
 			n.Spec.Banned = true
 			if keep {
@@ -310,7 +310,7 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 		return retired, err
 	}
 	say("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
-	// A request that the machine has filed would be judged by the enrolment of whoever has the name next.
+	// A request that the machine has filed would be judged by the enrollment of whoever has the name next.
 	var requests []string
 	if err := once(ctx, func(ctx context.Context) (err error) {
 		requests, err = c.requestsOf(ctx, p.Name)
@@ -373,15 +373,15 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 	return nil
 }
 
-// changeEnrolment writes a change of the enrolment that p has found, and of no other one. change says
+// changeEnrollment writes a change of the enrollment that p has found, and of no other one. change says
 // whether there is anything to write.
-func (c *Client) changeEnrolment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
+func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		var n v1alpha1.AttestedNode
 		if err := c.client.Get(ctx, types.NamespacedName{Name: p.Name}, &n); err != nil {
 			return err
 		}
-		if n.UID != p.Enrolment.UID || n.Spec.MachineID != p.Enrolment.Spec.MachineID {
+		if n.UID != p.Enrollment.UID || n.Spec.MachineID != p.Enrollment.Spec.MachineID {
 			return fmt.Errorf("%s was enrolled anew meanwhile, to machine %s: look again", p.Name, n.Spec.MachineID)
 		}
 		if !change(&n) {

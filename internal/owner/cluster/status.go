@@ -22,7 +22,7 @@ import (
 type Status struct {
 	// Server is the API server's address.
 	Server string `json:"server"`
-	// Nodes are all names for which there is a Node or an enrolment.
+	// Nodes are all names for which there is a Node or an enrollment.
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
@@ -84,7 +84,7 @@ type Certificate struct {
 	Renews *time.Time `json:"renews,omitempty"`
 }
 
-// NodeStatus is a Node with its enrolment.
+// NodeStatus is a Node with its enrollment.
 type NodeStatus struct {
 	Name string `json:"name"`
 	// Joined says that there is a Node of that name, Ready what it reports.

@@ -118,7 +118,7 @@ func newPatient(t *testing.T) *patient {
 	try(t, err)
 	say := func(string) {}
 	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, say))
-	_, err = p.kube.Enrol(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
+	_, err = p.kube.Enroll(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
 	_, signed, serr := owner.SignedPolicy(d)
 	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), p.kube.PutPolicy(ctx, signed))
 	info := &clusterinfo.Info{ClusterID: id, MeasurementSalt: secrets.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint}

@@ -10,7 +10,7 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// attestedAs is an enrolment whose machine attested with that key.
+// attestedAs is an enrollment whose machine attested with that key.
 func attestedAs(name, machine, ak string) *v1alpha1.AttestedNode {
 	return &v1alpha1.AttestedNode{
 		ObjectMeta: metav1.ObjectMeta{Name: name},

@@ -28,7 +28,7 @@ func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			shared.Reset(t)
 			shared.SetAccess(t, "w1", revoked)
-			shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker, Banned: true})
+			shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker, Banned: true})
 			decided := shared.Node(t, "w1")
 			n := decided.DeepCopy()
 			n.Spec.Banned = false
@@ -36,7 +36,7 @@ func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 			if n.UID == "" {
 				shared.Reset(t)
 				shared.SetAccess(t, "w1", revoked)
-				shared.Enrol(t, "w1", n.Spec)
+				shared.Enroll(t, "w1", n.Spec)
 			} else if err := shared.Client.Update(t.Context(), n); err != nil {
 				t.Fatal(err)
 			}

@@ -48,8 +48,8 @@ const (
 	keepApproved, keepDenied = 5 * time.Minute, time.Minute
 )
 
-// Approver decides on the requests that kubelets file by themselves, to renew what they have. A request that fits its node's enrolment is approved. One that never can is
-// denied, so that the kubelet's log says why. One that may fit later, as when the enrolment is still
+// Approver decides on the requests that kubelets file by themselves, to renew what they have. A request that fits its node's enrollment is approved. One that never can is
+// denied, so that the kubelet's log says why. One that may fit later, as when the enrollment is still
 // on its way or the machine has yet to attest again, waits.
 //
 // Nodes take turns, and a turn is short, however much a node has filed: what is above its bound is deleted, the oldest
@@ -239,7 +239,7 @@ func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err erro
 	} else if err != nil {
 		return false, unavailable("read CertificateSigningRequest "+open.Name, err)
 	}
-	node, err := a.enrolment(ctx, filer(o))
+	node, err := a.enrollment(ctx, filer(o))
 	if err != nil {
 		return false, unavailable("read AttestedNode "+filer(o), err)
 	}
@@ -257,7 +257,7 @@ func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err erro
 	return false, nil
 }
 
-// tell says beside the enrolment what a kubelet can't: why its certificate is not renewed. A node that files without end
+// tell says beside the enrollment what a kubelet can't: why its certificate is not renewed. A node that files without end
 // gets no more events than others: the log has the rest.
 func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
 	n := a.kube.cluster.Nodes.ByName(filer(o))
@@ -266,7 +266,7 @@ func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSignin
 	}
 	a.mu.Lock()
 	events := a.events[n.Name]
-	if events == nil { // one for each enrolment that there ever was
+	if events == nil { // one for each enrollment that there ever was
 		events = rate.NewLimiter(rate.Every(time.Minute), 2*maxRequests)
 		a.events[n.Name] = events
 	}
@@ -281,8 +281,8 @@ type notYet struct{ err error }
 
 func (n *notYet) Error() string { return n.err.Error() }
 
-// enrolment reads a node's enrolment past the informers; nil: it has none.
-func (a *Approver) enrolment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
+// enrollment reads a node's enrollment past the informers; nil: it has none.
+func (a *Approver) enrollment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}
 	err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: name}, n)
 	if apierrors.IsNotFound(err) {
@@ -294,7 +294,7 @@ func (a *Approver) enrolment(ctx context.Context, name string) (*v1alpha1.Attest
 	return n, nil
 }
 
-// judge compares a request with its node's enrolment; nil: it has none.
+// judge compares a request with its node's enrollment; nil: it has none.
 func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1alpha1.AttestedNode) error {
 	name := filer(o)
 	if node == nil {
@@ -304,7 +304,7 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 		return err
 	}
 	if node.Status.ReleasedAt != nil { // J4: nothing that outlives what is held for its machine
-		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrolment of node %q is released", name)}
+		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", name)}
 	}
 	if err := a.checkCredential(name, o); err != nil { // J4
 		return err
@@ -332,7 +332,7 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 	}
 	for _, ip := range r.Addresses {
 		if !slices.Contains(node.Spec.Addresses, ip.String()) {
-			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrolment of node %q, which has %s", ip, name, strings.Join(node.Spec.Addresses, ", "))
+			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrollment of node %q, which has %s", ip, name, strings.Join(node.Spec.Addresses, ", "))
 		}
 	}
 	return nil
@@ -384,7 +384,7 @@ func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 }
 
 // decide writes the record, then the decision (J3). A node that is denied again and again is recorded
-// by a number above its ration. n is the enrolment that it was decided on.
+// by a number above its ration. n is the enrollment that it was decided on.
 func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, n *v1alpha1.AttestedNode, refusal error) error {
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{
@@ -392,7 +392,7 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 		Machine: n.Spec.MachineID, Evidence: n.Status.EvidenceDigest, PolicyGeneration: n.Status.PolicyGeneration, PolicySerial: uint64(n.Status.PolicySerial),
 	}
 	condition := certificatesv1.CertificateSigningRequestCondition{
-		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrolment",
+		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "it fits the node's enrollment",
 	}
 	write := a.audit.Write
 	if refusal != nil {

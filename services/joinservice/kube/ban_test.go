@@ -180,7 +180,7 @@ func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 // A first machine has no ticket, and after an eviction no Node.
 func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
 	b := newBroom(t)
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
 		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
 	})
@@ -198,7 +198,7 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
 	for i, name := range []string{"w1", "cp2"} {
-		shared.Enrol(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
+		shared.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
 	}
 	makeReady(t, a, "w1")
 	if err := shared.Client.Create(t.Context(), object("cp2")); err != nil { // not Ready

@@ -43,7 +43,7 @@ func TestConditionsFollowABan(t *testing.T) {
 // What an earlier version, or a person, has left without conditions gets them by the next look.
 func TestTheSweeperWritesConditions(t *testing.T) {
 	b := newBroom(t)
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	for range 2 { // the first one puts the finalizer there
 		b.after(t, 0)
 	}

@@ -26,14 +26,14 @@ func controlPlanes(t *testing.T) []string {
 func TestEnrolledControlPlanesAreListed(t *testing.T) {
 	b := newBroom(t)
 	id := func(i byte) string { return attest.MachineID{i}.String() }
-	shared.Enrol(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
+	shared.Enroll(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
 	n := shared.Node(t, "c1")
 	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
 	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	shared.Enrol(t, "c2", v1alpha1.AttestedNodeSpec{MachineID: id(12), Role: v1alpha1.RoleControlPlane}) // has no ticket yet
-	shared.Enrol(t, "w2", v1alpha1.AttestedNodeSpec{MachineID: id(13), Role: v1alpha1.RoleWorker})
+	shared.Enroll(t, "c2", v1alpha1.AttestedNodeSpec{MachineID: id(12), Role: v1alpha1.RoleControlPlane}) // has no ticket yet
+	shared.Enroll(t, "w2", v1alpha1.AttestedNodeSpec{MachineID: id(13), Role: v1alpha1.RoleWorker})
 	for name, labels := range map[string]map[string]string{"before": {clusterinfo.ControlPlaneLabel: ""}, "before-w": nil, "w2": {clusterinfo.ControlPlaneLabel: ""}} {
 		o := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}
 		if err := shared.Client.Create(t.Context(), o); err != nil {
@@ -59,7 +59,7 @@ func TestATicketListsItsControlPlane(t *testing.T) {
 	a, _ := replica(t)
 	c := claim(1)
 	c.Role = v1alpha1.RoleControlPlane
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: c.Role})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: c.Role})
 	seen(t, a, func(*v1alpha1.AttestedNode) bool { return true })
 	enroll(t, a, c, "a")
 	if got := controlPlanes(t); !slices.Equal(got, []string{"w1"}) {

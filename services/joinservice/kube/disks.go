@@ -85,7 +85,7 @@ func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
 
 // ClaimDisk makes the disk the machine's, with this salt, or finds that it is. Of any number of machines that ask at any
 // number of replicas one gets it, since the API server creates an object once. It is never taken back: what
-// was given to a machine once is given to no other, whatever becomes of its enrolment (J2). Its errors are
+// was given to a machine once is given to no other, whatever becomes of its enrollment (J2). Its errors are
 // refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
 func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range writeAttempts {

@@ -15,7 +15,7 @@ import (
 )
 
 // J2: the API server creates an object once, so of machines that claim a disk at once at two replicas, which know
-// of each other's enrolments or not, one has it, and stays.
+// of each other's enrollments or not, one has it, and stays.
 func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -64,10 +64,10 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 	}
 }
 
-// A released enrolment that is deleted takes its name along, and not the disk.
-func TestADeletedEnrolmentLeavesItsDiskToItsMachine(t *testing.T) {
+// A released enrollment that is deleted takes its name along, and not the disk.
+func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
 	b := newBroom(t)
-	shared.Enrol(t, "w1", claim(1).spec())
+	shared.Enroll(t, "w1", claim(1).spec())
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	n := shared.Node(t, "w1")
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.EnrolledByTicket, "true")

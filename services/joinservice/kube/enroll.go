@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// maxAddresses is what an enrolment has room for: a claim's, and those of the one before.
+// maxAddresses is what an enrollment has room for: a claim's, and those of the one before.
 const maxAddresses = 2 * nodecert.MaxAddresses
 
 // writeAttempts bounds how often a lost compare-and-swap is tried again.
@@ -50,7 +50,7 @@ func (c Claim) spec() v1alpha1.AttestedNodeSpec {
 	return s
 }
 
-// Check says whether the claim fits all enrolments, Nodes, Services, API servers and disks that are
+// Check says whether the claim fits all enrollments, Nodes, Services, API servers and disks that are
 // known. Its errors are refusals; it changes nothing.
 func (k *Kube) Check(ctx context.Context, c Claim) error {
 	if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil {
@@ -63,7 +63,7 @@ func (k *Kube) Check(ctx context.Context, c Claim) error {
 	return err
 }
 
-// check takes the enrolment of the node by hand, since a caller may know a newer one.
+// check takes the enrollment of the node by hand, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	if k.reserved(c.Node) {
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%q is a name of the API server, for which a node gets no certificate", c.Node)
@@ -90,7 +90,7 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "%q was a node before Muster was here, and its certificates live on; `muster forget %s` retires them", c.Node, c.Node)
 		}
 		if k.nodes.has(c.Node) {
-			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "there is a Node %q that Muster did not enrol; `muster forget %s` if it is not used", c.Node, c.Node)
+			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "there is a Node %q that Muster did not enroll; `muster forget %s` if it is not used", c.Node, c.Node)
 		}
 	} else if err := checkOwn(c, own); err != nil {
 		return err
@@ -157,7 +157,7 @@ func checkShutOut(n *v1alpha1.AttestedNode) error {
 	return nil
 }
 
-// checkOwn compares the claim with the machine's own enrolment.
+// checkOwn compares the claim with the machine's own enrollment.
 func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 	if err := checkShutOut(own); err != nil {
 		return err
@@ -201,7 +201,7 @@ func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) 
 	return nil
 }
 
-// settledAddresses says whether the node's addresses stand in its enrolment. What its kubelet writes
+// settledAddresses says whether the node's addresses stand in its enrollment. What its kubelet writes
 // into its Node then keeps no address from anybody: else one node could block those of all others.
 func (k *Kube) settledAddresses(node string) bool {
 	n := k.cluster.Nodes.ByName(node)

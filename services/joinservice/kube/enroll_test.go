@@ -179,7 +179,7 @@ func TestATicketThatMeetsABanIsNotIssued(t *testing.T) {
 				}
 			} else {
 				shared.Reset(t)
-				shared.Enrol(t, "w1", n.Spec)
+				shared.Enroll(t, "w1", n.Spec)
 			}
 			if err := e.Record(t.Context(), claim(1), ticket("a"), signed("a"), signed("a")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is judged anew", err)
@@ -308,14 +308,14 @@ func TestAnEnrolledNodeBlocksNoAddressThroughItsNode(t *testing.T) {
 	if err := a.Check(t.Context(), w2); err != nil {
 		t.Errorf("w1 has taken the address of w2: %v", err)
 	}
-	// What Muster did not enrol has no other place where its addresses stand.
+	// What Muster did not enroll has no other place where its addresses stand.
 	object("legacy")
 	refused()
-	shared.Enrol(t, "legacy", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane})
+	shared.Enroll(t, "legacy", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane})
 	membertest.Eventually(t, func() error {
-		return membertest.Want(a.cluster.Nodes.ByName("legacy") != nil, "the replica does not see the enrolment")
+		return membertest.Want(a.cluster.Nodes.ByName("legacy") != nil, "the replica does not see the enrollment")
 	})
-	refused() // nor has one whose enrolment names none yet
+	refused() // nor has one whose enrollment names none yet
 }
 
 // The replica that issues a ticket may not have seen yet that older certificates of the name were revoked: whichever it sees first, the

@@ -19,7 +19,7 @@ const (
 	maxEventMessage = 1024
 )
 
-// tell makes a Kubernetes Event of an enrolment. What several replicas say at once has one name, and stands there
+// tell makes a Kubernetes Event of an enrollment. What several replicas say at once has one name, and stands there
 // once. Events are for people: a lost one is a line in the log.
 func (k *Kube) tell(ctx context.Context, n *v1alpha1.AttestedNode, kind, reason, message string) {
 	now := metav1.NewTime(k.now())

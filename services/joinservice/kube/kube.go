@@ -1,8 +1,8 @@
 // Package kube is joinservice's hand in the Kubernetes API: it knows who owns which name and
-// address, writes enrolments, and gets certificates signed.
+// address, writes enrollments, and gets certificates signed.
 //
 // Replicas of joinservice share nothing but that API, and their views of it are a little behind.
-// What must be unique among enrolments (machine, disk, address) is therefore checked twice: before
+// What must be unique among enrollments (machine, disk, address) is therefore checked twice: before
 // anything is written, and again once the own write has come back through the informer. By then
 // everything that was written earlier has come back too, so of two contenders at least the later one
 // sees the other and gives up.
@@ -167,7 +167,7 @@ func (n *names) get(name string) present {
 	return n.set[name]
 }
 
-// owner is who has an address beside enrolments.
+// owner is who has an address beside enrollments.
 type owner struct {
 	kind ownerKind
 	name string

@@ -411,14 +411,14 @@ func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 // Enrollments that the owner or an earlier version made are retired when they are deleted, like those of tickets.
 func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
 	b := newBroom(t)
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.after(t, 0)
 	if n := shared.Node(t, "w1"); !n.Retires() {
 		t.Errorf("after a sweep: %v", n.Finalizers)
 	}
 	shared.Reset(t)
 	b.current(t)
-	shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.current(t)
 	enroll(t, b.Kube, claim(1), "a")
 	if n := shared.Node(t, "w1"); !n.Retires() {
@@ -428,7 +428,7 @@ func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
 
 func TestNobodyButTheOwnersProgramEndsMuster(t *testing.T) {
 	shared.Reset(t)
-	shared.Enrol(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
+	shared.Enroll(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	crd := &metav1.PartialObjectMetadata{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
 	for _, name := range []string{"attestednodes.muster.dev", "attesteddisks.muster.dev"} {

@@ -255,7 +255,7 @@ func (s state) consistent(trials []*trial) error {
 	for _, r := range trials {
 		n := s.nodes[r.claim.Node]
 		if r.issued && (n == nil || n.Spec.MachineID != r.claim.Machine.String() || n.Spec.DiskID != r.claim.Disk) {
-			errs = append(errs, fmt.Errorf("ticket %s is out, and its enrolment is %+v", r.id, n))
+			errs = append(errs, fmt.Errorf("ticket %s is out, and its enrollment is %+v", r.id, n))
 		}
 		if r.issued && s.disks[r.claim.Disk] != r.claim.Machine.String() {
 			errs = append(errs, fmt.Errorf("ticket %s is out, and its disk is machine %q's", r.id, s.disks[r.claim.Disk]))

@@ -12,8 +12,8 @@ import (
 )
 
 // Rejoin says whether the claim, whose addresses are ignored, is what the machine is enrolled as. The
-// enrolment is read from the API, so that a name that the owner has just given away opens no disk any
-// more, whichever replica is asked. An enrolment that was released counts for as long as it is held
+// enrollment is read from the API, so that a name that the owner has just given away opens no disk any
+// more, whichever replica is asked. An enrollment that was released counts for as long as it is held
 // for its machine, which could get the same key by joining. A disk without an AttestedDisk has no salt, and so no key that could
 // open it. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED, ROLE_REFUSED, DISK_MISMATCH,
 // DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes nothing: [Rejoining.Record] has to come

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	// lookEvery is the pause between two looks at all enrolments.
+	// lookEvery is the pause between two looks at all enrollments.
 	lookEvery = time.Minute
 	// ticketTime is more than any ticket takes: what is older is on its way no more.
 	ticketTime = 5 * time.Minute
@@ -44,7 +44,7 @@ const (
 type SweepConfig struct {
 	// VanishedAfter is how long a node may show no sign of life before it is reported.
 	VanishedAfter time.Duration
-	// ReleaseAfter is how much later the enrolment of a worker whose Node is gone is deleted, unless the
+	// ReleaseAfter is how much later the enrollment of a worker whose Node is gone is deleted, unless the
 	// owner made it; more than certificates live, or 0 for never.
 	ReleaseAfter time.Duration
 	// VerdictMaxAge is how old the verdict may be on which a certificate is renewed.
@@ -57,7 +57,7 @@ type SweepConfig struct {
 
 // Sweeper reports nodes that vanished, and cleans what nobody will use any more:
 //
-//   - an enrolment that a ticket made, of a worker that has vanished without a Node for long, is deleted once the last
+//   - an enrollment that a ticket made, of a worker that has vanished without a Node for long, is deleted once the last
 //     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
 //   - so is one that was released, because its machine returned the ticket, and one whose ticket failed, once every certificate that may
 //     have been issued for it has expired;
@@ -86,7 +86,7 @@ func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 	case cfg.VerdictMaxAge <= 0:
 		return nil, errors.New("kube: the age of verdicts is required")
 	case cfg.ReleaseAfter != 0 && cfg.ReleaseAfter <= k.life:
-		return nil, fmt.Errorf("kube: enrolments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, k.life)
+		return nil, fmt.Errorf("kube: enrollments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, k.life)
 	}
 	s := &Sweeper{
 		kube: k, cfg: cfg, missing: map[string]time.Time{},
@@ -197,7 +197,7 @@ func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.cloned.Set(cloned)
 }
 
-// look deals with one enrolment, and says how its node vanished; empty: it has not.
+// look deals with one enrollment, and says how its node vanished; empty: it has not.
 func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how string, err error) {
 	k, now := s.kube, s.kube.now()
 	switch {
@@ -289,7 +289,7 @@ func (s *Sweeper) report(ctx context.Context, n *v1alpha1.AttestedNode, how, why
 	return nil
 }
 
-// mayEnd is the rule by which enrolments are given up without their owner: none ends while a certificate of it can live (J4).
+// mayEnd is the rule by which enrollments are given up without their owner: none ends while a certificate of it can live (J4).
 // One is issued with a ticket, or renewed on a verdict of at most VerdictMaxAge.
 func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
@@ -306,7 +306,7 @@ func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	return now.Sub(since) > s.cfg.ReleaseAfter && now.Sub(last) > s.kube.life+s.cfg.VerdictMaxAge+holdMargin
 }
 
-// drop deletes an enrolment that holds nothing any more.
+// drop deletes an enrollment that holds nothing any more.
 func (s *Sweeper) drop(ctx context.Context, n *v1alpha1.AttestedNode, why string) error {
 	if err := s.record("deletion decided", n, why); err != nil {
 		return err
@@ -314,7 +314,7 @@ func (s *Sweeper) drop(ctx context.Context, n *v1alpha1.AttestedNode, why string
 	if err := s.kube.delete(ctx, n); err != nil {
 		return err
 	}
-	s.kube.log.InfoContext(ctx, "an enrolment is deleted", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
+	s.kube.log.InfoContext(ctx, "an enrollment is deleted", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
 	s.kube.tell(ctx, n, eventNormal, "Deleted", why)
 	return s.kube.settle(ctx, n.Name)
 }

@@ -237,7 +237,7 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 			back(t, b)
 			b.after(t, 2*time.Hour)
 			if n := shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
-				t.Errorf("enrolment %+v", n)
+				t.Errorf("enrollment %+v", n)
 			}
 		})
 	}
@@ -259,7 +259,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			b := newBroom(t)
 			c := claim(1)
 			c.Role = role
-			shared.Enrol(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
+			shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
 			if role == v1alpha1.RoleControlPlane { // not even one that says a ticket made it
 				n := shared.Node(t, "w1")
 				n.Annotations = map[string]string{v1alpha1.EnrolledByTicket: "true"}
@@ -280,7 +280,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			b.vanished(t, vanishedNeverCame)
 			b.after(t, 1000*time.Hour)
 			if n := shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
-				t.Errorf("enrolment %+v", n)
+				t.Errorf("enrollment %+v", n)
 			}
 		})
 	}
@@ -316,8 +316,8 @@ func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
 	gone(t)
 }
 
-// A backup has no status. A restored enrolment of a node is still that node's.
-func TestANodesEnrolmentWithoutStatusStays(t *testing.T) {
+// A backup has no status. A restored enrollment of a node is still that node's.
+func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 	b := newBroom(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
@@ -451,7 +451,7 @@ func request(t *testing.T) []byte {
 }
 
 // A machine that attests although its Node is gone may have renewed a certificate: nothing ends before that.
-func TestNoEnrolmentEndsWhileACertificateCanLive(t *testing.T) {
+func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
 	b := newBroom(t)
 	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
 	enroll(t, b.Kube, claim(1), "a")

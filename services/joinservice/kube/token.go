@@ -99,7 +99,7 @@ func (k *Kube) NewTokenSweeper() (*TokenSweeper, error) {
 	if err := cluster.Watch(k.cluster, s.setNode, s.removeNode); err != nil {
 		return nil, err
 	}
-	return s, cluster.Watch(k.cluster, s.setEnrolment, func(*v1alpha1.AttestedNode) {})
+	return s, cluster.Watch(k.cluster, s.setEnrollment, func(*v1alpha1.AttestedNode) {})
 }
 
 func (s *TokenSweeper) setNode(n *corev1.Node) {
@@ -122,7 +122,7 @@ func (s *TokenSweeper) removeNode(n *corev1.Node) {
 	delete(s.nodes, n.Name)
 }
 
-func (s *TokenSweeper) setEnrolment(n *v1alpha1.AttestedNode) {
+func (s *TokenSweeper) setEnrollment(n *v1alpha1.AttestedNode) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.look(n)

@@ -82,7 +82,7 @@ func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 	}
 }
 
-// writeStatus is a compare-and-swap on the enrolment that was checked: a ban between check and
+// writeStatus is a compare-and-swap on the enrollment that was checked: a ban between check and
 // write, or its deletion, makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
 // is then called again, with that one. Its errors are refusals, among them those of change.
 func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {

@@ -4,7 +4,7 @@
 // signers copy what a request asks for, so a request is read here byte by byte, and whatever is
 // not known to be harmless is refused (CSR_INVALID): nothing is ignored because a parser has no
 // field for it. What is left is a node name, DNS names and addresses, which the caller compares with
-// the node's enrolment.
+// the node's enrollment.
 package nodecert
 
 import (

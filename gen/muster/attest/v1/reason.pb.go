@@ -106,7 +106,7 @@ const (
 	Reason_REASON_NOT_ENROLLED Reason = 81
 	// The node name is enrolled to another machine.
 	Reason_REASON_NAME_TAKEN Reason = 82
-	// A Node of that name exists, but Muster did not enrol it.
+	// A Node of that name exists, but Muster did not enroll it.
 	Reason_REASON_NODE_EXISTS Reason = 83
 	// The machine may not have that role.
 	Reason_REASON_ROLE_REFUSED Reason = 84

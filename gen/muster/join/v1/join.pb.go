@@ -141,8 +141,8 @@ type IssueJoinTicketRequest struct {
 	// The node name it wants: a DNS label (RFC 1123), at most 63 characters.
 	// Refused with NAME_TAKEN, NAME_MISMATCH or NODE_EXISTS if it is not this machine's.
 	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// The role it wants. Refused with ROLE_REFUSED if the policy or the enrolment does
-	// not give it, with NOT_ENROLLED for a control plane that the owner did not enrol.
+	// The role it wants. Refused with ROLE_REFUSED if the policy or the enrollment does
+	// not give it, with NOT_ENROLLED for a control plane that the owner did not enroll.
 	Role Role `protobuf:"varint,2,opt,name=role,proto3,enum=muster.join.v1.Role" json:"role,omitempty"`
 	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4).
 	// Refused with DISK_MISMATCH if the machine is enrolled with another, or the disk to
@@ -702,7 +702,7 @@ type IssueRejoinTicketRequest struct {
 	// if neither machine nor name is enrolled, with NAME_TAKEN or NAME_MISMATCH if one of them
 	// is, and with BANNED.
 	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// Its role. Refused with ROLE_REFUSED if the policy or the enrolment does not give it.
+	// Its role. Refused with ROLE_REFUSED if the policy or the enrollment does not give it.
 	Role Role `protobuf:"varint,2,opt,name=role,proto3,enum=muster.join.v1.Role" json:"role,omitempty"`
 	// UUID of its state disk, in the 36-character lower-case form (RFC 9562, section 4): that
 	// of the LUKS2 header. Refused with DISK_MISMATCH if it is not the enrolled one, or if the

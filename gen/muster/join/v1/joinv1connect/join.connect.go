@@ -59,7 +59,7 @@ const (
 
 // JoinServiceClient is a client for the muster.join.v1.JoinService service.
 type JoinServiceClient interface {
-	// IssueJoinTicket enrols the calling machine and gives it all that it needs to
+	// IssueJoinTicket enrolls the calling machine and gives it all that it needs to
 	// become a node. Access: attested. The caller is the attested peer (J1); calling
 	// again gives the same machine a ticket for the same name and disk.
 	IssueJoinTicket(context.Context, *v1.IssueJoinTicketRequest) (*v1.IssueJoinTicketResponse, error)
@@ -77,7 +77,7 @@ type JoinServiceClient interface {
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
 	// IssueRejoinTicket gives an enrolled machine that has rebooted the key of its state
 	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
-	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
+	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrollment must have
 	// the same machine, name, role and disk (J2). What the machine booted may be any that the
 	// policy in force accepts, not only what it joined with. That this boot is the machine's
 	// latest is recorded before the key leaves (J11), which may take 20 s: joinservice waits
@@ -240,7 +240,7 @@ func (c *joinServiceClient) RenewAdministrator(ctx context.Context, req *v1.Rene
 
 // JoinServiceHandler is an implementation of the muster.join.v1.JoinService service.
 type JoinServiceHandler interface {
-	// IssueJoinTicket enrols the calling machine and gives it all that it needs to
+	// IssueJoinTicket enrolls the calling machine and gives it all that it needs to
 	// become a node. Access: attested. The caller is the attested peer (J1); calling
 	// again gives the same machine a ticket for the same name and disk.
 	IssueJoinTicket(context.Context, *v1.IssueJoinTicketRequest) (*v1.IssueJoinTicketResponse, error)
@@ -258,7 +258,7 @@ type JoinServiceHandler interface {
 	Reattest(context.Context, *v1.ReattestRequest) (*v1.ReattestResponse, error)
 	// IssueRejoinTicket gives an enrolled machine that has rebooted the key of its state
 	// disk. Access: attested. The caller is the attested peer (J1), its PCR 15 must be zero,
-	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrolment must have
+	// as it is from boot until the disk is open (LOCK_FOREIGN), and the enrollment must have
 	// the same machine, name, role and disk (J2). What the machine booted may be any that the
 	// policy in force accepts, not only what it joined with. That this boot is the machine's
 	// latest is recorded before the key leaves (J11), which may take 20 s: joinservice waits

@@ -20,9 +20,9 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enrol gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
-// without one gets a new one. An enrolment that is there and says the same is left; one that says otherwise is an error and stays as it is.
-func (c *Client) Enrol(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
+// Enroll gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
+// without one gets a new one. An enrollment that is there and says the same is left; one that says otherwise is an error and stays as it is.
+func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		if spec.DiskID != "" { // before anything is written
 			d, err := c.diskOf(ctx, spec.DiskID)
@@ -62,7 +62,7 @@ func leaving(name string) error {
 	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
 }
 
-// same says whether an enrolment says what is wanted; what is wanted of disk and addresses
+// same says whether an enrollment says what is wanted; what is wanted of disk and addresses
 // may be left open.
 func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	switch {
@@ -78,7 +78,7 @@ func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	return nil
 }
 
-// Free says whether name, machine and disk of an enrolment are not enrolled as something else, before anything is written
+// Free says whether name, machine and disk of an enrollment are not enrolled as something else, before anything is written
 // for it: a clash found later would refuse the machine when it is already in the rack.
 func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
 	return once(ctx, func(ctx context.Context) error {
