@@ -331,9 +331,9 @@ func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 				return membertest.Want(e.Revoked != nil, "the replica's view is old")
 			})
 			if unseen {
+				a.access.mu.Lock()
 				a.access.list = nodeaccess.New(false)
-			} else {
-				a.access.follow = nil
+				a.access.mu.Unlock()
 			}
 			enroll(t, a, claim(1), "a")
 			allowed := func() bool {
