@@ -39,7 +39,7 @@ curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --
 }
 
 // refused is an error if the API server takes a write as the node with that key, or refuses it for
-// another reason than a retired certificate.
+// another reason than a revoked certificate.
 func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 	err := c.writes(ctx, node, key)
 	if err == nil {
@@ -141,10 +141,10 @@ func (c *cluster) ban(t *testing.T, node string) {
 	})
 	c.Must(t, node, "", "systemctl", "restart", "kubelet.service") // so that it registers
 	labtest.Eventually(t, func(ctx context.Context) error {
-		_, err := c.At(ctx, node, "", "grep", "-q", "Unable to register node.*not enrolled", "/var/log/kubelet.log")
+		_, err := c.At(ctx, node, "", "grep", "-q", "Unable to register node.*may not write", "/var/log/kubelet.log")
 		return err
 	})
-	if err := errors.Join(evicted(t.Context()), c.refused(t.Context(), node, key, "not enrolled")); err != nil {
+	if err := errors.Join(evicted(t.Context()), c.refused(t.Context(), node, key, "may not write")); err != nil {
 		t.Error(err)
 	}
 	spec(false)
@@ -174,7 +174,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 			t.Fatalf("before it is forgotten: %v", err)
 		}
 		c.Muster(t, "forget", "node2", "--yes")
-		labtest.Eventually(t, func(ctx context.Context) error { return c.refused(ctx, "node2", oldKey, "not enrolled") })
+		labtest.Eventually(t, func(ctx context.Context) error { return c.refused(ctx, "node2", oldKey, "or was removed") })
 		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
 			t.Fatalf("left: %s %v", out, err)
 		}
