@@ -290,6 +290,10 @@ const EnrolledByTicket = "muster.dev/enrolled-by-ticket"
 // digits. No other machine may show it (A8).
 const AttestationKey = "muster.dev/attestation-key"
 
+// AskedAt is an annotation of an AttestedNode: when its machine last asked for a join ticket (RFC 3339). Until every certificate that may have been issued then has
+// expired, name and addresses are no other machine's, whatever came of the ticket (J4).
+const AskedAt = "muster.dev/asked-at"
+
 // FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by asking for others, each with the
 // time at which the last serving certificate for it has expired (ADDRESS=RFC 3339, separated by spaces). Until then no other
 // machine may have the address (J4).

@@ -377,6 +377,7 @@ func (r *results) table() string {
 	}
 	fmt.Fprintf(out, "\n%d machines that ask for a ticket in the same second at 3 replicas, one of which is killed once a third of them are in, and %d rivals for their disks and addresses: all in after %.0f s, %d refused, no value given twice; %.0f MiB for a replica.\n",
 		r.Rush.Machines, r.Rush.Rivals, r.Rush.Seconds, r.Rush.Refused, r.Rush.MemoryMiB)
+	fmt.Fprint(out, "\n![What the number of nodes costs](performance/scale.svg)\n\n")
 	return out.String()
 }
 

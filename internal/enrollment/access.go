@@ -36,13 +36,19 @@ type Present struct {
 	Is, ControlPlane bool
 }
 
+// Clock is the time, as the clocks of the control planes show it: one that is wrong neither ends a revocation early nor makes one end early (J4).
+type Clock struct {
+	// Latest is what a revocation counts from. Earliest is by which one lapses; zero: none does.
+	Earliest, Latest time.Time
+}
+
 // Access returns the entry that a name must have: have is the entry now, n its AttestedNode (nil: it has none), members whether the list is of
 // members only. It is called again after each change of any of them, and of two calls with the same arguments the second changes nothing.
-func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, members bool, now time.Time) nodeaccess.Entry {
+func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, members bool, clock Clock) nodeaccess.Entry {
 	next := have
 	if n == nil {
 		if have.Suspended { // J4: somebody removed the enrollment without a revocation
-			next = have.Revoke(now)
+			next = have.Revoke(clock.Latest)
 		}
 		next.Suspended = false
 		next.ControlPlane = have.Unattested && node.Is && node.ControlPlane
@@ -53,14 +59,14 @@ func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, membe
 		next.Member = members && !n.ShutOut() && (have.Member || Certified(n))
 		if t := n.Status.Ticket; t != nil && t.CertificateID != "" && !n.ShutOut() {
 			if have.Unattested { // J4: the name is an attested machine's from now on
-				next = have.Revoke(now)
+				next = have.Revoke(clock.Latest)
 				next.Suspended, next.Member = Suspended(n), members
 				next.ControlPlane = !next.Suspended && n.Spec.Role == v1alpha1.RoleControlPlane
 			}
 			next = next.Allow(t.CertificateID)
 		}
 	}
-	if next.Revoked != nil && next.Revoked.Lapsed(now) {
+	if next.Revoked != nil && next.Revoked.Lapsed(clock.Earliest) {
 		next.Revoked = nil
 	}
 	return next
@@ -117,7 +123,7 @@ func changeOnce(ctx context.Context, c client.Client, change func(context.Contex
 
 // Reconcile makes the list say of nodes what their AttestedNodes say, which it reads after the list (J4). present says which Nodes there are. It returns the
 // list as it is then.
-func Reconcile(ctx context.Context, c client.Client, present func(string) Present, now time.Time, nodes ...string) (*nodeaccess.List, error) {
+func Reconcile(ctx context.Context, c client.Client, present func(string) Present, clock Clock, nodes ...string) (*nodeaccess.List, error) {
 	var out *nodeaccess.List
 	_, err := Change(ctx, c, func(ctx context.Context, l *nodeaccess.List) error {
 		for _, name := range nodes {
@@ -127,7 +133,7 @@ func Reconcile(ctx context.Context, c client.Client, present func(string) Presen
 			} else if err != nil {
 				return fmt.Errorf("read AttestedNode %s: %w", name, err)
 			}
-			l.Set(name, Access(l.Entry(name), n, present(name), l.MembersOnly, now))
+			l.Set(name, Access(l.Entry(name), n, present(name), l.MembersOnly, clock))
 		}
 		out = l
 		return nil

@@ -77,11 +77,11 @@ func TestAccessFollowsFromTheEnrollment(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := Access(tt.have, tt.n, tt.present, tt.members, now)
+			got := Access(tt.have, tt.n, tt.present, tt.members, Clock{now, now})
 			if !got.Equal(tt.want) {
 				t.Errorf("%+v (%+v), want %+v (%+v)", got, got.Revoked, tt.want, tt.want.Revoked)
 			}
-			if again := Access(got, tt.n, tt.present, tt.members, now); !again.Equal(got) {
+			if again := Access(got, tt.n, tt.present, tt.members, Clock{now, now}); !again.Equal(got) {
 				t.Errorf("the second time: %+v, the first: %+v", again, got)
 			}
 		})

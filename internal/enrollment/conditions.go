@@ -63,7 +63,7 @@ func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
 	case suspended:
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "AccessReturns", "the node may not write to the API yet: joinservice is about to let it")
 	default:
-		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "MayWrite", "the node's certificates may write to the API")
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "nothing says that the node may not write to the API")
 	}
 	if !suspended {
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, reason+"Pending", message+"; that its node may not write to the API is about to be listed")

@@ -20,15 +20,15 @@ func TestConditionsFollowFromTheRest(t *testing.T) {
 		suspended bool
 		want      [3]string // Accepted, Enrolled, Revoked: status and reason
 	}{
-		"a node":        {verdict(true, "ACCEPTED"), false, [3]string{"True ACCEPTED", "True TicketIssued", "False MayWrite"}},
-		"one refused":   {verdict(false, "POLICY_REFUSED"), false, [3]string{"False POLICY_REFUSED", "True TicketIssued", "False MayWrite"}},
-		"who has asked": {func(n *v1alpha1.AttestedNode) { n.Status.Ticket = nil }, false, [3]string{"Unknown NoEvidence", "False WaitingForMachine", "False MayWrite"}},
+		"a node":        {verdict(true, "ACCEPTED"), false, [3]string{"True ACCEPTED", "True TicketIssued", "False NotRevoked"}},
+		"one refused":   {verdict(false, "POLICY_REFUSED"), false, [3]string{"False POLICY_REFUSED", "True TicketIssued", "False NotRevoked"}},
+		"who has asked": {func(n *v1alpha1.AttestedNode) { n.Status.Ticket = nil }, false, [3]string{"Unknown NoEvidence", "False WaitingForMachine", "False NotRevoked"}},
 		"a ticket that is being made": {func(n *v1alpha1.AttestedNode) {
 			n.Status.Ticket, n.Annotations = nil, map[string]string{v1alpha1.EnrolledByTicket: "true"}
-		}, false, [3]string{"Unknown NoEvidence", "False TicketPending", "False MayWrite"}},
+		}, false, [3]string{"Unknown NoEvidence", "False TicketPending", "False NotRevoked"}},
 		"the first machine": {func(n *v1alpha1.AttestedNode) {
 			n.Status.Ticket, n.Status.LastVerdict = nil, &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED"}
-		}, false, [3]string{"True ACCEPTED", "True FirstMachine", "False MayWrite"}},
+		}, false, [3]string{"True ACCEPTED", "True FirstMachine", "False NotRevoked"}},
 		"a returned ticket": {func(n *v1alpha1.AttestedNode) {
 			n.Status.Ticket, n.Status.ReleasedAt = nil, &metav1.Time{Time: now}
 		}, true, [3]string{"Unknown NoEvidence", "False TicketReturned", "True TicketReturned"}},

@@ -14,6 +14,7 @@ import (
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -196,7 +197,10 @@ func lines(value string) []string {
 	return slices.DeleteFunc(strings.Split(value, "\n"), func(s string) bool { return strings.TrimSpace(s) == "" })
 }
 
-// Data returns the data of the ConfigMap. It returns an error if the list is too large; then nothing may be written until entries have
+// ErrFull is the error of a list that has no room for what is to be added.
+var ErrFull = errors.New("ConfigMap " + ConfigMap)
+
+// Data returns the data of the ConfigMap. It returns an error that wraps [ErrFull] if the list is too large; then nothing may be written until entries have
 // lapsed.
 func (l *List) Data() (map[string]string, error) {
 	data, all, suspended := map[string]string{}, 0, 0
@@ -229,8 +233,8 @@ func (l *List) Data() (map[string]string, error) {
 	}
 	put(KeyRevoked, text)
 	if all-suspended > maxSize || all > maxSizeSuspended {
-		return nil, fmt.Errorf("ConfigMap %s: %d KiB are more than it has room for: %d nodes were removed or banned whose certificates are still valid. Removals go on when the oldest entries have lapsed",
-			ConfigMap, all>>10, len(l.entries))
+		return nil, fmt.Errorf("%w: %d KiB are more than it has room for: %d nodes were removed or banned whose certificates are still valid. Removals go on when the oldest entries have lapsed",
+			ErrFull, all>>10, len(l.entries))
 	}
 	return data, nil
 }

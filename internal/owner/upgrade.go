@@ -61,6 +61,7 @@ type upgrader struct {
 	last        *releasev1.Release
 	values      map[string]any
 	plan        *cluster.Plan
+	formerList  bool // an earlier version has left its list of nodes
 }
 
 // PlanUpgrade says what [Upgrade] would change, and changes nothing of it. Where an earlier version has listed the nodes that may write, it makes the list of
@@ -98,7 +99,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			defer cancel()
 			return "", u.ready(ctx)
 		})
-		return out, errors.Join(err, u.listControlPlanes(ctx))
+		return out, errors.Join(err, u.takeOverAccess(ctx), u.listControlPlanes(ctx))
 	}
 	steps := []struct {
 		name string
@@ -119,20 +120,24 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			out.Revision = r.Version
 			return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
 		}},
-		{"take over the list of nodes", func() (string, error) {
-			found, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, true)
-			if err != nil || !found {
-				return "it was done before", err
-			}
-			return "from the list of an earlier version, which is deleted", nil
-		}},
 	}
 	for _, s := range steps {
 		if err := u.init.step(s.name, s.do); err != nil {
 			return out, err
 		}
 	}
-	return out, u.listControlPlanes(ctx)
+	return out, errors.Join(u.takeOverAccess(ctx), u.listControlPlanes(ctx))
+}
+
+// takeOverAccess takes over what services of an earlier version have written into their list of nodes until they ended, and deletes that list.
+func (u *upgrader) takeOverAccess(ctx context.Context) error {
+	if !u.formerList {
+		return nil
+	}
+	return u.init.step("take over the list of nodes", func() (string, error) {
+		_, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, true)
+		return "from the list of an earlier version, which is deleted", err
+	})
 }
 
 // listControlPlanes puts the folder's policy into the cluster if the one there lists nobody, as policies were before they listed control planes:
@@ -197,7 +202,7 @@ func (u *upgrader) look(ctx context.Context) error {
 	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
 		return err
 	}
-	if _, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, false); err != nil {
+	if u.formerList, err = u.kube.MigrateAccess(ctx, u.init.dir().Adopted, false); err != nil {
 		return err
 	}
 	key, err := u.Dir.OwnerKey()

@@ -67,7 +67,15 @@ func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
 		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
 		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
 	}
-	_, err := enrollment.Reconcile(ctx, c.client, func(name string) enrollment.Present { return there[name] }, time.Now(), names...)
+	latest, err := c.serverTime(ctx)
+	if err != nil {
+		return err
+	}
+	if now := time.Now(); now.After(latest) {
+		latest = now
+	}
+	// No revocation lapses by the clock of this computer (J4): joinservice sees to that.
+	_, err = enrollment.Reconcile(ctx, c.client, func(name string) enrollment.Present { return there[name] }, enrollment.Clock{Latest: latest}, names...)
 	return err
 }
 
@@ -106,12 +114,13 @@ func (c *Client) MigrateAccess(ctx context.Context, foreign, last bool) (found b
 			names = append(names, n.Name)
 		}
 		if _, err := enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
+			l.MembersOnly = l.MembersOnly || foreign
 			for _, name := range from.Nodes() {
 				have, was := l.Entry(name), from.Entry(name)
 				if have.Revoked == nil || was.Revoked != nil && was.Revoked.Until.After(have.Revoked.Until) {
 					have.Revoked = was.Revoked
 				}
-				have.Unattested = have.Unattested || was.Unattested
+				have.Unattested = have.Unattested || was.Unattested && have.Revoked == nil
 				have.ControlPlane = have.ControlPlane || was.ControlPlane
 				l.Set(name, have)
 			}

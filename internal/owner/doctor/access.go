@@ -62,7 +62,7 @@ func (d *doctor) access(ctx context.Context) error {
 	for _, n := range attested.Items {
 		known[n.Name] = true
 		have := list.Entry(n.Name)
-		want := enrollment.Access(have, &n, there[n.Name], list.MembersOnly, d.Now())
+		want := enrollment.Access(have, &n, there[n.Name], list.MembersOnly, enrollment.Clock{Latest: d.Now()})
 		switch {
 		case want.Suspended && !have.Suspended:
 			d.Add(CheckAccess, checkup.Fail, remedy, "%s may write, and is banned or has returned its ticket", n.Name)

@@ -6,6 +6,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"sync"
+	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -22,6 +23,9 @@ import (
 
 // accessBatch bounds how many nodes one write of the list is about.
 const accessBatch = 64
+
+// revokedWithin is how much earlier a revocation may end than the one that this replica would write, and counts as made.
+const revokedWithin = 10 * time.Minute
 
 // accessView is what the informer last saw of the list of nodes that may not write.
 type accessView struct {
@@ -80,7 +84,7 @@ func (k *Kube) needsAccess(node string, n *v1alpha1.AttestedNode) bool {
 		return false // no node writes without it
 	}
 	have := l.Entry(node)
-	return !enrollment.Access(have, n, k.present(node), l.MembersOnly, k.now()).Equal(have)
+	return !enrollment.Access(have, n, k.present(node), l.MembersOnly, k.clock()).Equal(have)
 }
 
 // unsettled returns the nodes of which the list says something else than their AttestedNodes.
@@ -106,17 +110,26 @@ func (k *Kube) unsettled() []string {
 // settle makes the list say of nodes what their AttestedNodes say at the API server (J4). Whoever changes an AttestedNode calls it
 // afterwards, and [Enforcer] does for what others change.
 func (k *Kube) settle(ctx context.Context, nodes ...string) error {
+	k.lookAtClocks(ctx)
+	batch := accessBatch
+	var full error
 	for len(nodes) > 0 {
-		some := nodes[:min(len(nodes), accessBatch)]
-		nodes = nodes[len(some):]
+		some := nodes[:min(len(nodes), batch)]
 		was := k.access.get() // before: the informer may be as quick as the answer
-		now, err := enrollment.Reconcile(ctx, k.cluster.Client, k.present, k.now(), some...)
-		if apierrors.IsNotFound(err) {
+		now, err := enrollment.Reconcile(ctx, k.cluster.Client, k.present, k.clock(), some...)
+		switch {
+		case apierrors.IsNotFound(err):
 			return nil // without the list no node writes
-		}
-		if err != nil {
+		case errors.Is(err, nodeaccess.ErrFull) && len(some) > 1: // a ban may fit where a revocation beside it does not
+			batch = 1
+			continue
+		case errors.Is(err, nodeaccess.ErrFull):
+			full, nodes = err, nodes[1:]
+			continue
+		case err != nil:
 			return unavailable("write", err)
 		}
+		nodes = nodes[len(some):]
 		for _, node := range some {
 			if suspended := now.Entry(node).Suspended; was != nil && was.Entry(node).Suspended != suspended {
 				k.log.InfoContext(ctx, "whether a node may write to the API changed", "node", node, "may", !suspended)
@@ -126,6 +139,9 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 				}
 			}
 		}
+	}
+	if full != nil {
+		return unavailable("write", full)
 	}
 	return nil
 }
@@ -145,17 +161,22 @@ func (k *Kube) showConditions(ctx context.Context, n *v1alpha1.AttestedNode, sus
 // name (J4).
 func (k *Kube) revoke(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	changed := false
+	k.lookAtClocks(ctx)
+	at := k.clock().Latest
+	if n.DeletionTimestamp.After(at) {
+		at = n.DeletionTimestamp.Time
+	}
 	_, err := enrollment.Change(ctx, k.cluster.Client, func(ctx context.Context, l *nodeaccess.List) error {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 			return err
 		}
 		e := l.Entry(n.Name)
-		asked := e.Revoke(n.DeletionTimestamp.Time).Revoked
+		asked := e.Revoke(at.Add(-revokedWithin)).Revoked // a replica whose clock is behind may have been first
 		done := e.Revoked != nil && len(e.Revoked.Allowed) == 0 && !e.Revoked.Until.Before(asked.Until)
 		if changed = !done || !e.Suspended; !changed {
 			return nil
 		}
-		e = e.Revoke(k.now())
+		e = e.Revoke(at)
 		e.Suspended = true // until the enrollment has gone
 		l.Set(n.Name, e)
 		return nil

@@ -33,6 +33,9 @@ const (
 	retryApproval, maxRetryApproval = time.Second, 30 * time.Second
 	// policyGrace is how long after a change of the policy verdicts of the one before still count.
 	policyGrace = 10 * time.Minute
+	// filedBefore is how much older than its enrollment a request may be: the kubelet of a first machine files one before its machine is enrolled. One that
+	// is older is of a machine that had the name before.
+	filedBefore = time.Hour
 	// approvers is how many nodes' requests are looked at at once.
 	approvers = 2
 	// maxRequests bounds the requests of one node: those that were approved in the last keepApproved and those that are
@@ -305,6 +308,9 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 	}
 	if node.Status.ReleasedAt != nil { // J4: nothing that outlives what is held for its machine
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", name)}
+	}
+	if node.CreationTimestamp.Sub(o.CreationTimestamp.Time) > filedBefore { // J4: both by API servers' clocks
+		return attest.Refuse(attestv1.Reason_REASON_CERTIFICATE_RETIRED, "it was filed at %s, and the node's machine was enrolled at %s", utc(o.CreationTimestamp.Time), utc(node.CreationTimestamp.Time))
 	}
 	if err := a.checkCredential(name, o); err != nil { // J4
 		return err

@@ -30,14 +30,14 @@ func TestConditionsFollowABan(t *testing.T) {
 		})
 	}
 	want(v1alpha1.ConditionEnrolled, "True TicketIssued")
-	want(v1alpha1.ConditionRevoked, "False MayWrite")
+	want(v1alpha1.ConditionRevoked, "False NotRevoked")
 	ban(t, true)
 	want(v1alpha1.ConditionRevoked, "True Banned")
 	if !suspended(t, "w1") {
 		t.Error("Revoked, and the node may write")
 	}
 	ban(t, false)
-	want(v1alpha1.ConditionRevoked, "False MayWrite")
+	want(v1alpha1.ConditionRevoked, "False NotRevoked")
 }
 
 // What an earlier version, or a person, has left without conditions gets them by the next look.

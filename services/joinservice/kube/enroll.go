@@ -96,7 +96,8 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 		return err
 	}
 	for _, other := range k.cluster.Nodes.ByDisk(c.Disk) { // J2
-		if other.Name != c.Node && !k.vacant(other) {
+		mine := own != nil && own.Spec.DiskID == c.Disk && k.holds(own, other)
+		if other.Name != c.Node && !k.vacant(other) && !mine {
 			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q", c.Disk, other.Name)
 		}
 	}
@@ -176,7 +177,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 
 func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
 	for _, other := range k.cluster.Nodes.ByAddress(ip.String()) {
-		if other.Name == c.Node || k.vacant(other) {
+		if other.Name == c.Node || k.vacant(other) || own != nil && slices.Contains(own.Spec.Addresses, ip.String()) && k.holds(own, other) {
 			continue
 		}
 		if slices.Contains(other.Spec.Addresses, ip.String()) {
@@ -215,18 +216,20 @@ func (k *Kube) settledAddresses(node string) bool {
 type Enrollment struct {
 	kube *Kube
 	node *v1alpha1.AttestedNode
-	// before is what the claim changed; nil: it made the enrollment, or changed nothing.
+	// before is what the claim changed; nil: it made the enrollment.
 	before *v1alpha1.AttestedNode
-	wrote  bool
 }
 
 // Enroll writes the claim. If another machine claims the same machine ID, TPM, disk or address at the same time, at least the later one of the
 // two gives up. Its errors are refusals.
 func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 	e, err := k.write(ctx, c)
-	if err != nil || !e.wrote {
-		return e, err
+	if err != nil {
+		return nil, err
 	}
+	// Whoever asks may go away: what it has claimed meanwhile must not stay if it is another machine's.
+	ctx, cancel := outlive(ctx)
+	defer cancel()
 	if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
 		return nil, unavailable("enroll", err)
 	}
@@ -291,31 +294,27 @@ func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNod
 	if own == nil {
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{
 			Name: c.Node, Finalizers: []string{v1alpha1.RetireCertificates},
-			Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true", v1alpha1.AttestationKey: c.AK},
+			Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true", v1alpha1.AttestationKey: c.AK, v1alpha1.AskedAt: utc(k.now())},
 		}, Spec: c.spec()}
 		if err := k.cluster.Client.Create(ctx, n); err != nil {
 			return nil, err
 		}
-		return &Enrollment{kube: k, node: n, wrote: true}, nil
+		return &Enrollment{kube: k, node: n}, nil
 	}
 	n := own.DeepCopy()
 	// J4: addresses that the machine does not ask for any more are kept from others for as long as its certificates for them live, and it can have them
 	// back at any time.
 	cluster.SetFormer(n, k.givenUp(own, c.spec().Addresses), k.now())
 	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
-	if n.Annotations[v1alpha1.AttestationKey] != c.AK {
-		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
-	}
-	if !n.Retires() { // J4: before any certificate is asked for, so that none outlives the enrollment without being revoked
+	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
+	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, utc(k.now())) // J4: and so that another ticket of the machine finds that it was changed
+	if !n.Retires() {                                                           // J4: before any certificate is asked for, so that none outlives the enrollment without being revoked
 		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
-	}
-	if specEqual(n.Spec, own.Spec) && maps.Equal(n.Annotations, own.Annotations) && slices.Equal(n.Finalizers, own.Finalizers) {
-		return &Enrollment{kube: k, node: n}, nil
 	}
 	if err := k.cluster.Client.Update(ctx, n); err != nil {
 		return nil, err
 	}
-	return &Enrollment{kube: k, node: n, before: own, wrote: true}, nil
+	return &Enrollment{kube: k, node: n, before: own}, nil
 }
 
 func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
@@ -356,22 +355,38 @@ func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
 	if n == nil || n.ShutOut() || !enrollment.ByTicket(n) {
 		return false
 	}
-	held := k.life + holdMargin
-	if n.Status.ReleasedAt != nil {
-		return k.now().Sub(n.Status.ReleasedAt.Time) > held
+	return (n.Status.ReleasedAt != nil || k.begun(n)) && k.clock().Earliest.Sub(lastAsked(n)) > k.life+holdMargin
+}
+
+// lastAsked returns when the machine of an enrollment last asked for a ticket, or returned one. A certificate may have been issued for it until then, whatever came of the ticket.
+func lastAsked(n *v1alpha1.AttestedNode) time.Time {
+	last := n.CreationTimestamp.Time
+	if t := n.Status.ReleasedAt; t != nil {
+		last = t.Time
 	}
-	return k.begun(n) && k.now().Sub(n.CreationTimestamp.Time) > held
+	if t, err := time.Parse(time.RFC3339, n.Annotations[v1alpha1.AskedAt]); err == nil && t.After(last) {
+		last = t
+	}
+	return last
 }
 
 // begun says whether a ticket made the enrollment and was not issued. Either it is being made, or it failed. The enrollment of a node that was
-// restored from a backup without its status is none.
+// restored from a backup without its status is none, nor is that of a machine that has attested since.
 func (k *Kube) begun(n *v1alpha1.AttestedNode) bool {
-	return enrollment.ByTicket(n) && n.Status.Ticket == nil && n.Status.ReleasedAt == nil && !k.nodes.has(n.Name)
+	return enrollment.ByTicket(n) && !enrollment.Certified(n) && n.Status.ReleasedAt == nil && !k.nodes.has(n.Name)
+}
+
+// holds says whether a machine has had something by a ticket for longer than another has claimed it: what that one has only begun keeps nothing from it.
+func (k *Kube) holds(own, other *v1alpha1.AttestedNode) bool {
+	return own != nil && enrollment.Certified(own) && k.begun(other)
 }
 
 // delete removes that very state of n and no later one. It is for enrollments of which no certificate lives, so there is nothing
 // to revoke. If it is cut off in the middle, the finalizer is missing: the next ticket or sweep puts it back.
 func (k *Kube) delete(ctx context.Context, n *v1alpha1.AttestedNode) error {
+	if err := k.deleteRequests(ctx, k.requests.of(n.Name)); err != nil {
+		return err
+	}
 	n = n.DeepCopy()
 	if n.Retires() {
 		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })

@@ -50,6 +50,7 @@ type Kube struct {
 	access    *accessView
 	requests  *requests
 	records   *records
+	clocks    clocks
 	turns     leaseView
 	waits     leaseWaits
 	services  serviceAddresses

@@ -122,7 +122,7 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 	}
 	if n.Leaving() {
 		if err := k.revoke(ctx, n); err != nil {
-			return err
+			return errors.Join(err, k.settle(ctx, node)) // a list that has no room for a revocation has some for a suspension
 		}
 	} else if err := k.settle(ctx, node); err != nil { // before its Node is deleted: its kubelet must not make it anew
 		return err
@@ -294,6 +294,16 @@ func ignoreGone(err error) error {
 	return client.IgnoreNotFound(err)
 }
 
+// deleteRequests deletes what a kubelet asked for: the machine that has its name next must not get it (J4).
+func (k *Kube) deleteRequests(ctx context.Context, asked []kubelets) error {
+	for _, o := range asked {
+		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {
+			return unavailable("delete CertificateSigningRequest "+o.Name, err)
+		}
+	}
+	return nil
+}
+
 // finish lets an enrollment go whose certificates are retired. What its kubelet asked for is nobody
 // else's (J4).
 func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
@@ -302,10 +312,8 @@ func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if now == nil || err != nil {
 		return err
 	}
-	for _, o := range asked {
-		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {
-			return unavailable("delete CertificateSigningRequest "+o.Name, err)
-		}
+	if err := k.deleteRequests(ctx, asked); err != nil {
+		return err
 	}
 	if !now.Retires() {
 		return nil // somebody else's finalizer

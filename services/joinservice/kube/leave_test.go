@@ -230,7 +230,7 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 
 // A name that nobody holds any more is nobody else's while its deletion lasts: what is retired is not known to be over.
 func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
-	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames()}
+	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames(), access: &accessView{}}
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}}, Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
 	if !k.vacant(n) {
 		t.Error("released long ago, and not vacant")

@@ -313,7 +313,7 @@ func racing(t *testing.T, now func() time.Time) []*Kube {
 func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
 	replicas := racing(t, time.Now)
 	var total struct{ enrolled, issued, returned int }
-	for _, seed := range seeds(t, 60) {
+	for _, seed := range seeds(t, 120) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		trials := race(rng, seed, replicas)
 		var tickets []func(context.Context)
@@ -366,7 +366,7 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 	}
 	var all []*trial
 	left := 0
-	for _, seed := range seeds(t, 60) {
+	for _, seed := range seeds(t, 120) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		trials := race(rng, seed, replicas)
 		var tickets []func(context.Context)

@@ -38,7 +38,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 		return nil, err
 	}
 	for _, other := range k.cluster.Nodes.ByDisk(c.Disk) { // J2
-		if other.Name != c.Node && !k.vacant(other) {
+		if other.Name != c.Node && !k.vacant(other) && !k.holds(own, other) {
 			return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q as well", c.Disk, other.Name)
 		}
 	}

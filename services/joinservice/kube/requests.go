@@ -24,7 +24,7 @@ type requests struct {
 	waiting map[string]chan *certificatesv1.CertificateSigningRequest
 }
 
-// filed is when a request was filed for a ticket, and the label of that minute.
+// filed is when a request for a ticket was first seen here, and the label of the minute in which it was filed.
 type filed struct {
 	window string
 	at     time.Time
@@ -70,7 +70,9 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 		}
 	}
 	if window := o.Labels[cluster.TicketWindow]; window != "" && isOurs(o.Name, o.Spec.Username) {
-		r.filed[o.Name] = filed{window, o.CreationTimestamp.Time}
+		if _, known := r.filed[o.Name]; !known {
+			r.filed[o.Name] = filed{window, r.now()}
+		}
 	}
 	if !isKubelets(o) {
 		return
@@ -128,7 +130,7 @@ func (r *requests) note(o kubelets, change func(*kubelets)) {
 	}
 }
 
-// windows are the minutes in which requests were filed for tickets that are still there, each with the time of its latest one.
+// windows are the minutes in which requests were filed for tickets that are still there, each with when its latest one was first seen.
 func (r *requests) windows() map[string]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -29,7 +29,7 @@ const (
 	lookEvery = time.Minute
 	// ticketTime is more than any ticket takes: what is older is on its way no more.
 	ticketTime = 5 * time.Minute
-	// usedAfter is when a request for a ticket is of no use any more: its signer had 15 s, and clocks may differ.
+	// usedAfter is how long after it was first seen a request for a ticket is of no use any more: its signer had 15 s.
 	usedAfter = 2 * time.Minute
 )
 
@@ -120,6 +120,7 @@ func (s *Sweeper) pass(ctx context.Context) {
 	counts := map[string]float64{vanishedNeverCame: 0, vanishedNodeGone: 0, vanishedSilent: 0}
 	k, nodes := s.kube, s.kube.cluster.Nodes.All()
 	s.countRefused(nodes)
+	k.lookAtClocks(ctx)
 	known := map[string]bool{}
 	for _, n := range nodes {
 		if ctx.Err() != nil {
@@ -199,7 +200,10 @@ func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 
 // look deals with one enrollment, and says how its node vanished; empty: it has not.
 func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how string, err error) {
-	k, now := s.kube, s.kube.now()
+	k, now := s.kube, s.kube.clock().Earliest
+	if now.IsZero() {
+		return "", nil // nothing ends before the clocks are known
+	}
 	switch {
 	case k.vacant(n) && k.begun(n):
 		return "", s.drop(ctx, n, "its ticket failed, and every certificate that was asked for with it has expired")
@@ -254,7 +258,7 @@ func utc(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
 // lastSign is when anything of the machine was last seen.
 func lastSign(n *v1alpha1.AttestedNode) time.Time {
-	last := n.CreationTimestamp.Time
+	last := lastAsked(n)
 	if t := n.Status.Ticket; t != nil && t.IssuedAt.After(last) {
 		last = t.IssuedAt.Time
 	}

@@ -86,7 +86,7 @@ func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 // write, or its deletion, makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
 // is then called again, with that one. Its errors are refusals, among them those of change.
 func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {
-	spec, what := n.Spec, "write the status of AttestedNode "+n.Name
+	spec, retires, what := n.Spec, n.Retires(), "write the status of AttestedNode "+n.Name
 	for range writeAttempts {
 		if err := change(&n.Status); err != nil {
 			return err
@@ -104,7 +104,7 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
 			return unavailable(what, err)
 		}
-		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) {
+		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || retires && !n.Retires() { // J4: somebody is about to delete it
 			return unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
 		}
 	}

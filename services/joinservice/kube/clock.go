@@ -1,0 +1,121 @@
+package kube
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/enrollment"
+)
+
+const (
+	// clocksEvery is the least pause between two looks at the other control planes' clocks. It is more than a kubelet waits between two renewals of its Lease, so a
+	// Lease that is the same at two looks is one of a control plane that is down.
+	clocksEvery = 30 * time.Second
+	// clocksLast is how long what a look has shown counts, and clockRuns how long a control plane counts whose Lease has changed.
+	clocksLast, clockRuns = 10 * time.Minute, 3 * time.Minute
+	// maxAhead bounds what one clock that is ahead makes others write.
+	maxAhead = 30 * 24 * time.Hour
+	// maxClocks bounds the control planes that are looked at.
+	maxClocks = 16
+)
+
+// clocks knows how far the clocks of the control planes are from the one of this process, by the Leases that their kubelets renew every ten seconds. What is given up
+// because time has passed, a revoked certificate or a name, is given up only once all of them say so; what begins to count, counts from the latest (J4). So one wrong clock,
+// this one or another, lets no certificate write again. A cluster of one control plane has its clock alone.
+type clocks struct {
+	mu     sync.Mutex
+	looked time.Time // by the monotonic clock
+	of     map[string]peerClock
+}
+
+type peerClock struct {
+	version string
+	seen    time.Time // when it changed last, by the monotonic clock; zero: it was seen once
+	offset  time.Duration
+}
+
+// clock returns the earliest and the latest time that the control planes' clocks show. Earliest is zero while they are not known.
+func (k *Kube) clock() enrollment.Clock {
+	now := k.now()
+	out := enrollment.Clock{Earliest: now, Latest: now}
+	var names []string
+	if l := k.access.get(); l != nil {
+		for _, name := range l.Nodes() {
+			if l.Entry(name).ControlPlane {
+				names = append(names, name)
+			}
+		}
+	}
+	c := &k.clocks
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(names) > 1 && (c.looked.IsZero() || time.Since(c.looked) > clocksLast) {
+		out.Earliest = time.Time{}
+		return out
+	}
+	for _, name := range names {
+		is, known := c.of[name]
+		switch {
+		case !known: // it has no Lease, or had none at the last look
+		case is.seen.IsZero():
+			out.Earliest = time.Time{} // it may be down: the next look tells
+		case time.Since(is.seen) < clockRuns:
+			if at := now.Add(min(is.offset, maxAhead)); at.After(out.Latest) {
+				out.Latest = at
+			} else if at.Before(out.Earliest) {
+				out.Earliest = at
+			}
+		}
+	}
+	return out
+}
+
+// lookAtClocks reads the Leases of the control planes, at most once in [clocksEvery].
+func (k *Kube) lookAtClocks(ctx context.Context) {
+	c := &k.clocks
+	c.mu.Lock()
+	due := c.looked.IsZero() || time.Since(c.looked) >= clocksEvery
+	c.mu.Unlock()
+	l := k.access.get()
+	if !due || l == nil {
+		return
+	}
+	found := map[string]*coordinationv1.Lease{}
+	for _, name := range l.Nodes() {
+		if !l.Entry(name).ControlPlane || len(found) == maxClocks {
+			continue
+		}
+		lease := &coordinationv1.Lease{}
+		err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: corev1.NamespaceNodeLease, Name: name}, lease)
+		switch {
+		case apierrors.IsNotFound(err):
+		case err != nil:
+			k.log.WarnContext(ctx, "the Lease of a control plane can't be read, so nothing ends meanwhile because time has passed", "node", name, "err", err)
+			return
+		case lease.Spec.RenewTime != nil:
+			found[name] = lease
+		}
+	}
+	now := k.now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.looked = time.Now()
+	next := map[string]peerClock{}
+	for name, lease := range found {
+		is, known := c.of[name]
+		if known && is.version != lease.ResourceVersion {
+			is.seen, is.offset = time.Now(), lease.Spec.RenewTime.Sub(now)
+		} else if known && is.seen.IsZero() {
+			is.seen = time.Now().Add(-clocksLast) // it is down: its Lease is what it was
+		}
+		is.version = lease.ResourceVersion
+		next[name] = is
+	}
+	c.of = next
+}
