@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -31,8 +32,9 @@ const revokedWithin = 10 * time.Minute
 type accessView struct {
 	follow func() // called after each change; set before the informers run, or nil
 
-	mu   sync.RWMutex
-	list *nodeaccess.List
+	mu       sync.RWMutex
+	list     *nodeaccess.List
+	controls []string
 }
 
 // entry returns what the list says of a node, and false if no list has been seen.
@@ -52,9 +54,20 @@ func (v *accessView) get() *nodeaccess.List {
 	return v.list
 }
 
+// controlPlanes returns the listed control planes. The slice must not be changed.
+func (v *accessView) controlPlanes() []string {
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	return v.controls
+}
+
 func (v *accessView) set(l *nodeaccess.List) {
+	var controls []string
+	if l != nil {
+		controls = slices.DeleteFunc(l.Nodes(), func(name string) bool { return !l.Entry(name).ControlPlane })
+	}
 	v.mu.Lock()
-	v.list = l
+	v.list, v.controls = l, controls
 	v.mu.Unlock()
 	if v.follow != nil {
 		v.follow()

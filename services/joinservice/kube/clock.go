@@ -44,14 +44,7 @@ type peerClock struct {
 func (k *Kube) clock() enrollment.Clock {
 	now := k.now()
 	out := enrollment.Clock{Earliest: now, Latest: now}
-	var names []string
-	if l := k.access.get(); l != nil {
-		for _, name := range l.Nodes() {
-			if l.Entry(name).ControlPlane {
-				names = append(names, name)
-			}
-		}
-	}
+	names := k.access.controlPlanes()
 	c := &k.clocks
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -82,14 +75,13 @@ func (k *Kube) lookAtClocks(ctx context.Context) {
 	c.mu.Lock()
 	due := c.looked.IsZero() || time.Since(c.looked) >= clocksEvery
 	c.mu.Unlock()
-	l := k.access.get()
-	if !due || l == nil {
+	if !due || k.access.get() == nil {
 		return
 	}
 	found := map[string]*coordinationv1.Lease{}
-	for _, name := range l.Nodes() {
-		if !l.Entry(name).ControlPlane || len(found) == maxClocks {
-			continue
+	for _, name := range k.access.controlPlanes() {
+		if len(found) == maxClocks {
+			break
 		}
 		lease := &coordinationv1.Lease{}
 		err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: corev1.NamespaceNodeLease, Name: name}, lease)
