@@ -55,7 +55,7 @@ type Certificate struct {
 }
 
 // Issue gets a certificate for a request that was checked: it creates a CertificateSigningRequest,
-// approves it, and waits for the signer. [Sweeper] deletes the request afterwards, with others of its time. Its errors are
+// approves it, and waits for the signer. [Kube.ServeRecords] has the request deleted afterwards, with others of its minute. Its errors are
 // refusals: API_UNAVAILABLE, CERTIFICATE_PENDING.
 func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))

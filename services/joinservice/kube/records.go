@@ -6,12 +6,14 @@ import (
 	"sync"
 	"time"
 
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -25,6 +27,8 @@ const (
 	refreshAfter = time.Minute
 	// sweepEvery is how often entries that have expired are looked for.
 	sweepEvery = 10 * time.Minute
+	// usedAfter is how long after it was first seen a request for a ticket is of no use any more: its signer had [signTimeout].
+	usedAfter = 2 * signTimeout
 )
 
 // records is what the owner is shown and nothing depends on: who waits, and when nodes'
@@ -78,7 +82,20 @@ func (k *Kube) Rejoined(m attest.MachineID) {
 	r.wait[m.String()] = nil
 }
 
-// ServeRecords writes what was noted until ctx ends. What fails is tried again with what is noted
+// discardRequests deletes the requests of tickets that are over, used or not. Those of a minute are one request to the API server, or two. What it does not
+// delete, Kubernetes does after an hour.
+func (k *Kube) discardRequests(ctx context.Context) {
+	for window, last := range k.requests.windows() {
+		if k.now().Sub(last) < usedAfter {
+			continue
+		}
+		if err := k.cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{cluster.TicketWindow: window}); err != nil && ctx.Err() == nil {
+			k.log.WarnContext(ctx, "used certificate requests are left; trying again", "label", cluster.TicketWindow+"="+window, "err", err)
+		}
+	}
+}
+
+// ServeRecords writes what was noted until ctx ends, and deletes used certificate requests. What fails is tried again with what is noted
 // next; a record that is lost costs a line of `muster status`.
 func (k *Kube) ServeRecords(ctx context.Context) error {
 	if err := k.cluster.Await(ctx); err != nil {
@@ -104,6 +121,7 @@ func (k *Kube) ServeRecords(ctx context.Context) error {
 				k.log.WarnContext(ctx, "who waits cannot be written", "configmap", waiting.ConfigMap, "err", err)
 			}
 		}
+		k.discardRequests(ctx)
 		for node, e := range certs {
 			if err := k.writeExpiry(ctx, node, e); err != nil && ctx.Err() == nil {
 				k.log.WarnContext(ctx, "when a node's certificates end cannot be written", "node", node, "err", err)

@@ -10,16 +10,13 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	certificatesv1 "k8s.io/api/certificates/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -29,8 +26,6 @@ const (
 	lookEvery = time.Minute
 	// ticketTime is more than any ticket takes: what is older is on its way no more.
 	ticketTime = 5 * time.Minute
-	// usedAfter is how long after it was first seen a request for a ticket is of no use any more: its signer had 15 s.
-	usedAfter = 2 * time.Minute
 )
 
 // The ways to vanish: reasons of the condition, and of the metric's series.
@@ -62,8 +57,7 @@ type SweepConfig struct {
 //   - so is one that was released, because its machine returned the ticket, and one whose ticket failed, once every certificate that may
 //     have been issued for it has expired;
 //   - an enrollment that the owner or an earlier version made gets the finalizer, so that its removal revokes its certificates;
-//   - the list of who may not write is made to say what the enrollments say, without what has lapsed;
-//   - certificate requests that a ticket left behind are deleted.
+//   - the list of who may not write is made to say what the enrollments say, without what has lapsed.
 //
 // Every replica does it. Each change is a compare-and-swap, so one of them makes it, and tells.
 type Sweeper struct {
@@ -156,7 +150,6 @@ func (s *Sweeper) pass(ctx context.Context) {
 		}
 	}
 	s.settle(ctx)
-	s.discardRequests(ctx)
 }
 
 // settle makes the list of who may not write say what the enrollments say, without what has lapsed, and lets nodes file certificate requests again
@@ -328,20 +321,6 @@ func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) err
 		Service: "joinservice", Event: event, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Detail: why,
 		Node: n.Name, Machine: n.Spec.MachineID, Role: string(n.Spec.Role), Disk: n.Spec.DiskID,
 	})
-}
-
-// discardRequests deletes the requests of tickets that are over, used or not. Those of a minute are one request to the API server. What it does not
-// delete, Kubernetes does after an hour.
-func (s *Sweeper) discardRequests(ctx context.Context) {
-	k := s.kube
-	for window, last := range k.requests.windows() {
-		if k.now().Sub(last) < usedAfter {
-			continue
-		}
-		if err := k.cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{cluster.TicketWindow: window}); err != nil {
-			k.log.WarnContext(ctx, "used certificate requests are left; trying again", "label", cluster.TicketWindow+"="+window, "err", err)
-		}
-	}
 }
 
 // isOurs says whether a joinservice filed the request for a ticket.

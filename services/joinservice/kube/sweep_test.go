@@ -371,11 +371,13 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 		defer b.requests.mu.Unlock()
 		return membertest.Want(len(b.requests.filed) == 2, "the replica sees %v", b.requests.filed)
 	})
-	b.after(t, time.Minute)
+	b.clock.pass(usedAfter - time.Second)
+	b.discardRequests(t.Context())
 	if got := shared.CSRs(t); len(got) != 3 {
 		t.Errorf("deleted too early: left are %v", got)
 	}
-	b.after(t, 5*time.Minute)
+	b.clock.pass(2 * time.Second)
+	b.discardRequests(t.Context())
 	if got := shared.CSRs(t); len(got) != 1 || got[0] != others.Name {
 		t.Errorf("left are %v", got)
 	}
