@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -97,8 +99,10 @@ func TestWhoALoadBalancerPassesOnIsTheSource(t *testing.T) {
 // A load balancer whose clients say nothing keeps nobody else out, and holds no more connections than stated.
 func TestHeadersThatDoNotComeKeepNobodyOut(t *testing.T) {
 	p := proxied(t, "127.0.0.2")
-	for range headersAtOnce + 50 {
-		dialFrom(t, p, "127.0.0.2", nil)
+	const more = 50
+	var silent []net.Conn
+	for range headersAtOnce + more {
+		silent = append(silent, dialFrom(t, p, "127.0.0.2", nil))
 	}
 	c := dialFrom(t, p, "127.0.0.3", []byte("x"))
 	got, err := p.Accept()
@@ -114,6 +118,19 @@ func TestHeadersThatDoNotComeKeepNobodyOut(t *testing.T) {
 	p.mu.Unlock()
 	if n > headersAtOnce {
 		t.Errorf("%d wait", n)
+	}
+	closed := 0 // by now: they came before the one that was accepted
+	soon := time.Now().Add(time.Second)
+	for _, c := range slices.Backward(silent) {
+		if err := c.SetReadDeadline(soon); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(make([]byte, 1)); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			closed++
+		}
+	}
+	if closed < more {
+		t.Errorf("%d of those above the bound are closed, want %d", closed, more)
 	}
 	if err := p.Close(); err != nil {
 		t.Error(err)
