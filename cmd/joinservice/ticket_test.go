@@ -251,8 +251,12 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		}
 	})
 	t.Run("another machine may have the name once the certificate has expired", func(t *testing.T) {
-		n := s.Node(t, "w1")
-		n.Status.ReleasedAt = new(metav1.NewTime(time.Now().Add(-25 * time.Hour)))
+		n, expired := s.Node(t, "w1"), time.Now().Add(-25*time.Hour)
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, expired.UTC().Format(time.RFC3339))
+		if err := s.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+		n.Status.ReleasedAt = new(metav1.NewTime(expired))
 		if err := s.Client.Status().Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
