@@ -99,21 +99,21 @@ func (n *Nodes) broadcast() {
 	n.changed = make(chan struct{})
 }
 
-// ByName gives the enrollment of that node; nil if there is none.
+// ByName returns the enrollment of that node; nil if there is none.
 func (n *Nodes) ByName(name string) *v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.byName[name]
 }
 
-// All gives every enrollment, in no order.
+// All returns every enrollment, in no order.
 func (n *Nodes) All() []*v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return slices.Collect(maps.Values(n.byName))
 }
 
-// ByMachine gives the enrollments of a machine: none, or one.
+// ByMachine returns the enrollments of a machine: none, or one.
 func (n *Nodes) ByMachine(id attest.MachineID) []*v1alpha1.AttestedNode {
 	return n.find(n.byMachine, id.String())
 }
@@ -122,7 +122,7 @@ func (n *Nodes) ByMachine(id attest.MachineID) []*v1alpha1.AttestedNode {
 // digits: none, or one. A TPM has one such key, whichever endorsement key vouches for it.
 func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byAK, name) }
 
-// ByDisk gives the enrollments with that disk.
+// ByDisk returns the enrollments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
 // ByAddress returns the enrollments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
