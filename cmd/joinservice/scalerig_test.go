@@ -18,14 +18,16 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -136,9 +138,9 @@ func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1conn
 	return call(joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...))
 }
 
-// again asks one joinservice after another until one of them answers as it should, as machines do: after a failure it waits for that long, or for as long as
-// it is told, with jitter. It gives up once it was told five times that something it asks for is another machine's.
-func (s *stage) again(t *testing.T, m *newcomer, services []*replica, wait time.Duration, call func(joinv1connect.JoinServiceClient) error) error {
+// again asks one joinservice after another until one of them answers as it should, with the pauses of a machine. It gives up once it was told five times
+// that something it asks for is another machine's.
+func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *seek.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
 	for i, taken := rand.N(len(services)), 0; ; i++ {
 		err := s.ask(t, m, services[i%len(services)].addr, call)
 		if err == nil {
@@ -149,17 +151,14 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, wait time.
 				return err
 			}
 		}
-		pause := max(wait, rpc.RetryAfterFrom(err))
-		select {
-		case <-t.Context().Done():
-			return errors.Join(err, t.Context().Err())
-		case <-time.After(pause/2 + rand.N(pause)):
+		if end := retry.Wait(t.Context(), pauses.Next(err)); end != nil {
+			return errors.Join(err, end)
 		}
 	}
 }
 
 func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
-	return s.again(t, m, services, time.Second, func(c joinv1connect.JoinServiceClient) error {
+	return s.again(t, m, services, seek.NewPauses(bootstrapper.DefaultTiming.RetryMin, bootstrapper.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.IssueJoinTicket(t.Context(), m.wish.IssueJoinTicketRequest)
 		return err
 	})

@@ -112,6 +112,17 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if claim, err = s.cfg.Kube.AwaitEarlier(ctx, claim); err != nil { // J11
 		return nil, err
 	}
+	done()
+
+	done = s.stage("wait")
+	end, err := s.limits.granting.Begin(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	done()
+
+	done = s.stage("disk_key")
 	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
 		return nil, err
 	}
@@ -122,9 +133,6 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := s.limits.tickets.Take(peer.Machine(), a.began); err != nil {
 		return nil, err
 	}
-	done()
-
-	done = s.stage("disk_key")
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}

@@ -28,8 +28,19 @@ const (
 	adminTotal = 16
 )
 
+// How many requests one joinservice serves with writes to the Kubernetes API at one time, and how long the next one waits for its turn.
+// A ticket is eight requests of the API server, an attestation is one. More at one time would make each slower, and the machines
+// together no faster.
+const (
+	ticketSlots  = 16
+	verdictSlots = 32
+	slotWait     = 5 * time.Second
+)
+
 // limits are those of the RPCs.
 type limits struct {
+	// granting is for tickets and certificates, recording for attestations: neither delays the other.
+	granting, recording                                       *limit.Work
 	admin                                                     *admission.Rate
 	tickets, rejoins, certificates, returns, verdicts, leases *limit.ByMachine[attest.MachineID]
 }
@@ -37,6 +48,7 @@ type limits struct {
 func newLimits(now time.Time) limits {
 	of := limit.New[attest.MachineID]
 	return limits{
+		granting: limit.NewWork(ticketSlots, slotWait), recording: limit.NewWork(verdictSlots, slotWait),
 		admin:   admission.NewRate(adminRate, adminBurst, adminTotal, now),
 		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), leases: of(leaseRate),
 	}

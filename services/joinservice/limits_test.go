@@ -106,6 +106,51 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 	}
 }
 
+// While as many requests as may use the API at one time wait for a slow key service, the next are refused early, with a pause, and leave
+// nothing behind.
+func TestRequestsAboveTheSlotsAreRefusedEarly(t *testing.T) {
+	asked, answers := make(chan struct{}, ticketSlots), make(chan struct{})
+	l := newLone(t, true, func(*attesttest.Machine) {}, serveKeyless(t, keyless{asked: asked, answers: answers}))
+	wanted := ticketRequest(t)
+	first := l.JoinServiceClient
+	l.JoinServiceClient = l.client(t, l.machine.Attester(attest.PurposeMachine), "127.0.0.1") // the first one's connection has no more streams
+	ask := func() error {
+		_, err := l.IssueJoinTicket(t.Context(), wanted)
+		return err
+	}
+	answered := make(chan error, ticketSlots)
+	for range ticketSlots {
+		go func() {
+			_, err := first.IssueJoinTicket(t.Context(), wanted)
+			answered <- err
+		}()
+	}
+	for range ticketSlots {
+		<-asked
+	}
+	before := shared.Node(t, "w1")
+	rejoined := make(chan error, 1)
+	go func() { rejoined <- l.rejoin(t) }()
+	err := refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_BUSY, l.places("ticket refused", "muster_join_tickets_total"), ask)
+	for what, err := range map[string]error{"a ticket": err, "the key of a disk": <-rejoined} {
+		if pause := rpc.RetryAfterFrom(err); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || pause < slotWait || pause > 3*slotWait {
+			t.Errorf("%s: %v, to come again in %s", what, err, pause)
+		}
+	}
+	if after := shared.Node(t, "w1"); after.ResourceVersion != before.ResourceVersion {
+		t.Error("the AttestedNode was written")
+	}
+	close(answers)
+	for range ticketSlots {
+		if err := <-answered; rpc.ReasonFrom(err) == attestv1.Reason_REASON_BUSY {
+			t.Errorf("a request that had a slot: %v", err)
+		}
+	}
+	if err := ask(); rpc.ReasonFrom(err) == attestv1.Reason_REASON_BUSY { // and so it repairs itself
+		t.Errorf("with all slots free: %v", err)
+	}
+}
+
 // ticketRequest is what the machine asks for, with all that it takes to get as far as the key of its disk.
 func ticketRequest(t *testing.T) *joinv1.IssueJoinTicketRequest {
 	t.Helper()

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
 	"github.com/prometheus/client_golang/prometheus"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -172,9 +173,19 @@ func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 	}
 }
 
-// keyless is a key service that knows the cluster, and gives no key.
+// keyless is a key service that knows the cluster, and gives no key; it answers once it may.
 type keyless struct {
 	kmsv1connect.UnimplementedKeyServiceHandler
+	asked   chan<- struct{}
+	answers <-chan struct{}
+}
+
+func (k keyless) DeriveDiskKey(context.Context, *kmsv1.DeriveDiskKeyRequest) (*kmsv1.DeriveDiskKeyResponse, error) {
+	if k.asked != nil {
+		k.asked <- struct{}{}
+		<-k.answers
+	}
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("there are no keys"))
 }
 
 func (keyless) DeriveClusterId(context.Context, *kmsv1.DeriveClusterIdRequest) (*kmsv1.DeriveClusterIdResponse, error) {
@@ -182,7 +193,7 @@ func (keyless) DeriveClusterId(context.Context, *kmsv1.DeriveClusterIdRequest) (
 }
 
 // serveKeyless serves one from a control plane until the test ends, and returns where, and the file of a token.
-func serveKeyless(t *testing.T) func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
+func serveKeyless(t *testing.T, k keyless) func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
 	return func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
 		t.Helper()
 		token = filepath.Join(t.TempDir(), "token")
@@ -198,7 +209,7 @@ func serveKeyless(t *testing.T) func(ca *attesttest.CA, cp1 *attesttest.Machine)
 				Generation: func() int64 { return 1 },
 				Appraiser:  attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{cp1}).For(attest.LockedTo(shared.ID)),
 			},
-			Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(keyless{}), kmsv1connect.NewKeyServiceHandler)},
+			Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(k), kmsv1connect.NewKeyServiceHandler)},
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -226,7 +237,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 		"the key of its disk": func(t *testing.T, l *lone) error { return l.rejoin(t) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := newLone(t, false, func(*attesttest.Machine) {}, serveKeyless(t))
+			l := newLone(t, false, func(*attesttest.Machine) {}, serveKeyless(t, keyless{}))
 			ran := client.RawPatch(types.MergePatchType, []byte(`{"status":{"resetCount":0}}`)) // so its Lease is looked at
 			if err := shared.Client.Status().Patch(t.Context(), shared.Node(t, "w1"), ran); err != nil {
 				t.Fatal(err)

@@ -58,7 +58,11 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
 		status.Certificates = reported(req)
-		a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), boot, status)
+		var end func()
+		if end, err = s.limits.recording.Begin(ctx); err == nil {
+			a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), boot, status)
+			end()
+		}
 	}
 	s.undoVerdict(ctx, a, peer, err)
 	return err

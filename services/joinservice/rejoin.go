@@ -109,6 +109,11 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := rejoining.AwaitEarlier(ctx); err != nil { // J11
 		return nil, err
 	}
+	end, err := s.limits.granting.Begin(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer end()
 	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
 		return nil, err
 	}

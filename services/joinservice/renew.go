@@ -44,6 +44,11 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	if err != nil {
 		return client, serving, err
 	}
+	end, err := s.limits.granting.Begin(ctx)
+	if err != nil {
+		return client, serving, err
+	}
+	defer end()
 	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J7: that may have taken long
 		return client, serving, err
 	}

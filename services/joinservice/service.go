@@ -121,7 +121,7 @@ func New(cfg Config) (*Service, error) {
 			Name: "muster_join_lease_renewals_total", Help: "Renewals and ends of a control plane's turn to join, by outcome.",
 		}, []string{"reason"}),
 		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, disk_key, lease (control planes), enroll, certificates, audit; total is all of them, for tickets that were issued.",
+			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, wait (for a slot), disk_key, lease (control planes), enroll, certificates, audit; total is all of them, for tickets that were issued.",
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 14), // 1 ms to 8 s
 		}, []string{"stage"}),
 	}

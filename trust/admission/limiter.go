@@ -183,13 +183,6 @@ func (p *Place[K]) Shrink(weight int64) {
 	p.weight = weight
 }
 
-// Renew makes the place as young as a new one.
-func (p *Place[K]) Renew() {
-	if p != nil {
-		p.Pin()()
-	}
-}
-
 // Pin keeps the place from being taken back until unpin is called, which makes it as young as
 // a new one.
 func (p *Place[K]) Pin() (unpin func()) {

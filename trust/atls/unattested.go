@@ -70,16 +70,15 @@ func (u *unattested) got(size int) {
 	u.held[len(u.held)-1].Shrink(2 * int64(size))
 }
 
-// verify checks the peer's evidence when it is its source's turn.
+// verify checks the peer's evidence when it is its source's turn. The peer keeps its place meanwhile: the time that the server takes is
+// no reason to prefer another peer. If newcomers could take it, a server that needs more than 2 s for a check, since many machines come at
+// one time, would finish none.
 func (u *unattested) verify(ctx context.Context, check func() error) error {
 	if u == nil {
 		return check()
 	}
-	err := u.limiters.verify.Do(ctx, u.conn.source, check)
-	if err == nil {
-		u.conn.setUp.Renew() // what its TPM needs next may take as long again
-	}
-	return queued(err)
+	defer u.conn.setUp.Pin()() // and it is as young as a new one then: what the peer's TPM needs next may take as long again
+	return queued(u.limiters.verify.Do(ctx, u.conn.source, check))
 }
 
 // challenge answers the peer's challenge when it is its source's turn, among those of peers

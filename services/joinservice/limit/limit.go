@@ -1,4 +1,4 @@
-// Package limit bounds how often each machine gets something.
+// Package limit bounds how often each machine gets something, and how much of it is made at one time.
 //
 // Think of it as one token bucket for each machine: so many at once, and one more every so often. What a joinservice grants
 // costs it a record that is kept, and writes in the cluster; one machine that asks without end gets BUSY, and the others get what they ask for.
