@@ -32,6 +32,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -127,7 +128,7 @@ func startMachine(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *s
 	background(t, func(ctx context.Context) error {
 		return bootstrapper.Serve(ctx, bootstrapper.Options{
 			Public: public,
-			Config: bootstrapper.Config{
+			Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 				Image: &metadata.Image{
 					StateDisk: metadata.StateDisk{Mode: metadata.DiskPlain, Path: "/state"},
 					TPM:       metadata.TPM{Bank: m.Bank().String()},
@@ -142,9 +143,9 @@ func startMachine(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *s
 				NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 					return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 				},
-				WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming,
+				Components: component.DefaultLimits, Timing: provision.DefaultTiming,
 				Log: slog.New(&addresses{Handler: log.Handler(), found: listening}),
-			},
+			}},
 		})
 	})
 	select {

@@ -26,6 +26,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -203,12 +205,11 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	told, done := openConsole(screen, log)
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
-		Config: bootstrapper.Config{
+		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
-			NewVerifier:       newVerifier,
-			WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Components: component.DefaultLimits, Timing: bootstrapper.DefaultTiming, Console: told, Log: log,
-		},
+			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: told, Log: log,
+		}},
 		Public: public,
 	})
 }
@@ -225,9 +226,9 @@ func runAttester(ctx context.Context, image, meta, record, dir, lock string, log
 	return bootstrapper.ServeAttester(ctx, bootstrapper.AttesterOptions{
 		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
-		Reattest: bootstrapper.ReattestConfig{
+		Reattest: reattest.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load, Policy: journal.Open(filepath.Join(filepath.Dir(record), "attester", "policy")),
-			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: bootstrapper.DefaultReattestTiming,
+			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: reattest.DefaultTiming,
 		},
 	})
 }

@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/serve"
-	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
@@ -29,7 +29,7 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 		return errors.New("this machine is no node: it has no certificates to renew")
 	}
 	parts := []serve.Part{{Name: "kubelet", Run: func(ctx context.Context) error {
-		return bootstrapper.WatchKubelet(ctx, bootstrapper.WatchConfig{Root: root, Machine: machine.Real{}, Interval: bootstrapper.WatchInterval, Now: time.Now, Log: log})
+		return kubelet.Watch(ctx, kubelet.WatchConfig{Root: root, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Now: time.Now, Log: log})
 	}}}
 	if !renewal.IsControlPlane(root) {
 		return serve.All(ctx, parts...)

@@ -35,7 +35,7 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/nodeaccess"
-	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 )
 
@@ -280,7 +280,7 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 				case <-t.Context().Done():
 					return
 				}
-				timing := bootstrapper.DefaultReattestTiming
+				timing := reattest.DefaultTiming
 				err := s.again(t, m, services, seek.NewPauses(timing.RetryMin, timing.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 					_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
 					return err

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -158,7 +158,7 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *se
 }
 
 func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
-	return s.again(t, m, services, seek.NewPauses(bootstrapper.DefaultTiming.RetryMin, bootstrapper.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
+	return s.again(t, m, services, seek.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.IssueJoinTicket(t.Context(), m.wish.IssueJoinTicketRequest)
 		return err
 	})

@@ -36,6 +36,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -147,11 +148,18 @@ func runProcess(text string) error {
 	played := &machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step, Units: filepath.Join(p.Root, unitsDir)}
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Public: public,
-		Config: bootstrapper.Config{
+		Config: bootstrapper.Config{Config: provision.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(p.beside("metadata.yaml")) },
 			Journal: &mortalJournal{journal.Open(filepath.Join(p.Root, journalPath)), f}, Root: p.Root,
 			Machine: played,
 			TPM:     mortalTPM{device, f}, Attester: own, NewVerifier: verifierOf,
+			Now:        p.now,
+			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
+			Timing: provision.Timing{
+				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: patience, Ticket: patience,
+				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: patience, Reset: patience, ClusterState: patience,
+			},
+		},
 			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 				_ = f.step("the cluster's objects are about to be written")
 				if !played.Running(machine.UnitKubelet) {
@@ -166,12 +174,6 @@ func runProcess(text string) error {
 					return nil, nil
 				}
 				return []etcd.Member{{ID: 7}}, played.LeaveEtcd(ctx)
-			},
-			Now:        p.now,
-			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
-			Timing: bootstrapper.Timing{
-				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: patience, Ticket: patience,
-				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: patience, Reset: patience, ClusterState: patience,
 			},
 		},
 	})

@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 )
 
@@ -41,4 +42,13 @@ func All(ctx context.Context, parts ...Part) error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
+}
+
+// Listen listens on a TCP address. field names where the address is configured, for the error.
+func Listen(ctx context.Context, field, addr string) (net.Listener, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", field, err)
+	}
+	return l, nil
 }

@@ -15,7 +15,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/services/bootstrapper"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -63,7 +63,7 @@ func (w *world) watch(t *testing.T) (u *units, looks *atomic.Int64) {
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
 	go func() {
-		done <- bootstrapper.WatchKubelet(ctx, bootstrapper.WatchConfig{
+		done <- kubelet.Watch(ctx, kubelet.WatchConfig{
 			Root: w.root, Machine: u, Interval: 5 * time.Millisecond, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
 			Now: func() time.Time { looks.Add(1); return w.now() },
 		})
@@ -198,7 +198,7 @@ func TestTheWatchGoesOnWhenTheBootstrapperDoesNotStart(t *testing.T) {
 }
 
 func TestAWatchWithoutAMachineIsRefused(t *testing.T) {
-	if err := bootstrapper.WatchKubelet(t.Context(), bootstrapper.WatchConfig{Root: "/", Interval: time.Hour, Now: time.Now, Log: slog.Default()}); err == nil {
+	if err := kubelet.Watch(t.Context(), kubelet.WatchConfig{Root: "/", Interval: time.Hour, Now: time.Now, Log: slog.Default()}); err == nil {
 		t.Error("it ran")
 	}
 }

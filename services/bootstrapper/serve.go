@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -17,6 +16,8 @@ import (
 	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -70,11 +71,11 @@ func Serve(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	probes, err := listen(ctx, "listen.metrics", o.Image.Listen.Metrics)
+	probes, err := serve.Listen(ctx, "listen.metrics", o.Image.Listen.Metrics)
 	if err != nil {
 		return err
 	}
-	port, err := listen(ctx, "listen.init", o.Image.Listen.Init)
+	port, err := serve.Listen(ctx, "listen.init", o.Image.Listen.Init)
 	if err != nil {
 		return errors.Join(err, probes.Close())
 	}
@@ -86,7 +87,7 @@ func Serve(ctx context.Context, o Options) error {
 		ATLS:       atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody, Limits: InitLimits, Challenges: atls.NewChallengeQueue()},
 		MaxRequest: maxInit,
 		Services: []rpc.Service{
-			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
+			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b.init, initv1connect.NewInitServiceHandler),
 			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),
 			rpc.Serve[attestv1connect.EvidenceServiceHandler](attestv1connect.EvidenceServiceName, public, attestv1connect.NewEvidenceServiceHandler),
 		},
@@ -109,18 +110,10 @@ func Serve(ctx context.Context, o Options) error {
 
 // ready says whether this machine still waits for an init or a join, or works on one.
 func (b *Bootstrapper) ready(context.Context) error {
-	if b.lock.record().Step == journal.StepDone {
+	if b.node.Lock.Record().Step == journal.StepDone {
 		return errors.New("this machine is a node: the bootstrapper is about to end")
 	}
 	return nil
-}
-
-func listen(ctx context.Context, field, addr string) (net.Listener, error) {
-	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", field, err)
-	}
-	return l, nil
 }
 
 // AttesterOptions are what the process `bootstrapper attester` needs.
@@ -132,7 +125,7 @@ type AttesterOptions struct {
 	// NewAttester gives an attester of one purpose.
 	NewAttester func(attest.Purpose) (attest.Attester, error)
 	// Reattest is what attests the machine itself, without Attester, Metrics and Log.
-	Reattest ReattestConfig
+	Reattest reattest.Config
 	// Log takes everything.
 	Log *slog.Logger
 }
@@ -158,10 +151,10 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	}
 	// It has no socket (A5): evidence of the machine is for the machine's own calls.
 	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
-	if err := registry.Register(certificates{"/"}); err != nil {
+	if err := registry.Register(kubelet.Collector{Root: "/"}); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)
 	}
-	again, err := NewReattester(o.Reattest)
+	again, err := reattest.New(o.Reattest)
 	if err != nil {
 		return err
 	}
@@ -169,7 +162,7 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	if err != nil {
 		return err
 	}
-	probes, err := listen(ctx, "listen.attesterMetrics", o.Metrics)
+	probes, err := serve.Listen(ctx, "listen.attesterMetrics", o.Metrics)
 	if err != nil {
 		return err
 	}

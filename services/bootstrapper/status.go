@@ -2,8 +2,6 @@ package bootstrapper
 
 import (
 	"context"
-	"sync"
-	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -17,24 +15,6 @@ import (
 
 var _ initv1connect.MachineServiceHandler = (*Bootstrapper)(nil)
 
-// steps is when the journal's step was reached.
-type steps struct {
-	mu    sync.Mutex
-	step  journal.Step
-	since time.Time // zero: it was always at it
-}
-
-// seen notes a record of the journal, beginning with the one that an earlier life left.
-func (t *steps) seen(r journal.Record) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if r.Step != t.step {
-		if t.step, t.since = r.Step, r.Changed; t.since.IsZero() {
-			t.since = time.Now()
-		}
-	}
-}
-
 // phases says what of init.v1 a step of the journal is.
 var phases = map[journal.Step]initv1.Phase{
 	journal.StepWaiting: initv1.Phase_PHASE_WAITING, journal.StepLocking: initv1.Phase_PHASE_WAITING,
@@ -47,9 +27,9 @@ var phases = map[journal.Step]initv1.Phase{
 // GetStatus implements [initv1connect.MachineServiceHandler]. Anybody may ask, so it tells
 // nothing that has to be kept from anybody.
 func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
-	rec := b.lock.record()
+	rec := b.node.Lock.Record()
 	out := &initv1.GetStatusResponse{
-		Phase: phases[rec.Step], Now: timestamppb.Now(), Version: buildinfo.Read().Version, MachineId: b.machineID[:],
+		Phase: phases[rec.Step], Now: timestamppb.Now(), Version: buildinfo.Read().Version, MachineId: b.node.MachineID[:],
 	}
 	switch rec.Kind {
 	case journal.KindInit, journal.KindAdopt:
@@ -58,13 +38,11 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 		out.Taker = initv1.Taker_TAKER_JOIN
 	case journal.KindNone:
 	}
-	b.tries.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.renewing.Load() || b.older.Load())
-	b.steps.mu.Lock()
-	if since := b.steps.since; !since.IsZero() {
+	b.node.Attempts.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.node.Waits())
+	if since := b.node.Since(); !since.IsZero() {
 		out.Since = timestamppb.New(since)
 	}
-	b.steps.mu.Unlock()
-	if meta, err := b.cfg.Metadata(); err == nil {
+	if meta, err := b.node.Metadata(); err == nil {
 		out.NodeName, out.Role, out.InitAllowed = meta.Name, meta.Role, meta.InitSecretHash != nil
 	} else {
 		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()

@@ -35,6 +35,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -239,8 +240,8 @@ func (w *world) cleanEtcd(ctx context.Context, t etcd.Target) ([]etcd.Member, er
 	return []etcd.Member{{ID: 7, PeerURLs: []string{"https://192.168.77.11:2380"}}}, w.machine.LeaveEtcd(ctx)
 }
 
-func timing() bootstrapper.Timing {
-	return bootstrapper.Timing{
+func timing() provision.Timing {
+	return provision.Timing{
 		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second,
 		Linger: 50 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
 		Renewal: 100 * time.Millisecond,
@@ -279,11 +280,11 @@ func (w *world) boot() *running {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	b, err := bootstrapper.New(ctx, bootstrapper.Config{
+	b, err := bootstrapper.New(ctx, bootstrapper.Config{WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd, Config: provision.Config{
 		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := meta; return &m, unreadable }, Journal: dyingJournal{w.journal, w}, Machine: w.machine, Root: w.root,
-		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, WriteClusterState: w.writeState, CleanEtcd: w.cleanEtcd,
+		TPM: dyingTPM{w.tpm, w}, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier,
 		Components: component.DefaultLimits, Timing: waits, Metrics: r.metrics, Calls: calls, Log: log, Now: w.now, Console: screen,
-	})
+	}})
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -296,7 +297,7 @@ func (w *world) boot() *running {
 		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: log, Grace: time.Second,
 		ATLS: atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
 		Services: []rpc.Service{
-			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b, initv1connect.NewInitServiceHandler),
+			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b.InitServer(), initv1connect.NewInitServiceHandler),
 			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),
 		},
 	})

@@ -1,0 +1,42 @@
+package required
+
+import (
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+type base struct {
+	Root  string
+	Limit int
+}
+
+type config struct {
+	base
+	Hook     func()
+	Any      any
+	Optional *int
+	hidden   int
+}
+
+func TestMissingFieldsAreNamed(t *testing.T) {
+	for name, tt := range map[string]struct {
+		cfg  config
+		want string
+	}{
+		"all":          {config{base: base{"/", 1}, Hook: func() {}, Any: 1}, ""},
+		"of the outer": {config{base: base{"/", 1}, Hook: func() {}}, "x.New: required fields are not set: Any"},
+		"of the inner": {config{base: base{Limit: 1}, Hook: func() {}, Any: 1, hidden: 1}, "x.New: required fields are not set: Root"},
+		"nothing set":  {config{}, "x.New: required fields are not set: Root, Limit, Hook, Any"},
+	} {
+		got := ""
+		if err := Fields("x.New", tt.cfg, "Optional"); err != nil {
+			got = err.Error()
+		}
+		if got != tt.want {
+			t.Errorf("%s: %q, want %q", name, got, tt.want)
+		}
+	}
+}

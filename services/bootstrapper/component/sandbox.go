@@ -1,0 +1,31 @@
+package component
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// sandboxFile is imported by containerd's configuration. It is in memory, so each boot writes it anew, before a pod starts.
+const sandboxFile = "/run/muster/containerd/sandbox.toml"
+
+// PinSandbox has containerd use the image for each pod's sandbox (B9).
+func PinSandbox(ctx context.Context, root string, m machine.Machine, image versions.Image) error {
+	want := fmt.Appendf(nil, "version = 3\n\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n  sandbox = %q\n", image)
+	file := filepath.Join(root, sandboxFile)
+	if have, err := os.ReadFile(file); err == nil && bytes.Equal(have, want) {
+		return nil
+	}
+	if err := machine.WriteFile(file, want, 0o644, 0o755); err != nil {
+		return err
+	}
+	if err := m.Unit(ctx, "restart", machine.UnitContainerd); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitContainerd, err)
+	}
+	return nil
+}

@@ -1,0 +1,153 @@
+package joinclient
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// joinLease is this machine's turn to become a control plane, kept by renewing it.
+type joinLease struct {
+	node   *provision.Node
+	ticket []byte
+	life   time.Duration // as the joinservice said last
+
+	order []string      // endpoints, those that failed last
+	over  *seek.Session // nil: to be opened
+	own   bool          // over is ours to close
+}
+
+// keepLease renews the turn that t came with until end is called, first over s, and over a connection
+// of its own to any of the endpoints when that fails: the join itself moves API servers and etcd, and
+// whoever gave the ticket may be gone before it is used. A turn that is lost is told in the log and
+// does not end what runs: to stop kubeadm in the middle would do more harm than a second joiner, which
+// etcd refuses while one is being added.
+//
+// end gives the turn back, so that the next machine need not wait for it to run out.
+func (c *Client) keepLease(ctx context.Context, t *ticket, s *seek.Session, endpoints []string) (end func()) {
+	if !t.controlPlane {
+		return func() {}
+	}
+	k := &joinLease{node: c.node, ticket: t.id, life: t.leaseLife, order: seek.Merge([]string{s.Endpoint}, endpoints), over: s}
+	keep, stop := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	wg.Go(func() { k.keep(keep) }) // J8
+	return func() {
+		stop()
+		wg.Wait()
+		if ctx.Err() == nil { // or the machine is being shut down: it comes back for its turn, or it runs out
+			k.end(ctx)
+		}
+		k.hangUp()
+	}
+}
+
+// keep renews until ctx ends or the turn is another's.
+func (k *joinLease) keep(ctx context.Context) {
+	last, told := time.Now(), false
+	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
+	wait := k.life / 3
+	for retry.Wait(ctx, wait) == nil {
+		err := k.call(ctx, false)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil:
+			last, told = time.Now(), false
+			pause.Reset()
+			wait = k.life / 3
+			continue
+		case lost(err):
+			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err)
+			return
+		}
+		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
+		if !told && time.Since(last) > k.life {
+			told = true
+			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
+		}
+		wait = pause.Next(rpc.RetryAfterFrom(err))
+	}
+}
+
+// lost says whether a joinservice has answered that there is nothing to renew.
+func lost(err error) bool {
+	r := seek.ReasonOf(err)
+	return r == attestv1.Reason_REASON_TICKET_UNKNOWN || r == attestv1.Reason_REASON_CONTROL_PLANE_BUSY
+}
+
+// endTries bounds how often the end of a turn is told; after that it runs out by itself.
+const endTries = 3
+
+func (k *joinLease) end(ctx context.Context) {
+	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
+	var err error
+	for range endTries {
+		if err = k.call(ctx, true); err == nil || lost(err) {
+			return
+		}
+		if retry.Wait(ctx, pause.Next(0)) != nil {
+			break
+		}
+	}
+	k.node.Log.WarnContext(ctx, "the end of this machine's turn could not be told; it runs out", "after", k.life.String(), "err", err)
+}
+
+// call renews or ends the turn. A session that failed is not used again.
+func (k *joinLease) call(ctx context.Context, done bool) error {
+	ctx, cancel := context.WithTimeout(ctx, min(k.node.Timing.Dial, k.life/3))
+	defer cancel()
+	if k.over == nil {
+		if err := k.reopen(ctx); err != nil {
+			return err
+		}
+	}
+	resp, err := k.over.RenewJoinLease(ctx, &joinv1.RenewJoinLeaseRequest{TicketId: k.ticket, Done: done})
+	if err != nil {
+		err = fmt.Errorf("%s: %w", k.over.Endpoint, err)
+		k.order = seek.Demote(k.order, k.over.Endpoint)
+		k.hangUp()
+		return err
+	}
+	if life, ok := leaseLife(resp.GetLifetime()); ok {
+		k.life = life
+	}
+	return nil
+}
+
+func (k *joinLease) reopen(ctx context.Context) error {
+	if meta, err := k.node.Metadata(); err == nil { // which may name others by now
+		k.order = seek.Merge(k.order, meta.JoinEndpoints)
+	}
+	if len(k.order) == 0 {
+		return seek.ErrNobody
+	}
+	t := k.node.Timing
+	endpoint, first, err := seek.Race(ctx, k.order, t.Stagger, t.Dial)
+	if err != nil {
+		return errors.Join(seek.ErrUnreachable, err)
+	}
+	if k.over, err = k.node.OpenSession(ctx, endpoint, first); err != nil {
+		_ = first.Close()
+		return err
+	}
+	k.own = true
+	return nil
+}
+
+func (k *joinLease) hangUp() {
+	if k.own {
+		k.over.Close()
+	}
+	k.over, k.own = nil, false
+}

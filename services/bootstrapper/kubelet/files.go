@@ -1,0 +1,158 @@
+// Package kubelet keeps the files of a node's kubelet: its two certificates with their keys, and its kubeconfig.
+package kubelet
+
+import (
+	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// The kubelet's certificates, each with its key: links to dated files, as the kubelet makes them.
+const (
+	clientPrefix  = "kubelet-client-"
+	servingPrefix = "kubelet-server-"
+	ClientFile    = machine.KubeletPKI + "/" + clientPrefix + "current.pem"
+	ServingFile   = machine.KubeletPKI + "/" + servingPrefix + "current.pem"
+)
+
+// Certificate reads one of the two, and whether its key is there.
+func Certificate(root, name string) (*x509.Certificate, error) {
+	file := filepath.Join(root, name)
+	if to, err := os.Readlink(file); err == nil { // absolute, so it would lead out of Root
+		file = filepath.Join(filepath.Dir(file), filepath.Base(to))
+	}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	defer clear(text) // K3
+	pair, err := tls.X509KeyPair(text, text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	return pair.Leaf, nil
+}
+
+// Place puts the kubelet's two certificates, with their keys, where it looks for them, and removes those of before: whoever finds one of
+// them on the disk could use it for as long as it lives (J7).
+func Place(root string, client, serving []byte) error {
+	now := time.Now().Format("2006-01-02-15-04-05.000000")
+	for prefix, content := range map[string][]byte{clientPrefix: client, servingPrefix: serving} {
+		// As the kubelet's own certificate store does it: a dated file, and a link to it.
+		dated := prefix + now + ".pem"
+		if err := machine.WriteFile(filepath.Join(root, path.Join(machine.KubeletPKI, dated)), content, 0o600, 0o700); err != nil {
+			return err
+		}
+		current := prefix + "current.pem"
+		if err := machine.Link(filepath.Join(root, path.Join(machine.KubeletPKI, current)), path.Join(machine.KubeletPKI, dated)); err != nil {
+			return err
+		}
+		files, err := os.ReadDir(filepath.Join(root, machine.KubeletPKI))
+		if err != nil {
+			return err
+		}
+		for _, f := range files {
+			if strings.HasPrefix(f.Name(), prefix) && f.Name() != dated && f.Name() != current {
+				if err := os.Remove(filepath.Join(filepath.Join(root, machine.KubeletPKI), f.Name())); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// Kubeconfig returns a kubeconfig of the kubelet at endpoint (HOST:PORT). It has no secret: it names the file that has one.
+func Kubeconfig(endpoint string, ca []byte) ([]byte, error) {
+	const cluster, user = "default-cluster", "default-auth"
+	c := clientcmdapi.NewConfig()
+	c.Clusters[cluster] = &clientcmdapi.Cluster{Server: "https://" + endpoint, CertificateAuthorityData: ca}
+	c.AuthInfos[user] = &clientcmdapi.AuthInfo{ClientCertificate: ClientFile, ClientKey: ClientFile}
+	c.Contexts["default-context"] = &clientcmdapi.Context{Cluster: cluster, AuthInfo: user, Namespace: "default"}
+	c.CurrentContext = "default-context"
+	return clientcmd.Write(*c)
+}
+
+// PointKubeconfig has the kubelet's kubeconfig name the certificate in its place, and hold none of its own, as one that kubeadm
+// wrote and no kubelet has changed since.
+func PointKubeconfig(root string) error {
+	text, err := os.ReadFile(filepath.Join(root, kubeadm.KubeletConf))
+	if err != nil {
+		return err
+	}
+	c, err := clientcmd.Load(text)
+	if err != nil {
+		return fmt.Errorf("%s: %w", kubeadm.KubeletConf, err)
+	}
+	current := c.Contexts[c.CurrentContext]
+	if current == nil || c.AuthInfos[current.AuthInfo] == nil {
+		return fmt.Errorf("%s: it has no current context with a user", kubeadm.KubeletConf)
+	}
+	if u := c.AuthInfos[current.AuthInfo]; u.ClientCertificate == ClientFile && u.ClientKey == ClientFile && len(u.ClientCertificateData)+len(u.ClientKeyData) == 0 {
+		return nil
+	}
+	c.AuthInfos[current.AuthInfo] = &clientcmdapi.AuthInfo{ClientCertificate: ClientFile, ClientKey: ClientFile}
+	if text, err = clientcmd.Write(*c); err != nil {
+		return err
+	}
+	return machine.WriteFile(filepath.Join(root, kubeadm.KubeletConf), text, 0o600, 0o755)
+}
+
+// ClusterOf returns the cluster that a kubeconfig's current context leads to, with its authority. The files that the user's certificate
+// and key are in need not be there.
+func ClusterOf(root, name string) (*clientcmdapi.Cluster, error) {
+	text, err := os.ReadFile(filepath.Join(root, name))
+	if err != nil {
+		return nil, err
+	}
+	c, err := clientcmd.Load(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	current := c.Contexts[c.CurrentContext]
+	if current == nil || c.Clusters[current.Cluster] == nil {
+		return nil, fmt.Errorf("%s: it has no current context with a cluster", name)
+	}
+	out := c.Clusters[current.Cluster]
+	if len(out.CertificateAuthorityData) == 0 && out.CertificateAuthority != "" {
+		if out.CertificateAuthorityData, err = os.ReadFile(filepath.Join(root, out.CertificateAuthority)); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return out, nil
+}
+
+// SameConnection says whether two kubeconfigs lead to the same server, by the same authority, as the same user, and do nothing else.
+func SameConnection(a, b []byte) bool {
+	of := func(text []byte) (*clientcmdapi.Cluster, *clientcmdapi.AuthInfo) {
+		c, err := clientcmd.Load(text)
+		if err != nil {
+			return nil, nil
+		}
+		current := c.Contexts[c.CurrentContext]
+		if current == nil {
+			return nil, nil
+		}
+		cluster := c.Clusters[current.Cluster]
+		if cluster != nil {
+			cluster.CertificateAuthorityData = bytes.TrimSpace(cluster.CertificateAuthorityData)
+		}
+		return cluster, c.AuthInfos[current.AuthInfo]
+	}
+	clusterA, userA := of(a)
+	clusterB, userB := of(b)
+	return clusterA != nil && userA != nil && equality.Semantic.DeepEqual(clusterA, clusterB) && equality.Semantic.DeepEqual(userA, userB)
+}

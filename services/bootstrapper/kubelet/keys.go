@@ -1,0 +1,148 @@
+package kubelet
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Subject of a node's certificates, as Kubernetes' Node authorizer expects them.
+const (
+	nodeUserPrefix = "system:node:"
+	nodeGroup      = "system:nodes"
+)
+
+// Keys are a node's two keys, ECDSA P-256. They are made here and never leave the
+// machine: a stolen certificate without its key is worth nothing (J5).
+type Keys struct {
+	Client, Serving *ecdsa.PrivateKey
+}
+
+// NewKeys makes two keys.
+func NewKeys() (k Keys, err error) {
+	if k.Client, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
+		return k, err
+	}
+	k.Serving, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	return k, err
+}
+
+// Requests returns the two certificate requests (PKCS#10, DER): the client's without a SAN,
+// the serving one with the node's name and addresses.
+func (k Keys) Requests(name string, addrs []netip.Addr) (client, serving []byte, err error) {
+	subject := pkix.Name{Organization: []string{nodeGroup}, CommonName: nodeUserPrefix + name}
+	client, err = x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: subject}, k.Client)
+	if err != nil {
+		return nil, nil, err
+	}
+	ips := make([]net.IP, 0, len(addrs))
+	for _, a := range addrs {
+		ips = append(ips, net.IP(a.AsSlice()))
+	}
+	serving, err = x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: subject, DNSNames: []string{name}, IPAddresses: ips}, k.Serving)
+	return client, serving, err
+}
+
+// CheckCertificate says whether a ticket's certificate is what was asked for: for this
+// key, this node and this use, from the cluster's authority, and valid now. The kubelet
+// would find out later, and with a worse message.
+func CheckCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool, name string, addrs []netip.Addr, use x509.ExtKeyUsage, now time.Time) error {
+	certs, err := ParsePEM(chain)
+	if err != nil {
+		return err
+	}
+	leaf := certs[0]
+	if pub, ok := leaf.PublicKey.(*ecdsa.PublicKey); !ok || !pub.Equal(&key.PublicKey) {
+		return errors.New("it is for another key")
+	}
+	if leaf.Subject.CommonName != nodeUserPrefix+name || !slices.Equal(leaf.Subject.Organization, []string{nodeGroup}) {
+		return fmt.Errorf("it is for %s", leaf.Subject)
+	}
+	if err := checkClock(leaf, now); err != nil {
+		return err
+	}
+	opts := x509.VerifyOptions{Roots: roots, Intermediates: x509.NewCertPool(), KeyUsages: []x509.ExtKeyUsage{use}, CurrentTime: now}
+	for _, c := range certs[1:] {
+		opts.Intermediates.AddCert(c)
+	}
+	if _, err := leaf.Verify(opts); err != nil {
+		return err
+	}
+	if use == x509.ExtKeyUsageServerAuth {
+		for _, host := range append([]string{name}, hosts(addrs)...) {
+			if err := leaf.VerifyHostname(host); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// checkClock says of a certificate that was made a moment ago whether it is valid by this machine's clock.
+// If not, kubeadm and the kubelet would only say that the API server's certificate is bad.
+func checkClock(fresh *x509.Certificate, now time.Time) error {
+	if !now.Before(fresh.NotBefore) && !now.After(fresh.NotAfter) {
+		return nil
+	}
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this machine's clock says %s, the cluster's at least %s: the certificate that it has just made is valid from then to %s",
+		now.UTC().Format(time.RFC3339), fresh.NotBefore.UTC().Format(time.RFC3339), fresh.NotAfter.UTC().Format(time.RFC3339))
+}
+
+func hosts(addrs []netip.Addr) []string {
+	out := make([]string, len(addrs))
+	for i, a := range addrs {
+		out[i] = a.String()
+	}
+	return out
+}
+
+// ParsePEM reads one or more certificates and nothing else.
+func ParsePEM(b []byte) ([]*x509.Certificate, error) {
+	var out []*x509.Certificate
+	for rest := bytes.TrimSpace(b); len(rest) > 0; {
+		block, more := pem.Decode(rest)
+		if block == nil || block.Type != "CERTIFICATE" {
+			return nil, errors.New("want PEM certificates and nothing else")
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, err
+		}
+		out, rest = append(out, c), bytes.TrimSpace(more)
+	}
+	if len(out) == 0 {
+		return nil, errors.New("no certificate")
+	}
+	return out, nil
+}
+
+// Bundle returns a certificate chain and its key in one PEM file, as the kubelet keeps them.
+func Bundle(chain []byte, key *ecdsa.PrivateKey) ([]byte, error) {
+	der, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return nil, err
+	}
+	out := append(bytes.TrimSpace(chain), '\n')
+	return append(out, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})...), nil
+}
+
+// BadCertificate leaves a wrong clock its own reason: the ticket is good, and this machine's clock may not be.
+func BadCertificate(field string, err error) error {
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW {
+		return err
+	}
+	return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the ticket is unusable: %s: %w", field, err)
+}

@@ -1,0 +1,61 @@
+package kubelet
+
+import (
+	"crypto/x509"
+	"fmt"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/nodeaccess"
+)
+
+// Shares of a certificate's life after which it is replaced before the kubelet starts. A running kubelet asks for the next one
+// after 70 to 90 % of it, so a control plane leaves it what comes before: joinservice also lists what it hands out (J4), and what
+// a control plane signs itself nobody does.
+const (
+	WorkerShare       = 2.0 / 3
+	ControlPlaneShare = 0.9
+)
+
+// lifeMargin is by how much a certificate may look longer than it lives: it begins before it is made.
+const lifeMargin = 15 * time.Minute
+
+// Need is how much a kubelet needs other certificates than it has.
+type Need int
+
+const (
+	// needNone: it goes on with those that it has.
+	NeedNone Need = iota
+	// needSoon: they serve it for now. Either they are near their end, or they live longer than any node's may.
+	NeedSoon
+	// needNow: it can't authenticate with what it has.
+	NeedNow
+)
+
+// Needs looks at the certificates on the disk, and says why they have to be replaced.
+func Needs(root, node string, share float64, now time.Time) (Need, string) {
+	leaf, err := Certificate(root, ClientFile)
+	switch {
+	case err != nil:
+		return NeedNow, fmt.Sprintf("the kubelet's client certificate can't be used: %v", err)
+	case leaf.Subject.CommonName != nodeUserPrefix+node:
+		return NeedNow, fmt.Sprintf("the kubelet's client certificate is for %q", leaf.Subject.CommonName)
+	case now.Before(leaf.NotBefore) || !now.Before(leaf.NotAfter):
+		return NeedNow, fmt.Sprintf("the kubelet's client certificate is valid from %s to %s, and it is %s", stamp(leaf.NotBefore), stamp(leaf.NotAfter), stamp(now))
+	case leaf.NotAfter.Sub(leaf.NotBefore) > nodeaccess.CertificateLife+lifeMargin: // J7
+		return NeedSoon, fmt.Sprintf("the kubelet's client certificate lives until %s, and a node's lives %s at most", stamp(leaf.NotAfter), nodeaccess.CertificateLife)
+	case late(leaf, now, share):
+		return NeedSoon, fmt.Sprintf("the kubelet's client certificate ends at %s", stamp(leaf.NotAfter))
+	}
+	// Without a serving certificate the kubelet asks for one itself, if it is to have one.
+	if leaf, err = Certificate(root, ServingFile); err == nil && late(leaf, now, share) {
+		return NeedSoon, fmt.Sprintf("the kubelet's serving certificate ends at %s", stamp(leaf.NotAfter))
+	}
+	return NeedNone, ""
+}
+
+func late(c *x509.Certificate, now time.Time, share float64) bool {
+	life := c.NotAfter.Sub(c.NotBefore)
+	return now.After(c.NotBefore.Add(time.Duration(float64(life) * share)))
+}
+
+func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }

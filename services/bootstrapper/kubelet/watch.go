@@ -1,0 +1,66 @@
+package kubelet
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"path/filepath"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/required"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// WatchInterval is the pause between two looks at the kubelet's certificate in production.
+const WatchInterval = time.Minute
+
+// WatchConfig lists what [Watch] needs. All fields are required.
+type WatchConfig struct {
+	// Root stands for the root of the file system: "/" on a machine.
+	Root string
+	// Machine starts the bootstrapper.
+	Machine machine.Machine
+	// Interval is the longest pause between two looks.
+	Interval time.Duration
+	Now      func() time.Time
+	Log      *slog.Logger
+}
+
+// Watch starts the bootstrapper of a node that runs once the kubelet's client certificate has ended, until ctx ends: such a kubelet can ask nobody
+// for another one, and ends. What the node then gets, and whether, is decided as at each of its boots : after its node lock, with fresh
+// evidence, by the same joinservices (J7). Nothing is decided here, so it starts a bootstrapper that runs already, or one that gets nothing, as often as it likes.
+func Watch(ctx context.Context, cfg WatchConfig) error {
+	if err := required.Fields("kubelet.Watch", cfg); err != nil {
+		return err
+	}
+	if !filepath.IsAbs(cfg.Root) {
+		return fmt.Errorf("kubelet.Watch: Root %q is not an absolute path", cfg.Root)
+	}
+	for {
+		if why := ended(cfg.Root, cfg.Now()); why != "" {
+			cfg.Log.WarnContext(ctx, "the kubelet can't ask for another certificate; starting the bootstrapper, which does", "why", why)
+			if err := cfg.Machine.Unit(ctx, "start", machine.UnitBootstrapper); err != nil && ctx.Err() == nil {
+				cfg.Log.ErrorContext(ctx, "the bootstrapper did not start", "err", err)
+			}
+		}
+		// Certificates of many nodes may have ended in the same outage.
+		if retry.Wait(ctx, cfg.Interval-rand.N(cfg.Interval/5+1)) != nil { //nolint:gosec // spreads load, protects nothing
+			return nil //nolint:nilerr // it was told to end
+		}
+	}
+}
+
+// ended says why the kubelet's client certificate is of no use any more; empty: it may be. One that begins in the future may be: the API server's
+// clock decides, by which it was issued, and a kubelet that runs is not stopped because its own machine's is behind.
+func ended(root string, now time.Time) string {
+	leaf, err := Certificate(root, ClientFile)
+	switch {
+	case err != nil:
+		return fmt.Sprintf("the kubelet's client certificate can't be used: %v", err)
+	case !now.Before(leaf.NotAfter):
+		return fmt.Sprintf("the kubelet's client certificate ended at %s", stamp(leaf.NotAfter))
+	}
+	return ""
+}

@@ -1,0 +1,12 @@
+package machine
+
+// Where things are on a machine.
+const (
+	KubernetesFolder = "/etc/kubernetes"
+	AdminConf        = KubernetesFolder + "/admin.conf"
+	PKIFolder        = KubernetesFolder + "/pki"
+	KubeletFolder    = "/var/lib/kubelet"
+	KubeletPKI       = KubeletFolder + "/pki"
+	EtcdFolder       = "/var/lib/etcd"
+	KubeadmConfig    = "/run/muster/kubeadm.yaml"
+)

@@ -1,0 +1,197 @@
+package nodelock
+
+import (
+	"bytes"
+	"context"
+	"sync"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Journal is the machine's memory: [journal.File].
+type Journal interface {
+	Load() (journal.Record, error)
+	Save(r journal.Record) error
+}
+
+// Lock is the machine's one transition from unlocked to locked (B1), which init and
+// join race for (B2). Its durable half is the journal, its irrevocable half PCR 15.
+//
+// The order makes every crash resolvable (B3): the journal says whose the lock will be
+// before PCR 15 is extended, and that it is after. A crash in between leaves PCR 15 zero or
+// at the very value that the journal's cluster gives, and both are recognised.
+type Lock struct {
+	file    Journal
+	pcrs    PCRs
+	bank    tpm.Bank
+	machine string        // this machine's ID
+	taken   chan struct{} // closed once the journal names a taker
+	seen    func(journal.Record)
+
+	mu  sync.Mutex // one taker at a time; held while journal and TPM are written
+	rec journal.Record
+}
+
+// Open reads the journal. seen is told of every record, the first one included.
+func Open(file Journal, pcrs PCRs, bank tpm.Bank, machine string, seen func(journal.Record)) (*Lock, error) {
+	rec, err := file.Load()
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
+	}
+	l := &Lock{file: file, pcrs: pcrs, bank: bank, machine: machine, taken: make(chan struct{}), rec: rec, seen: seen}
+	if rec.Locked() {
+		close(l.taken)
+	}
+	seen(rec)
+	return l, nil
+}
+
+// Record returns what the machine remembers.
+func (l *Lock) Record() journal.Record {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.rec
+}
+
+// Acquire takes the lock for claim, whose Step is ignored, or finds that it is claim's
+// already: the same kind, cluster and, for an init, idempotency key. Otherwise it refuses
+// with NODE_LOCKED; with LOCK_FOREIGN if PCR 15 says that the machine belongs elsewhere.
+func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.rec.Locked() {
+		if err := MayResume(l.rec, claim); err != nil {
+			return err
+		}
+		// The request that is noted stays the one that kubeadm last ran for.
+		claim.Step, claim.ResultSent, claim.RequestDigest = l.rec.Step, l.rec.ResultSent, l.rec.RequestDigest
+	} else {
+		claim.Step = journal.StepLocking
+	}
+	if claim.OwnerKey == nil {
+		claim.OwnerKey = l.rec.OwnerKey
+	}
+	claim.Policy = l.rec.Policy
+	if err := l.save(claim); err != nil { // B1: from here on it is claim's, whatever happens
+		return err
+	}
+	if err := Settle(ctx, l.pcrs, l.bank, [32]byte(claim.ClusterID)); err != nil {
+		return err
+	}
+	if l.rec.Step == journal.StepLocking {
+		claim.Step = journal.StepLocked
+		return l.save(claim)
+	}
+	return nil
+}
+
+// MayResume returns an error if claim is not of the one that holds the lock by rec.
+func MayResume(rec, claim journal.Record) error {
+	switch {
+	case rec.Kind != claim.Kind:
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", Taker(rec.Kind), seek.StateFolder)
+	case rec.Kind.ByOwner() && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", Taker(rec.Kind), seek.StateFolder)
+	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
+		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", seek.StateFolder)
+	}
+	return nil
+}
+
+// Taker names what has taken the lock, for an error.
+func Taker(k journal.Kind) string {
+	switch k {
+	case journal.KindInit:
+		return "an init"
+	case journal.KindAdopt:
+		return "an adoption"
+	case journal.KindJoin, journal.KindNone:
+	}
+	return "a join"
+}
+
+// Relock puts PCR 15 right after a reboot of a machine that is locked already.
+func (l *Lock) Relock(ctx context.Context) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.rec.Locked() {
+		return nil
+	}
+	return Settle(ctx, l.pcrs, l.bank, [32]byte(l.rec.ClusterID))
+}
+
+// Moved says whether the node on this disk was another machine, and lets it become one again if so: a mainboard was exchanged, and
+// with it the TPM. What the disk has of the cluster was given to the old machine, whose certificates its owner retires; so
+// this one joins anew, also where the old one was made a node by its owner. The lock stays with its cluster (B1), and what
+// kubeadm has left is cleaned up as after a run that was cut off (B3).
+func (l *Lock) Moved() (bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.rec.Step != journal.StepDone || l.rec.MachineID == "" || l.rec.MachineID == l.machine {
+		return false, nil
+	}
+	return true, l.save(journal.Record{
+		Step: journal.StepKubeadm, Kind: journal.KindJoin, ClusterID: l.rec.ClusterID, NodeName: l.rec.NodeName, DiskID: l.rec.DiskID,
+		OwnerKey: l.rec.OwnerKey, Policy: l.rec.Policy,
+	})
+}
+
+// Advance notes that a step was reached. A step that lies behind is not noted again, so
+// that an unfinished kubeadm run is remembered until it was cleaned up.
+func (l *Lock) Advance(s journal.Step) error {
+	return l.Update(func(r *journal.Record) { r.Step = max(r.Step, s) })
+}
+
+// Cleaned notes that nothing is left of an unfinished kubeadm run.
+func (l *Lock) Cleaned() error {
+	return l.Update(func(r *journal.Record) { r.Step = min(r.Step, journal.StepComponents) })
+}
+
+// NewestPolicy refuses a policy that is older than one that was accepted, or another one with the
+// same serial. With keep it remembers p as accepted.
+func (l *Lock) NewestPolicy(p journal.Policy, keep bool) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := seek.NotOlder(l.rec.Policy, p); err != nil || !keep {
+		return err
+	}
+	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {
+		return nil // the very one
+	}
+	rec := l.rec
+	rec.Policy = &p
+	return l.save(rec)
+}
+
+// Update changes the record.
+func (l *Lock) Update(change func(*journal.Record)) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	r := l.rec
+	change(&r)
+	return l.save(r)
+}
+
+// save is called with the mutex held. What it returns an error for is not remembered.
+func (l *Lock) save(r journal.Record) error {
+	if r.Locked() {
+		r.MachineID = l.machine
+	}
+	if err := l.file.Save(r); err != nil {
+		return err
+	}
+	was := l.rec.Locked()
+	l.rec = r
+	if !was && r.Locked() {
+		close(l.taken)
+	}
+	l.seen(r)
+	return nil
+}
+
+// Taken returns a channel that is closed once the journal names a taker.
+func (l *Lock) Taken() <-chan struct{} { return l.taken }

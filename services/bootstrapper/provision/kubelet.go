@@ -1,0 +1,240 @@
+package provision
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
+	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// renewKubelet sees to it that the kubelet finds certificates that it can work with, before it is started: one whose client
+// certificate has expired asks nobody for another one, and ends. The node lock is taken, and the state disk open, since the
+// journal that says so lies on it.
+//
+// A control plane signs them itself, with the authority on its disk: while its kubelet does not run, nobody else in the
+// cluster might. Any other node asks a joinservice, with fresh evidence, until it gets them; one whose certificates are still valid
+// asks for [Timing.Renewal] at most, and leaves the rest to its kubelet.
+func (n *Node) renewKubelet(ctx context.Context) error {
+	node := n.Lock.Record().NodeName
+	if _, err := os.Stat(filepath.Join(n.On(machine.PKIFolder), "ca.key")); err == nil {
+		how, why := kubelet.Needs(n.Root, node, kubelet.ControlPlaneShare, n.Now())
+		if how == kubelet.NeedNone {
+			return nil
+		}
+		if err = n.renewByAuthority(ctx, node, why); err == nil {
+			return nil
+		}
+		n.Log.ErrorContext(ctx, "this control plane can't sign its kubelet's certificates; asking a joinservice for them", "node", node, "err", err)
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	how, why := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now())
+	if how == kubelet.NeedNone {
+		return nil
+	}
+	n.Log.WarnContext(ctx, "this node's certificates have to be renewed before its kubelet starts", "node", node, "why", why, "by", "joinservice")
+	// An image whose systemd starts the kubelet by itself has done so. While it renews the node's Lease, joinservice takes this boot for that of a copy (J11).
+	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
+	}
+	n.renewing.Store(true)
+	defer n.renewing.Store(false)
+	return n.renewByJoinservice(ctx, node)
+}
+
+// renewByAuthority signs the kubelet's certificates here.
+func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
+	authority, err := pki.Load(n.On(machine.PKIFolder))
+	if err != nil {
+		return err
+	}
+	meta, err := n.Metadata()
+	if err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	client, serving, err := n.SignKubelet(authority, node, meta.Addresses)
+	if err != nil {
+		return err
+	}
+	if err := n.replaceKubelet(ctx, client, serving); err != nil {
+		return err
+	}
+	n.Log.WarnContext(ctx, "this control plane has signed its kubelet's certificates", "node", node, "why", why, "hours", nodeaccess.CertificateLife.Hours())
+	return nil
+}
+
+// SignKubelet makes new keys, and certificates for them that are as those of a ticket: each with its key, in PEM.
+func (n *Node) SignKubelet(authority *pki.Authority, node string, addrs []netip.Addr) (client, serving []byte, err error) {
+	k, err := kubelet.NewKeys()
+	if err != nil {
+		return nil, nil, err
+	}
+	askClient, askServing, err := k.Requests(node, addrs)
+	if err != nil {
+		return nil, nil, err
+	}
+	now := n.Now()
+	if client, err = authority.Sign(askClient, x509.ExtKeyUsageClientAuth, nodeaccess.CertificateLife, now); err != nil { // J7: as long as any node's
+		return nil, nil, err
+	}
+	if serving, err = authority.Sign(askServing, x509.ExtKeyUsageServerAuth, nodeaccess.CertificateLife, now); err != nil {
+		return nil, nil, err
+	}
+	if client, err = kubelet.Bundle(client, k.Client); err != nil {
+		return nil, nil, err
+	}
+	serving, err = kubelet.Bundle(serving, k.Serving)
+	return client, serving, err
+}
+
+// replaceKubelet gives the kubelet other certificates. It stops it first: a running one has its own in memory, and may be about to write
+// the next.
+func (n *Node) replaceKubelet(ctx context.Context, client, serving []byte) error {
+	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
+	}
+	if err := kubelet.Place(n.Root, client, serving); err != nil {
+		return DiskError(err)
+	}
+	return kubelet.PointKubeconfig(n.Root)
+}
+
+// asked is what one attempt leaves to the next, and to the console.
+type asked struct {
+	order []string // endpoints, those that failed last
+	by    string   // the one that answered; empty: none did
+}
+
+// renewByJoinservice asks until it has got certificates, or until they need not be renewed now.
+func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
+	pauses := seek.NewPauses(n.Timing.RetryMin, n.Timing.RetryMax)
+	began := time.Now()
+	t := &asked{}
+	for {
+		err := n.renewOnce(ctx, node, t)
+		if err == nil || ctx.Err() != nil {
+			return ctx.Err()
+		}
+		n.Attempts.Refused(err)
+		n.Log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
+		if how, _ := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now()); how == kubelet.NeedNone || how == kubelet.NeedSoon && time.Since(began) > n.Timing.Renewal {
+			return nil // the kubelet has asked itself, or will
+		}
+		wait := pauses.Next(err)
+		n.Attempts.Wait(wait)
+		n.Console.Waits(console.Wait{For: "waiting for new certificates of the node " + node, Err: err, By: t.by, Asked: t.order, Next: wait})
+		if err := retry.Wait(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// renewOnce makes one try, over a connection that is made for it: the evidence is of now.
+func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
+	t.by = ""
+	meta, err := n.Metadata()
+	if err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	t.order = seek.Merge(t.order, seek.Endpoints(meta))
+	n.Attempts.Begin(t.order)
+	if len(t.order) == 0 {
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", seek.ErrNobody)
+	}
+	endpoint, first, err := seek.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
+	if err != nil {
+		return fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
+	}
+	defer first.Close()
+	t.by = endpoint
+	client, err := n.OpenSession(ctx, endpoint, first)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	if err := n.renewAt(ctx, client, node, meta); err != nil {
+		t.order = seek.Demote(t.order, endpoint)
+		return fmt.Errorf("%s: %w", endpoint, err)
+	}
+	return nil
+}
+
+// renewAt asks one joinservice.
+func (n *Node) renewAt(ctx context.Context, s *seek.Session, node string, meta *metadata.Machine) error {
+	k, err := kubelet.NewKeys()
+	if err != nil {
+		return err
+	}
+	secret, err := bootsecret.Load(n.Root)
+	if err != nil {
+		return err
+	}
+	req := &joinv1.RenewNodeCertificatesRequest{BootSecret: secret.Expose()} // J11
+	if req.KubeletClientCsr, req.KubeletServingCsr, err = k.Requests(node, meta.Addresses); err != nil {
+		return err
+	}
+	ask, cancel := context.WithTimeout(ctx, n.Timing.Ticket)
+	defer cancel()
+	resp, err := s.RenewNodeCertificates(ask, req)
+	if err != nil {
+		return err
+	}
+	roots, err := n.clusterRoots()
+	if err != nil {
+		return err
+	}
+	now := n.Now()
+	if err := kubelet.CheckCertificate(resp.GetKubeletClientCertificate(), k.Client, roots, node, nil, x509.ExtKeyUsageClientAuth, now); err != nil {
+		return kubelet.BadCertificate("kubelet_client_certificate", err)
+	}
+	if err := kubelet.CheckCertificate(resp.GetKubeletServingCertificate(), k.Serving, roots, node, meta.Addresses, x509.ExtKeyUsageServerAuth, now); err != nil {
+		return kubelet.BadCertificate("kubelet_serving_certificate", err)
+	}
+	cert, err := kubelet.Bundle(resp.GetKubeletClientCertificate(), k.Client)
+	if err != nil {
+		return err
+	}
+	serving, err := kubelet.Bundle(resp.GetKubeletServingCertificate(), k.Serving)
+	if err != nil {
+		return err
+	}
+	if err := n.replaceKubelet(ctx, cert, serving); err != nil {
+		return err
+	}
+	n.Log.InfoContext(ctx, "the kubelet has new certificates", "node", node, "endpoint", s.Endpoint, "renewal", fmt.Sprintf("%x", resp.GetRenewalId()))
+	n.Console.Say("the node " + node + " has new certificates")
+	return nil
+}
+
+// clusterRoots returns the authority that the kubelet's kubeconfig names.
+func (n *Node) clusterRoots() (*x509.CertPool, error) {
+	c, err := kubelet.ClusterOf(n.Root, kubeadm.KubeletConf)
+	if err != nil {
+		return nil, err
+	}
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM(c.CertificateAuthorityData) {
+		return nil, fmt.Errorf("%s names no certificate authority", kubeadm.KubeletConf)
+	}
+	return roots, nil
+}

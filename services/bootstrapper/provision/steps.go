@@ -1,0 +1,212 @@
+package provision
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Progress tells whoever watches what is being done.
+type Progress func(phase initv1.Phase, text string)
+
+// OpenDisk gives the state disk its key.
+func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, tell Progress) error {
+	tell(initv1.Phase_PHASE_LOCKED, "opening the state disk")
+	if err := n.Disk.SetKey(ctx, key); err != nil {
+		return err
+	}
+	if err := n.Lock.Advance(journal.StepDisk); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_DISK, "the state disk is open")
+	return nil
+}
+
+// Install installs components and images.
+func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane bool, tell Progress) error {
+	in := component.New(n.Root, n.Components, n.Log)
+	defer in.Close()
+	if err := in.Install(ctx, s.Components, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+		return err
+	}
+	if err := n.prepareImages(ctx, s.Images, controlPlane, tell); err != nil {
+		return err
+	}
+	if err := component.ListFile(n.On(component.KeptList)).Save(s.List); err != nil {
+		return err
+	}
+	if err := n.Lock.Advance(journal.StepComponents); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_COMPONENTS, "components are installed")
+	return nil
+}
+
+// NoEtcd is for machines that were never in anybody's etcd.
+func NoEtcd(context.Context) error { return nil }
+
+// Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
+// kubeadm itself, so components come first. leave takes the machine out of the cluster's etcd.
+func (n *Node) Clean(ctx context.Context, tell Progress, leave func(context.Context) error) error {
+	if n.Lock.Record().Step < journal.StepConfigured {
+		// A machine whose disk was replaced has left what its journal does not know of.
+		return leave(ctx)
+	}
+	tell(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
+	return n.reset(ctx, leave)
+}
+
+func (n *Node) reset(ctx context.Context, leave func(context.Context) error) error {
+	if err := leave(ctx); err != nil { // J8
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, n.Timing.Reset)
+	defer cancel()
+	var tail kubeadm.Tail
+	if err := n.Machine.Kubeadm(ctx, n.Output(ctx, "kubeadm reset", &tail), kubeadm.Reset(n.Kubeadm)...); err != nil {
+		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm reset: %w\n%s", err, tail.String())
+	}
+	// What kubeadm leaves, or does not find. The cluster never came to life on this
+	// machine, or knows nothing of it any more, so nothing of value is in there.
+	for _, dir := range []string{machine.EtcdFolder, machine.KubeletPKI} {
+		if err := machine.EmptyDir(n.On(dir)); err != nil {
+			return err
+		}
+	}
+	for _, file := range []string{kubeadm.KubeletConf, kubeadm.DiscoveryConf, machine.KubeadmConfig} {
+		if err := os.Remove(n.On(file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	if err := renewal.Discard(n.Root); err != nil {
+		return err
+	}
+	return n.Lock.Cleaned()
+}
+
+// RunKubeadm writes the configuration and runs kubeadm with it, whose static pods name the images. The journal says so
+// before, since a run that was cut off can't be continued, and after.
+func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, tell Progress, leave func(context.Context) error) error {
+	if err := n.writePatches(images); err != nil {
+		return err
+	}
+	if err := machine.WriteFile(n.On(machine.KubeadmConfig), config, 0o600, 0o755); err != nil {
+		return err
+	}
+	if err := n.BeginEpoch(ctx); err != nil {
+		return err
+	}
+	if err := n.LetKubeletStart(); err != nil { // kubeadm starts it
+		return err
+	}
+	if err := n.Lock.Advance(journal.StepKubeadm); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
+	run, cancel := context.WithTimeout(ctx, n.Timing.Kubeadm)
+	defer cancel()
+	var tail kubeadm.Tail
+	line := n.Output(ctx, "kubeadm "+verb, &tail)
+	at := ""
+	err := n.Machine.Kubeadm(run, func(l string) {
+		line(l)
+		if name, ok := kubeadm.Phase(l); ok && name != at {
+			at = name
+			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
+		}
+	}, verb, "--config", n.On(machine.KubeadmConfig))
+	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
+	for _, file := range []string{machine.KubeadmConfig, kubeadm.DiscoveryConf} {
+		if rerr := os.Remove(n.On(file)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+			return rerr
+		}
+	}
+	if rerr := os.RemoveAll(n.On(kubeadm.PatchesFolder)); rerr != nil {
+		return rerr
+	}
+	if err != nil {
+		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
+		if ctx.Err() != nil {
+			return err // stopping; the journal says what to clean up
+		}
+		tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
+		if rerr := n.reset(ctx, leave); rerr != nil {
+			n.Log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
+		}
+		return err
+	}
+	// B3: kubeadm leaves its files to the kernel's caches, and the journal never looks at them again.
+	if err := machine.Sync(n.On(machine.KubernetesFolder), n.On(machine.KubeletFolder)); err != nil {
+		return err
+	}
+	if err := n.Lock.Advance(journal.StepKubeadmRan); err != nil {
+		return err
+	}
+	tell(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
+	return nil
+}
+
+// Output logs each line of a program, redacted, and keeps the last ones.
+func (n *Node) Output(ctx context.Context, program string, tail *kubeadm.Tail) func(string) {
+	return func(l string) {
+		tail.Add(l)
+		if l = strings.TrimSpace(kubeadm.Redact(l)); l != "" {
+			n.Log.InfoContext(ctx, "output", "program", program, "line", l)
+		}
+	}
+}
+
+// WriteAuthz places the API server's configuration of authorization and admission.
+func (n *Node) WriteAuthz() error {
+	if err := machine.WriteFile(n.On(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755); err != nil {
+		return err
+	}
+	return machine.WriteFile(n.On(kubeadm.AdmissionFile), []byte(podsecurity.Config), 0o600, 0o755)
+}
+
+// DiskError gives the error of a disk that takes nothing its own reason, which also reaches an init's
+// caller: such an error is no fault of ours, and who frees the disk may go on.
+func DiskError(err error) error {
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
+		return err
+	}
+	for _, e := range []error{syscall.ENOSPC, syscall.EDQUOT, syscall.EROFS} {
+		if errors.Is(err, e) {
+			return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "this machine's disk takes nothing: %w; make room on it", err)
+		}
+	}
+	return err
+}
+
+// KubeadmNode is what kubeadm is told of the machine.
+func KubeadmNode(m *metadata.Machine) kubeadm.Node {
+	return kubeadm.Node{Name: m.Name, Addresses: append([]netip.Addr(nil), m.Addresses...)}
+}
+
+// Finish starts what a node needs and notes that all is done.
+func (n *Node) Finish(ctx context.Context) error {
+	if err := n.CheckEpoch(ctx); err != nil { // B7: it may be a copy of before, of the middle of a join
+		return err
+	}
+	if err := n.StartNode(ctx); err != nil {
+		return err
+	}
+	return n.Lock.Advance(journal.StepDone)
+}

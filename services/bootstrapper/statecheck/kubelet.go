@@ -1,0 +1,140 @@
+package statecheck
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+)
+
+// checkVolumes removes what is in the place of a pod's folder or volume and is no folder: the kubelet, the container runtime and a volume's driver would follow a
+// link to anywhere. It goes from the top down, so that it follows none itself.
+func (ck *check) checkVolumes(ctx context.Context) error {
+	for _, pattern := range []string{
+		"", "/pods", "/plugins", "/pods/*", "/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volumes/kubernetes.io~csi/*/*",
+		"/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*",
+	} {
+		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
+		if err != nil {
+			return err
+		}
+		for _, f := range found {
+			info, err := os.Lstat(f)
+			if err != nil || info.IsDir() || info.Mode().IsRegular() && filepath.Base(f) == csiData {
+				continue
+			}
+			if err := os.Remove(f); err != nil {
+				return err
+			}
+			ck.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(ck.Root, "/")), "removed")
+		}
+	}
+	// What the kubelet makes anew, from the API or by itself. It would leave what it finds in a ConfigMap's volume, and take a device from a checkpoint.
+	for _, pattern := range []string{
+		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
+		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
+	} {
+		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
+		if err != nil {
+			return err
+		}
+		for _, f := range found {
+			if err := os.RemoveAll(f); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// checkKubelet corrects the kubelet's files where they would have it run another program, or take pods from elsewhere. It does not make missing ones: kubeadm does.
+func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
+	config, flags := ck.On(machine.KubeletFolder+"/config.yaml"), ck.On(kubeletFlags)
+	text, err := os.ReadFile(config)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err == nil {
+		right, changed, err := ck.Kubeadm.CheckKubelet(text)
+		if err != nil {
+			return err
+		}
+		if len(changed) > 0 {
+			if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
+				return err
+			}
+			ck.found(ctx, machine.KubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
+		}
+	}
+	text, err = os.ReadFile(flags)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err == nil && !ck.Kubeadm.CheckKubeletFlags(text) {
+		if err := machine.WriteFile(flags, kubeadm.KubeletFlags(provision.KubeadmNode(meta)), 0o644, 0o755); err != nil {
+			return err
+		}
+		ck.found(ctx, kubeletFlags, "written anew")
+	}
+	if err := ck.checkKubeconfig(ctx, meta, d); err != nil {
+		return err
+	}
+	const bootstrap = machine.KubernetesFolder + "/bootstrap-kubelet.conf" // no node of Muster's has one once it is a node
+	if err := os.Remove(ck.On(bootstrap)); err == nil {
+		ck.found(ctx, bootstrap, "removed")
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// checkKubeconfig writes the kubelet's kubeconfig anew if it is not as a ticket would have it: another server, or another authority, would give the kubelet its pods, and a
+// user can name a program to run (B8).
+func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
+	text, err := os.ReadFile(ck.On(kubeadm.KubeletConf))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // it is no node yet
+	}
+	if err != nil {
+		return err
+	}
+	endpoint := d.Endpoint
+	if meta.Role == metadata.RoleControlPlane {
+		endpoint = kubeadm.LocalEndpoint(provision.KubeadmNode(meta))
+	}
+	right, err := kubelet.Kubeconfig(endpoint, d.Authorities[component.CA])
+	if err != nil {
+		return err
+	}
+	if kubelet.SameConnection(text, right) {
+		return nil
+	}
+	if err := machine.WriteFile(ck.On(kubeadm.KubeletConf), right, 0o600, 0o755); err != nil {
+		return err
+	}
+	ck.found(ctx, kubeadm.KubeletConf, "written anew")
+	return nil
+}
+
+// recallSandbox tells containerd of the sandbox's image after a reboot. A machine that was adopted has installed nothing, and keeps its own.
+func (ck *check) recallSandbox(ctx context.Context) error {
+	list, err := component.ListFile(ck.On(component.KeptList)).Load()
+	if err != nil || list == nil {
+		return err
+	}
+	images, err := versions.ParseImages(list.Images)
+	if err != nil {
+		return err
+	}
+	return component.PinSandbox(ctx, ck.Root, ck.Machine, images[versions.Pause])
+}

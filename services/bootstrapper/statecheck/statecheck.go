@@ -1,0 +1,235 @@
+// Package statecheck compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8).
+package statecheck
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// checkedFile says that the state disk was compared in this boot: what a network's installer brings afterwards stays.
+	checkedFile = "/run/muster/state-checked"
+	// csiData is the file of a volume of the Container Storage Interface beside the folder that is mounted; the kubelet reads names from it.
+	csiData = "vol_data.json"
+	// kubeletFlags are read by the kubelet's unit.
+	kubeletFlags = machine.KubeletFolder + "/kubeadm-flags.env"
+)
+
+// Run compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
+// may have left it there, and may have set the journal back as well. The reference list came from a joinservice with the disk key in this boot, and is kept in
+// memory, because root could have written anything on the disk. A disk that a recovery opened, or that is not encrypted, is compared with nothing.
+func Run(ctx context.Context, n *provision.Node) error {
+	ck := &check{n}
+	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
+	switch {
+	case err != nil:
+		return err
+	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // something that follows the disk's paths can have removed it
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
+	case d == nil:
+		return ck.recallSandbox(ctx)
+	case d.Uncompared != "":
+		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
+		return ck.recallSandbox(ctx)
+	}
+	s, err := component.ParseSoftware(d.List.Wire(), d.List.Images)
+	if err != nil {
+		return err
+	}
+	mark, err := ck.checkedMark()
+	if err != nil {
+		return err
+	}
+	if is, err := os.ReadFile(ck.On(checkedFile)); err == nil && bytes.Equal(is, mark) {
+		return nil
+	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	meta, err := ck.Metadata()
+	if err != nil {
+		return err
+	}
+	if err := ck.checkPrograms(ctx, s); err != nil {
+		return err
+	}
+	if err := ck.checkVolumes(ctx); err != nil { // first: the other steps take these folders for folders
+		return err
+	}
+	if err := ck.checkTrees(ctx); err != nil {
+		return err
+	}
+	if err := ck.finishRenewal(ctx); err != nil {
+		return err
+	}
+	if !d.Adopted {
+		if err := ck.checkManifests(ctx, s.Images, meta.Role == metadata.RoleControlPlane); err != nil {
+			return err
+		}
+	}
+	if err := ck.checkAuthorities(ctx, d.Authorities); err != nil {
+		return err
+	}
+	if err := ck.checkKubelet(ctx, meta, d); err != nil {
+		return err
+	}
+	if err := ck.checkAdministrators(ctx, meta, d); err != nil {
+		return err
+	}
+	if err := component.PinSandbox(ctx, ck.Root, ck.Machine, s.Images[versions.Pause]); err != nil {
+		return err
+	}
+	return machine.WriteFile(ck.On(checkedFile), mark, 0o600, 0o755)
+}
+
+type check struct{ *provision.Node }
+
+// checkedMark returns the content of [checkedFile] once the disk was compared. It depends on the secret of this boot, so nothing that was prepared on the disk in an earlier
+// boot can make a valid one.
+func (ck *check) checkedMark() ([]byte, error) {
+	secret, err := bootsecret.Load(ck.Root)
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256(append([]byte("muster state disk compared v1\x00"), secret.Expose()...))
+	return []byte(hex.EncodeToString(sum[:])), nil
+}
+
+// found tells what was not as it should be. A boot may compare the disk more than once: a file that was found before is not counted again.
+func (ck *check) found(ctx context.Context, what, done string) {
+	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
+	ck.Console.Say(what + " is not what the cluster lists: " + done)
+	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has it
+		ck.Log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
+	}
+}
+
+// checkPrograms installs anew what was changed, and removes what is not listed.
+func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error {
+	in := component.New(ck.Root, ck.Components, ck.Log)
+	defer in.Close()
+	for {
+		for i, c := range s.Components {
+			fetched := false
+			err := in.Install(ctx, s.Components[i:i+1], func(text string) {
+				if strings.HasPrefix(text, "fetching ") { // found before the mirror is asked, which may not answer
+					fetched = true
+					ck.found(ctx, c.Name(), "it is to be installed anew")
+				}
+			})
+			if err != nil {
+				return err
+			}
+			if fetched {
+				ck.Log.InfoContext(ctx, "a component was installed anew", "component", c.Name())
+				ck.Console.Say(c.Name() + " was installed anew")
+			}
+		}
+		removed, err := in.Sweep(s.Components)
+		for _, what := range removed {
+			ck.found(ctx, what, "removed")
+		}
+		if err != nil || len(removed) == 0 {
+			return err
+		}
+		// A folder that was a link has taken along what was installed through it.
+	}
+}
+
+// checkManifests removes static pods that kubeadm would not have made.
+func (ck *check) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
+	dir := ck.On(kubeadm.Manifests)
+	if err := ck.wantFolder(ctx, kubeadm.Manifests); err != nil {
+		return err
+	}
+	files, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, f := range files {
+		name, _ := strings.CutSuffix(f.Name(), ".yaml")
+		problem := errors.New("this node has no such static pod")
+		if controlPlane && f.Type().IsRegular() && name != f.Name() {
+			text, err := os.ReadFile(filepath.Join(dir, f.Name()))
+			if err != nil {
+				return err
+			}
+			problem = ck.Kubeadm.CheckStaticPod(ck.Root, name, text, images)
+		}
+		if problem != nil {
+			if err := os.RemoveAll(filepath.Join(dir, f.Name())); err != nil {
+				return err
+			}
+			ck.found(ctx, kubeadm.Manifests+"/"+f.Name(), "removed: "+problem.Error())
+		}
+	}
+	return err
+}
+
+// wantFolder removes what is in the place of a folder and is none, as a link.
+func (ck *check) wantFolder(ctx context.Context, name string) error {
+	if info, err := os.Lstat(ck.On(name)); err != nil || info.IsDir() {
+		return nil //nolint:nilerr // nothing is there
+	}
+	if err := os.Remove(ck.On(name)); err != nil {
+		return err
+	}
+	ck.found(ctx, name, "removed")
+	return nil
+}
+
+// checkAuthorities writes anew the public files by which the node knows its cluster if they differ. It does not make missing ones: kubeadm, which may still have to write
+// them, refuses to run if they are there.
+func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte) error {
+	for _, folder := range []string{machine.PKIFolder, path.Join(machine.PKIFolder, "etcd")} {
+		if err := ck.wantFolder(ctx, folder); err != nil {
+			return err
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(want)) {
+		file := path.Join(machine.PKIFolder, name)
+		info, err := os.Lstat(ck.On(file))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if info.Mode().IsRegular() {
+			is, err := os.ReadFile(ck.On(file))
+			if err != nil {
+				return err
+			}
+			if bytes.Equal(bytes.TrimSpace(is), bytes.TrimSpace(want[name])) {
+				continue
+			}
+		}
+		if err := os.RemoveAll(ck.On(file)); err != nil {
+			return err
+		}
+		if err := machine.WriteFile(ck.On(file), want[name], 0o644, 0o755); err != nil {
+			return err
+		}
+		ck.found(ctx, file, "written anew")
+	}
+	return nil
+}

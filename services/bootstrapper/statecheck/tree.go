@@ -1,0 +1,220 @@
+package statecheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+)
+
+// networkFolder has the configuration of the pods' network. Its plugin writes it anew when its pod starts.
+const networkFolder = "/etc/cni/net.d"
+
+// podVolumes are the folders of a pod that outlive a reboot. The kubelet makes the others anew.
+var podVolumes = []string{"volumes", "volume-subpaths"}
+
+// checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
+// otherwise be changed through its other name after the comparison.
+func (ck *check) checkTrees(ctx context.Context) error {
+	pods, err := os.ReadDir(ck.On(machine.KubeletFolder + "/pods"))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, pod := range pods {
+		parts, err := os.ReadDir(filepath.Join(ck.On(machine.KubeletFolder+"/pods"), pod.Name())) // a folder: see checkVolumes
+		if err != nil {
+			return err
+		}
+		for _, p := range parts {
+			if p.Name() == podVolumes[0] || p.Name() == podVolumes[1] {
+				continue
+			}
+			if err := os.RemoveAll(filepath.Join(ck.On(machine.KubeletFolder+"/pods"), pod.Name(), p.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	if err := machine.EmptyDir(ck.On(networkFolder)); err != nil {
+		return err
+	}
+	for _, tree := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods"} {
+		if err := ck.checkTree(ctx, tree); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkTree removes links below a folder, and copies files that have a second name or that others than root may write.
+func (ck *check) checkTree(ctx context.Context, tree string) error {
+	if err := ck.wantFolder(ctx, tree); err != nil {
+		return err
+	}
+	top := ck.On(tree)
+	var wrong []string
+	err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) && at == top {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		name := tree + strings.TrimPrefix(at, top)
+		switch {
+		case d.IsDir() && (strings.HasPrefix(name, machine.KubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(machine.KubeletFolder, "/")+2):
+			return fs.SkipDir // volumes are their pods' own: see checkVolumes
+		case d.IsDir() || d.Type() == fs.ModeSocket:
+			return nil
+		case d.Type().IsRegular() && strings.HasPrefix(name, machine.KubeletFolder+"/plugins/"):
+			return nil // a driver's own
+		case d.Type().IsRegular():
+			return ck.ownFile(ctx, at, name)
+		case d.Type() == fs.ModeSymlink && (name == kubelet.ClientFile || name == kubelet.ServingFile):
+			to, err := os.Readlink(at)
+			if err != nil || filepath.Base(to) == to || filepath.Dir(to) == machine.KubeletPKI {
+				return err
+			}
+		}
+		wrong = append(wrong, name)
+		return nil
+	})
+	for _, name := range wrong {
+		if err := os.Remove(ck.On(name)); err != nil {
+			return err
+		}
+		ck.found(ctx, name, "removed")
+	}
+	return err
+}
+
+// ownFile replaces a file by a copy if it has a second name, or if others than root may write it.
+func (ck *check) ownFile(ctx context.Context, at, name string) error {
+	info, err := os.Lstat(at)
+	if err != nil {
+		return err
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return fmt.Errorf("%s: its owner is not known", name)
+	}
+	if stat.Nlink == 1 && int(stat.Uid) == os.Geteuid() && info.Mode().Perm()&0o022 == 0 {
+		return nil
+	}
+	content, err := os.ReadFile(at)
+	if err != nil {
+		return err
+	}
+	if err := machine.WriteFile(at, content, info.Mode().Perm()&^0o022, 0o755); err != nil {
+		return err
+	}
+	ck.found(ctx, name, "copied: it had another name, or others could write it")
+	return nil
+}
+
+// finishRenewal finishes a renewal of certificates that was interrupted, so that the files that it puts in place are compared as well.
+func (ck *check) finishRenewal(ctx context.Context) error {
+	if ck.Lock.Record().Step < journal.StepDone {
+		return renewal.Discard(ck.Root) // there is no node whose certificates could be renewed
+	}
+	if err := ck.RenewControlPlane(ctx); err != nil {
+		ck.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
+		if _, serr := os.Stat(ck.On(renewal.Folder)); serr == nil { // it would be put in place later
+			return err
+		}
+	}
+	return nil
+}
+
+// administrators are the kubeconfigs of a control plane, beside the kubelet's.
+var administrators = []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"}
+
+// checkAdministrators writes kubeconfigs of a control plane anew that have more than a server of the cluster, its authority, and a certificate with its key: a
+// user of one can name a program to run, and this machine's services use them (B8). A worker has none.
+func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
+	if meta.Role != metadata.RoleControlPlane {
+		files := []string{machine.PKIFolder + "/ca.key", renewal.Folder, renewal.Folder + ".part"}
+		for _, name := range administrators {
+			files = append(files, machine.KubernetesFolder+"/"+name)
+		}
+		for _, name := range files {
+			if _, err := os.Lstat(ck.On(name)); err != nil {
+				continue
+			}
+			if err := os.RemoveAll(ck.On(name)); err != nil {
+				return err
+			}
+			ck.found(ctx, name, "removed")
+		}
+		return nil
+	}
+	local := kubeadm.LocalEndpoint(provision.KubeadmNode(meta))
+	for _, file := range administrators {
+		name := machine.KubernetesFolder + "/" + file
+		text, err := os.ReadFile(ck.On(name))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		right, err := administrator(text, local, d)
+		if err != nil {
+			return err
+		}
+		if right != nil && kubelet.SameConnection(text, right) {
+			continue
+		}
+		if err := os.Remove(ck.On(name)); err != nil {
+			return err
+		}
+		done := "removed"
+		if right != nil {
+			if err := machine.WriteFile(ck.On(name), right, 0o600, 0o755); err != nil {
+				return err
+			}
+			done = "written anew"
+		}
+		ck.found(ctx, name, done)
+	}
+	return nil
+}
+
+// administrator returns the kubeconfig that has the certificate and key of text, and beside them only the cluster's server and authority; nil if text has no certificate.
+func administrator(text []byte, local string, d *component.Desired) ([]byte, error) {
+	c, err := clientcmd.Load(text)
+	if err != nil {
+		return nil, nil //nolint:nilerr // there is nothing in it that could be kept
+	}
+	current := c.Contexts[c.CurrentContext]
+	if current == nil || c.AuthInfos[current.AuthInfo] == nil || len(c.AuthInfos[current.AuthInfo].ClientCertificateData) == 0 {
+		return nil, nil
+	}
+	is := c.AuthInfos[current.AuthInfo]
+	server := "https://" + local
+	if s := c.Clusters[current.Cluster]; s != nil && s.Server == "https://"+d.Endpoint {
+		server = s.Server
+	}
+	const cluster, user, name = "kubernetes", "user", "user@kubernetes"
+	out := clientcmdapi.NewConfig()
+	out.Clusters[cluster] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: d.Authorities[component.CA]}
+	out.AuthInfos[user] = &clientcmdapi.AuthInfo{ClientCertificateData: is.ClientCertificateData, ClientKeyData: is.ClientKeyData}
+	out.Contexts[name] = &clientcmdapi.Context{Cluster: cluster, AuthInfo: user}
+	out.CurrentContext = name
+	return clientcmd.Write(*out)
+}
