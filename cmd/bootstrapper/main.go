@@ -16,8 +16,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
@@ -27,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -226,9 +226,9 @@ func runAttester(ctx context.Context, image, meta, record, dir, lock string, log
 	return bootstrapper.ServeAttester(ctx, bootstrapper.AttesterOptions{
 		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
-		Reattest: reattest.Config{
+		Reattest: reattestation.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load, Policy: journal.Open(filepath.Join(filepath.Dir(record), "attester", "policy")),
-			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: reattest.DefaultTiming,
+			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: reattestation.DefaultTiming,
 		},
 	})
 }

@@ -5,10 +5,10 @@ import (
 	"log/slog"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -20,7 +20,7 @@ func runAccepted(record string) error {
 	if err != nil {
 		return err
 	}
-	return seek.Accepted("/", rec.Policy)
+	return discovery.Accepted("/", rec.Policy)
 }
 
 // runUnlock opens the state disk. It ends without an error once that is open, and never gives up by itself.

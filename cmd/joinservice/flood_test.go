@@ -19,9 +19,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
 // as gives the API as whoever has a node's credentials sees it.
@@ -32,7 +32,7 @@ func (s *stage) as(t *testing.T, node string) client.Client {
 		t.Fatal(err)
 	}
 	cfg.QPS = -1
-	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	api, err := client.New(cfg, client.Options{Scheme: clusterview.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,9 +16,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -55,7 +55,7 @@ func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
 	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), out.secret) })
 	token, err := s.Token(t.Context(), namespace, account.Name, "", out.pod)
 	must(err)
-	out.token, err = client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: cluster.Scheme(), Mapper: kubelet.RESTMapper()})
+	out.token, err = client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: clusterview.Scheme(), Mapper: kubelet.RESTMapper()})
 	must(err)
 	membertest.Eventually(t, func() error { // once the authorizer knows the pod
 		return kubelet.Get(t.Context(), client.ObjectKeyFromObject(out.secret), out.secret)

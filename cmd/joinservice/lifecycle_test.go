@@ -26,7 +26,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"

@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/member"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -41,7 +41,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	common := member.NewFlags(flags, attest.PurposeJoinservice, ":9090")
+	common := service.NewFlags(flags, attest.PurposeJoinservice, ":9090")
 	kms := flags.String("kms", "https://muster-kms.muster-system.svc:9001", "URL of the key service")
 	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")

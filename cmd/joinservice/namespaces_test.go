@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
 // Whoever may do everything in one namespace may not allow himself pods that are root on their node.

@@ -20,10 +20,10 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -61,7 +61,7 @@ func (s *stage) file(t *testing.T, f *filed) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	api, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	api, err := client.New(cfg, client.Options{Scheme: clusterview.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

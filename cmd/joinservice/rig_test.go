@@ -32,13 +32,13 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
-	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/service/attester"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	attesterservice "github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -365,7 +365,7 @@ func (s *stage) asNode(t *testing.T, w *wish, ticket *joinv1.IssueJoinTicketResp
 	c, err := client.New(&rest.Config{Host: s.Admin.Host, QPS: -1, TLSClientConfig: rest.TLSClientConfig{
 		CAData: ticket.GetCaCertificate(), CertData: ticket.GetKubeletClientCertificate(),
 		KeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}),
-	}}, client.Options{Scheme: cluster.Scheme()})
+	}}, client.Options{Scheme: clusterview.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

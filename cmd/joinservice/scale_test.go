@@ -34,9 +34,9 @@ import (
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
-	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 )
 
 var (
@@ -65,11 +65,11 @@ type results struct {
 		Slowest                   float64
 		MemoryMiB                 float64
 	}
-	Spread, AtOnce, OneSource reattestation
+	Spread, AtOnce, OneSource round
 }
 
-// reattestation is what it took to have all machines attest again.
-type reattestation struct {
+// round is what it took to have all machines attest again.
+type round struct {
 	Seconds, JoinserviceCPU, APIServerCPU float64
 	Late                                  int
 	Took                                  spread
@@ -266,7 +266,7 @@ func (s *stage) exclude(t *testing.T, n int) {
 // reattestations has all machines attest again: spread over the five minutes in which each of them does it, and then all as soon as they can, as after an outage.
 func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
 	t.Helper()
-	measure := func(over time.Duration) (out reattestation) {
+	measure := func(over time.Duration) (out round) {
 		took := make([]time.Duration, len(machines))
 		var late atomic.Int64
 		join, api := cpu(t, "joinservice"), cpu(t, "kube-apiserver")
@@ -280,8 +280,8 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 				case <-t.Context().Done():
 					return
 				}
-				timing := reattest.DefaultTiming
-				err := s.again(t, m, services, seek.NewPauses(timing.RetryMin, timing.RetryMax), func(c joinv1connect.JoinServiceClient) error {
+				timing := reattestation.DefaultTiming
+				err := s.again(t, m, services, discovery.NewPauses(timing.RetryMin, timing.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 					_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
 					return err
 				})
@@ -381,7 +381,7 @@ func (r *results) table() string {
 	fmt.Fprintf(out, "\nRequests to the API server for one join: %.1f.\n", r.RequestsPerJoin)
 	if r.Spread.Seconds > 0 {
 		fmt.Fprintf(out, "\n| %d machines attest again, at 3 replicas | seconds | late | joinservice, CPU s | API server, CPU s | median (99th percentile), ms | memory of a replica, MiB |\n|---|---|---|---|---|---|---|\n", r.Nodes)
-		for i, x := range []reattestation{r.Spread, r.AtOnce, r.OneSource} {
+		for i, x := range []round{r.Spread, r.AtOnce, r.OneSource} {
 			fmt.Fprintf(out, "| %s | %.0f | %d | %.0f | %.0f | %.0f (%.0f) | %.0f |\n", []string{"one after another within five minutes", "all at once, after an outage", "within five minutes, from one address, with raised limits"}[i], x.Seconds, x.Late, x.JoinserviceCPU, x.APIServerCPU, x.Took.Median, x.Took.P99, x.MemoryMiB)
 		}
 	}

@@ -26,8 +26,8 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -140,7 +140,7 @@ func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1conn
 
 // again asks one joinservice after another until one of them answers as it should, with the pauses of a machine. It gives up once it was told five times
 // that something it asks for is another machine's.
-func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *seek.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
+func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *discovery.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
 	for i, taken := rand.N(len(services)), 0; ; i++ {
 		err := s.ask(t, m, services[i%len(services)].addr, call)
 		if err == nil {
@@ -158,7 +158,7 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *se
 }
 
 func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
-	return s.again(t, m, services, seek.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
+	return s.again(t, m, services, discovery.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.IssueJoinTicket(t.Context(), m.wish.IssueJoinTicketRequest)
 		return err
 	})

@@ -16,8 +16,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -79,7 +79,7 @@ func TestATicketsTokenIsOfLittleUseAndGoneOnceTheNodeIsReady(t *testing.T) {
 		t.Errorf("groups %s, usages %s %s", data["auth-extra-groups"], data["usage-bootstrap-authentication"], data["usage-bootstrap-signing"])
 	}
 
-	bearer, err := client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: cluster.Scheme()})
+	bearer, err := client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: clusterview.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,8 +13,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )

@@ -13,8 +13,8 @@ import (
 	"syscall"
 
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/member"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -39,7 +39,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	flags := flag.NewFlagSet("kms", flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	common := member.NewFlags(flags, attest.PurposeKMS, ":9001")
+	common := service.NewFlags(flags, attest.PurposeKMS, ":9001")
 	rootDir := flags.String("root-dir", "/var/run/secrets/muster/root", "folder that the Secret muster-kms-root is mounted at")
 	if err := flags.Parse(args); err != nil {
 		return err

@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 )
 
 // completionTimeout is how long somebody who pressed the tab key waits at most.

@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 

@@ -7,8 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
 	"github.com/muster-k8s/muster/internal/checkup"
-	"github.com/muster-k8s/muster/internal/owner/doctor"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -5,8 +5,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/etcdencryption"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 

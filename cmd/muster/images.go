@@ -8,7 +8,7 @@ import (
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
 
 // imageFlags say what of the services' images and the chart's values is given.
@@ -25,8 +25,8 @@ func (f *imageFlags) add(flags *pflag.FlagSet) {
 }
 
 // values reads the files. What the chart makes of them is not looked at.
-func (f *imageFlags) values() (cluster.Values, error) {
-	v := cluster.Values{JoinserviceImage: f.joinserviceImage, KMSImage: f.kmsImage}
+func (f *imageFlags) values() (clusterapi.Values, error) {
+	v := clusterapi.Values{JoinserviceImage: f.joinserviceImage, KMSImage: f.kmsImage}
 	if f.images != "" {
 		digests, err := readDigests(f.images)
 		if err != nil {

@@ -19,11 +19,11 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/muster-k8s/muster/internal/jointoken"
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/objects/jointoken"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -205,7 +205,7 @@ func (f *initFlags) new() (ownerdir.New, error) {
 	return n, err
 }
 
-func (f *initFlags) chartValues() (cluster.Values, error) {
+func (f *initFlags) chartValues() (clusterapi.Values, error) {
 	v, err := f.images.values()
 	if err != nil {
 		return v, err
@@ -215,7 +215,7 @@ func (f *initFlags) chartValues() (cluster.Values, error) {
 	} else if _, set := v.More["podSecurity"]; !set {
 		v = v.With("podSecurity", "default", "baseline") // as the bootstrapper configures API servers
 	}
-	if err := cluster.CheckValues(v); err != nil {
+	if err := clusterapi.CheckValues(v); err != nil {
 		return v, fmt.Errorf("images and chart values: %w", err)
 	}
 	return v, nil
@@ -228,7 +228,7 @@ func readManifests(paths []string) ([]*unstructured.Unstructured, error) {
 		if err != nil {
 			return nil, fmt.Errorf("--manifests: %w", err)
 		}
-		objects, err := cluster.ParseManifests(path, text)
+		objects, err := clusterapi.ParseManifests(path, text)
 		if err != nil {
 			return nil, fmt.Errorf("--manifests: %w", err)
 		}

@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
 func (a *app) keyCommand() *cobra.Command {

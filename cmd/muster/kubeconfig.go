@@ -8,9 +8,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
 func (a *app) kubeconfigCommand() *cobra.Command {
@@ -36,7 +36,7 @@ a joinservice takes: its machine proves first what it booted and that the policy
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg := owner.RenewConfig{Now: time.Now}
 			if joinservice != "" {
-				addr, err := hostPort(joinservice, cluster.Values{}.JoinPort())
+				addr, err := hostPort(joinservice, clusterapi.Values{}.JoinPort())
 				if err != nil {
 					return fmt.Errorf("--joinservice: %w", err)
 				}

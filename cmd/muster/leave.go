@@ -12,9 +12,9 @@ import (
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -66,7 +66,7 @@ same command finishes.`,
 func (a *app) replaceCommand() *cobra.Command {
 	var (
 		l  leaving
-		to cluster.Replacement
+		to clusterapi.Replacement
 	)
 	cmd := &cobra.Command{
 		Use:   "replace NODE --tpm MACHINE-ID | --disk UUID",
@@ -77,7 +77,7 @@ ID. If the TPM was cleared only, --tpm names the same machine, which may then at
 A ban is no obstacle for another machine, and ends with this; for the machine that is enrolled, lift it first. What will be done is shown first. After an interruption the same command finishes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if to == (cluster.Replacement{}) {
+			if to == (clusterapi.Replacement{}) {
 				return errors.New("what was exchanged? --tpm MACHINE-ID, --disk UUID or both")
 			}
 			if to.MachineID != "" {

@@ -9,9 +9,9 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/envtest"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
 )
 
 // TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder that
@@ -29,7 +29,7 @@ func TestLeaving(t *testing.T) {
 	if err := api.InstallCRDs(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := api.Namespace(t.Context(), cluster.Namespace); err != nil {
+	if err := api.Namespace(t.Context(), clusterapi.Namespace); err != nil {
 		t.Fatal(err)
 	}
 	kubeconfig, err := os.ReadFile(api.Kubeconfig)

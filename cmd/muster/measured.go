@@ -15,7 +15,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/image"
 	"github.com/muster-k8s/muster/internal/image/builder"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -14,8 +14,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/doctor"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )

@@ -17,11 +17,11 @@ import (
 	"k8s.io/klog/v2"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	"github.com/muster-k8s/muster/internal/buildinfo"
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
-	"github.com/muster-k8s/muster/internal/owner/progress"
 )
 
 // Values of --output.
@@ -121,7 +121,7 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 		err = owner.Remember(ctx, dir, kube)
 	}
 	if errors.Is(err, owner.ErrBehind) {
-		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, cluster.BehindRemedy)
+		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, clusterapi.BehindRemedy)
 		return err
 	}
 	if err != nil {

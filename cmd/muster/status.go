@@ -11,8 +11,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
 
 func (a *app) statusCommand() *cobra.Command {
@@ -79,7 +79,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 	return cmd
 }
 
-func (a *app) showStatus(s *cluster.Status, now time.Time) error {
+func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 	fmt.Fprintf(a.stdout, "API server  %s\n", s.Server)
 	if s.Chart != nil {
 		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
@@ -129,7 +129,7 @@ func (a *app) showStatus(s *cluster.Status, now time.Time) error {
 }
 
 // nodePolicy is what the node was judged by, beside what is in force.
-func nodePolicy(n cluster.NodeStatus) string {
+func nodePolicy(n clusterapi.NodeStatus) string {
 	if n.Serial == 0 {
 		return "-"
 	}
@@ -148,11 +148,11 @@ func left(end *time.Time, now time.Time) string {
 }
 
 // first returns when the first of the certificates ends; nil if there is none.
-func first(list []cluster.Certificate) *time.Time {
+func first(list []clusterapi.Certificate) *time.Time {
 	if len(list) == 0 {
 		return nil
 	}
-	c := slices.MinFunc(list, func(a, b cluster.Certificate) int { return a.Expires.Compare(b.Expires) })
+	c := slices.MinFunc(list, func(a, b clusterapi.Certificate) int { return a.Expires.Compare(b.Expires) })
 	return &c.Expires
 }
 
@@ -163,7 +163,7 @@ func yes(b bool) string {
 	return "no"
 }
 
-func policyText(p *cluster.PolicyStatus) string {
+func policyText(p *clusterapi.PolicyStatus) string {
 	switch {
 	case p == nil:
 		return "none: nobody is admitted"
@@ -176,7 +176,7 @@ func policyText(p *cluster.PolicyStatus) string {
 	}
 }
 
-func ready(n cluster.NodeStatus) string {
+func ready(n clusterapi.NodeStatus) string {
 	switch {
 	case !n.Joined:
 		return "not joined"
@@ -187,7 +187,7 @@ func ready(n cluster.NodeStatus) string {
 	}
 }
 
-func verdict(n cluster.NodeStatus) string {
+func verdict(n clusterapi.NodeStatus) string {
 	switch {
 	case !n.Enrolled:
 		return "NOT ENROLLED"
@@ -200,7 +200,7 @@ func verdict(n cluster.NodeStatus) string {
 	}
 }
 
-func age(n cluster.NodeStatus, now time.Time) string {
+func age(n clusterapi.NodeStatus, now time.Time) string {
 	if n.JudgedAt == nil {
 		return "-"
 	}

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 )
 
 func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {

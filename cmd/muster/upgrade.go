@@ -9,9 +9,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
 type upgradeFlags struct {
@@ -92,7 +92,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 }
 
 // showPlan prints what an upgrade would change.
-func (a *app) showPlan(p *cluster.Plan) error {
+func (a *app) showPlan(p *clusterapi.Plan) error {
 	if a.output == outputJSON {
 		return a.json(p)
 	}

@@ -11,11 +11,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/ownerdir"
-	"github.com/muster-k8s/muster/internal/owner/peerdial"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -74,7 +74,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	var cfg owner.VerifyConfig
 	port := 9000
 	if attest.Purpose(purpose) == attest.PurposeJoinservice {
-		port = cluster.Values{}.JoinPort()
+		port = clusterapi.Values{}.JoinPort()
 	}
 	addr, err := hostPort(endpoint, port)
 	if err != nil {

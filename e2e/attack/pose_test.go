@@ -12,10 +12,10 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/service/evidence"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -55,10 +55,10 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer first.Close()
-			memory := &seek.Memory{}
-			s, err := seek.Open(t.Context(), seek.SessionConfig{
+			memory := &discovery.Memory{}
+			s, err := discovery.Open(t.Context(), discovery.SessionConfig{
 				Attester: joiner.Attester(attest.PurposeMachine), Lock: attest.AnyLock(), Dial: 5 * time.Second, Log: slog.New(slog.DiscardHandler),
-				Judges: seek.Judges{OwnerKey: public, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
+				Judges: discovery.Judges{OwnerKey: public, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
 					return attesttest.Verifier(t, x.ca), nil
 				}, Newest: memory.Newest},
 			}, x.addr, first)

@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"

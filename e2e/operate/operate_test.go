@@ -14,10 +14,10 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
 	"github.com/muster-k8s/muster/internal/checkup"
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/cluster"
-	"github.com/muster-k8s/muster/internal/owner/doctor"
 	"github.com/muster-k8s/muster/lab/demo"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
@@ -130,9 +130,9 @@ func (s *seat) oneMachine(t *testing.T) {
 }
 
 func (s *seat) whoWaits(t *testing.T) {
-	var st *cluster.Status
+	var st *clusterapi.Status
 	until(t, func() (err error) {
-		st, err = decode[cluster.Status](s.muster(t.Context(), "status", "--output", "json"))
+		st, err = decode[clusterapi.Status](s.muster(t.Context(), "status", "--output", "json"))
 		switch {
 		case err != nil:
 			return err

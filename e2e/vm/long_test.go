@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/lab/driver"
 )
 

@@ -22,7 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"

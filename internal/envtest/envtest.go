@@ -24,8 +24,8 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
 const (
@@ -160,7 +160,7 @@ func (c *Cluster) connect(ctx context.Context, server string) error {
 func (c *Cluster) ready(ctx context.Context) error {
 	var err error
 	if c.Client == nil {
-		scheme := cluster.Scheme()
+		scheme := clusterview.Scheme()
 		if err := rbacv1.AddToScheme(scheme); err != nil {
 			return err
 		}

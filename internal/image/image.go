@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/internal/image/measure"
 	"github.com/muster-k8s/muster/internal/image/uki"
 	"github.com/muster-k8s/muster/internal/image/verity"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
 // ReadProgram returns the program of a disk image of size bytes that firmware starts. It has read every byte of the root, and compared it with the hash

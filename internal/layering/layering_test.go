@@ -112,6 +112,15 @@ func forbidden(from, to string) string {
 		return ""
 	}
 	top := func(p string) string { return strings.Split(p, "/")[0] }
+	// program is the folder of a program, whose packages are its own.
+	program := func(p string) string {
+		parts := strings.Split(p, "/")
+		if parts[0] == "cmd" && len(parts) > 1 {
+			return parts[1]
+		}
+		return ""
+	}
+	wires := program(from) != "" && strings.Count(from, "/") == 1 // not what a program's main uses
 	switch {
 	case top(from) == "gen" && top(to) != "gen":
 		return "gen holds what buf writes and nothing else"
@@ -121,8 +130,10 @@ func forbidden(from, to string) string {
 		return "a service never imports another"
 	case strings.HasPrefix(from, "deploy/vm") && to == "services/bootstrapper/metadata":
 		return "" // the image's tool and its first program read the files that the bootstrapper will read
-	case service(to) != "" && service(from) == "" && top(from) != "cmd" && top(from) != "lab" && top(from) != "e2e":
+	case service(to) != "" && service(from) == "" && !wires && top(from) != "lab" && top(from) != "e2e":
 		return "services are wired in cmd alone"
+	case program(to) != "" && program(from) == program(to):
+		return ""
 	case top(to) == "cmd" || (top(to) == "e2e" && top(from) != "e2e") || (top(to) == "lab" && top(from) != "lab" && top(from) != "e2e"):
 		return "programs and laboratories are imported by nobody"
 	case isTestPackage(to) && !isTestPackage(from) && top(from) != "e2e":
@@ -140,7 +151,9 @@ func TestForbiddenSaysNoWhereItShould(t *testing.T) {
 	for _, pair := range [][2]string{
 		{"trust/atls", "internal/rpc"},
 		{"services/kms", "services/joinservice"},
-		{"internal/owner", "services/kms"},
+		{"cmd/muster/owner", "services/kms"},
+		{"services/kms", "cmd/muster/owner"},
+		{"cmd/kms", "cmd/muster/owner"},
 		{"services/kms", "trust/attest/attesttest"},
 		{"cmd/kms", "internal/envtest"},
 		{"gen/muster/kms/v1", "trust/attest"},
@@ -151,6 +164,7 @@ func TestForbiddenSaysNoWhereItShould(t *testing.T) {
 	}
 	for _, pair := range [][2]string{
 		{"cmd/kms", "services/kms"},
+		{"cmd/muster", "cmd/muster/owner"},
 		{"services/joinservice", "services/joinservice/kube"},
 		{"trust/atls", "gen/muster/attest/v1"},
 		{"e2e/attack", "trust/attest/attesttest"},

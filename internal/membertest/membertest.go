@@ -33,13 +33,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/envtest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/internal/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )

@@ -10,8 +10,8 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
 // spare are the verbs of an informer that tests need not see: client-go lists where it can't watch

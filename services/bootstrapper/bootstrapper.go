@@ -26,13 +26,13 @@ import (
 
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/initserver"
 	"github.com/muster-k8s/muster/services/bootstrapper/joinclient"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/services/bootstrapper/statecheck"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -139,7 +139,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 // POLICY_INVALID if one was older: the disk was opened by a joinservice that the owner may have shut out.
 func (b *Bootstrapper) recall() error {
 	known := b.node.Lock.Record().Policy
-	newest, err := seek.Recall(b.node.Root, known)
+	newest, err := discovery.Recall(b.node.Root, known)
 	if err != nil {
 		b.node.Console.Say("this machine does not start as a node: " + attest.ReasonName(attest.ReasonOf(err)) + ". Restart it; its disk was opened under a policy that is older than one it has accepted before")
 		return err

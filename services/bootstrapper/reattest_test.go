@@ -20,7 +20,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -41,17 +41,17 @@ func node(t *testing.T) (*world, *joinservice) {
 }
 
 // reattest runs the loop until the test ends.
-func (w *world) reattest(change ...func(*reattest.Config)) *prometheus.Registry {
+func (w *world) reattest(change ...func(*reattestation.Config)) *prometheus.Registry {
 	w.t.Helper()
 	registry := prometheus.NewRegistry()
-	cfg := reattest.Config{
+	cfg := reattestation.Config{
 		Image: w.image, Metadata: func() (*metadata.Machine, error) { m := w.meta; return &m, nil },
 		Journal: func() (journal.Record, error) {
 			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:]}, nil
 		},
 		Policy: journal.Open(filepath.Join(w.root, journal.AttesterPolicy)),
 		Root:   w.root, TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w.logged, nil)),
-		Timing: reattest.Timing{
+		Timing: reattestation.Timing{
 			Interval: 5 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 20 * time.Millisecond,
 			Stagger: 20 * time.Millisecond, Dial: 5 * time.Second, Call: 20 * time.Second,
 		},
@@ -59,7 +59,7 @@ func (w *world) reattest(change ...func(*reattest.Config)) *prometheus.Registry 
 	for _, c := range change {
 		c(&cfg)
 	}
-	r, err := reattest.New(cfg)
+	r, err := reattestation.New(cfg)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -156,7 +156,7 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 		return &joinv1.ReattestResponse{Interval: durationpb.New(time.Hour)}, nil
 	}
 	journals := 0
-	metrics := w.reattest(func(c *reattest.Config) {
+	metrics := w.reattest(func(c *reattestation.Config) {
 		read := c.Journal
 		c.Journal = func() (journal.Record, error) {
 			journals++ // by the loop alone
@@ -255,7 +255,7 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 }
 
 func TestAReattesterNeedsAllOfItsConfiguration(t *testing.T) {
-	if _, err := reattest.New(reattest.Config{}); err == nil || errors.Is(err, context.Canceled) {
+	if _, err := reattestation.New(reattestation.Config{}); err == nil || errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
 }

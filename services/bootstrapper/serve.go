@@ -11,13 +11,13 @@ import (
 
 	"github.com/muster-k8s/muster/gen/muster/attest/v1/attestv1connect"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
-	"github.com/muster-k8s/muster/internal/evidence"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/service/evidence"
 	"github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
-	"github.com/muster-k8s/muster/services/bootstrapper/reattest"
+	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -125,7 +125,7 @@ type AttesterOptions struct {
 	// NewAttester gives an attester of one purpose.
 	NewAttester func(attest.Purpose) (attest.Attester, error)
 	// Reattest is what attests the machine itself, without Attester, Metrics and Log.
-	Reattest reattest.Config
+	Reattest reattestation.Config
 	// Log takes everything.
 	Log *slog.Logger
 }
@@ -154,7 +154,7 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	if err := registry.Register(kubelet.Collector{Root: "/"}); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)
 	}
-	again, err := reattest.New(o.Reattest)
+	again, err := reattestation.New(o.Reattest)
 	if err != nil {
 		return err
 	}

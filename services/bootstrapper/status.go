@@ -9,8 +9,8 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 )
 
 var _ initv1connect.MachineServiceHandler = (*Bootstrapper)(nil)
@@ -47,6 +47,6 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 	} else {
 		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
-	out.Remedy = seek.RemedyOf(out)
+	out.Remedy = discovery.RemedyOf(out)
 	return out, nil
 }

@@ -7,7 +7,7 @@ import (
 	"os"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 )
 
 // controlPlaneFiles is the allow-list of what a control-plane ticket carries (J6): what kubeadm

@@ -16,11 +16,11 @@ import (
 
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/evidence"
-	"github.com/muster-k8s/muster/internal/member"
-	"github.com/muster-k8s/muster/internal/policy"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/service"
+	"github.com/muster-k8s/muster/internal/service/evidence"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -80,7 +80,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if o.VerdictMaxAge < time.Minute {
 		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
 	}
-	m, err := member.New(member.Config{Service: "joinservice", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
+	m, err := service.New(service.Config{Service: "joinservice", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}

@@ -8,7 +8,7 @@ import (
 	"connectrpc.com/connect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/waiting"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -12,9 +12,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/member"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -49,7 +49,7 @@ func Run(ctx context.Context, o Options) error {
 	if o.Audit == nil {
 		o.Audit = audit.NewStream(os.Stdout)
 	}
-	m, err := member.New(member.Config{Service: "kms", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
+	m, err := service.New(service.Config{Service: "kms", Attester: o.Attester, Owner: o.Owner, LowestSerial: o.LowestSerial, API: o.API, Audit: o.Audit, Log: o.Log})
 	if err != nil {
 		return err
 	}

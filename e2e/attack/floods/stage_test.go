@@ -19,8 +19,8 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
 	"github.com/muster-k8s/muster/services/kms"

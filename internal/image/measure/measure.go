@@ -14,7 +14,7 @@ import (
 	"unicode/utf16"
 
 	"github.com/muster-k8s/muster/internal/image/uki"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
 // pcr is a register of the SHA-256 bank, which begins with zeros.

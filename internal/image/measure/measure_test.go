@@ -16,7 +16,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/image/uki"
 	"github.com/muster-k8s/muster/internal/image/uki/ukitest"
-	"github.com/muster-k8s/muster/internal/owner/policyfile"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -26,8 +26,8 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	wire "github.com/muster-k8s/muster/internal/attester"
 	"github.com/muster-k8s/muster/internal/serve"
+	wire "github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

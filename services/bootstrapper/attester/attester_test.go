@@ -17,7 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	client "github.com/muster-k8s/muster/internal/attester"
+	client "github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"

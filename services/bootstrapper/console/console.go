@@ -16,7 +16,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -118,12 +118,12 @@ func (c *Console) Waits(w Wait) {
 }
 
 func (w Wait) why() string {
-	reason := seek.ReasonOf(w.Err)
+	reason := discovery.ReasonOf(w.Err)
 	name := attest.ReasonName(reason)
 	switch {
-	case errors.Is(w.Err, seek.ErrNobody):
+	case errors.Is(w.Err, discovery.ErrNobody):
 		return "the metadata name no joinservice (joinEndpoints)"
-	case errors.Is(w.Err, seek.ErrUnreachable):
+	case errors.Is(w.Err, discovery.ErrUnreachable):
 		return "no joinservice can be reached at " + strings.Join(w.Asked, ", ")
 	case w.By == "":
 		return name + words(ours, reason)

@@ -14,7 +14,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -63,8 +63,8 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 9 s":                                           {Err: &atls.ExchangeError{Accepted: true, Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true)}, By: e, Next: 9 * time.Second},
 		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 8 s":                                           {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true), By: e, Next: 8200 * time.Millisecond},
 		"waiting: this machine does not accept what 192.168.77.11:30090 answers: POLICY_REFUSED (its measurements are not in the owner's policy); next try in 1 s":              {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, false), By: e, Next: time.Millisecond},
-		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                                   {Err: errors.Join(seek.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
-		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: seek.ErrNobody, Also: "`muster init` can", Next: 5 * time.Second},
+		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                                   {Err: errors.Join(discovery.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
+		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: discovery.ErrNobody, Also: "`muster init` can", Next: 5 * time.Second},
 		"waiting: STATE_DISK (the state disk can't be used); next try in 10 min":                                                                                                {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
 		"waiting: SIGNATURE_INVALID by 192.168.77.11:30090; next try in 1 s":                                                                                                    {Err: refusal(attestv1.Reason_REASON_SIGNATURE_INVALID, true), By: e},
 	} {
@@ -104,7 +104,7 @@ func TestWithoutAConsoleNothingIsTold(t *testing.T) {
 			t.Fatalf("%v, %v", c, err)
 		}
 		c.Say("nobody hears this")
-		c.Waits(console.Wait{For: "waiting", Err: seek.ErrNobody})
+		c.Waits(console.Wait{For: "waiting", Err: discovery.ErrNobody})
 		if err := c.Close(); err != nil {
 			t.Error(err)
 		}

@@ -10,8 +10,8 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"

@@ -19,13 +19,13 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -63,7 +63,7 @@ func (c *Client) Run(ctx context.Context) error {
 		case <-over:
 		}
 	})
-	pauses := seek.NewPauses(c.node.Timing.RetryMin, c.node.Timing.RetryMax)
+	pauses := discovery.NewPauses(c.node.Timing.RetryMin, c.node.Timing.RetryMax)
 	t := &joinTry{}
 	for {
 		failed, err := c.joinOnce(ctx, racing, t)
@@ -77,7 +77,7 @@ func (c *Client) Run(ctx context.Context) error {
 			return nil
 		}
 		if failed {
-			reason := attest.ReasonName(seek.ReasonOf(err))
+			reason := attest.ReasonName(discovery.ReasonOf(err))
 			c.node.Joins.WithLabelValues(reason).Inc()
 			c.node.Attempts.Refused(err)
 			c.node.Log.WarnContext(ctx, "not joined yet", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "retry_after", rpc.RetryAfterFrom(err).String())
@@ -128,19 +128,19 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	t.order, t.init = seek.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
+	t.order, t.init = discovery.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
 	c.node.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return false, seek.ErrNobody
+		return false, discovery.ErrNobody
 	}
-	endpoint, first, err := seek.Race(racing, t.order, c.node.Timing.Stagger, c.node.Timing.Dial)
+	endpoint, first, err := discovery.Race(racing, t.order, c.node.Timing.Stagger, c.node.Timing.Dial)
 	if err != nil {
-		return true, fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
+		return true, fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	t.by = endpoint
 	if err := c.joinBy(ctx, endpoint, first, meta, tell); err != nil {
-		t.order = seek.Demote(t.order, endpoint)
+		t.order = discovery.Demote(t.order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, provision.DiskError(err))
 	}
 	return true, nil

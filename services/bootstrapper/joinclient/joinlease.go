@@ -11,8 +11,8 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -22,9 +22,9 @@ type joinLease struct {
 	ticket []byte
 	life   time.Duration // as the joinservice said last
 
-	order []string      // endpoints, those that failed last
-	over  *seek.Session // nil: to be opened
-	own   bool          // over is ours to close
+	order []string           // endpoints, those that failed last
+	over  *discovery.Session // nil: to be opened
+	own   bool               // over is ours to close
 }
 
 // keepLease renews the turn that t came with until end is called, first over s, and over a connection
@@ -34,11 +34,11 @@ type joinLease struct {
 // etcd refuses while one is being added.
 //
 // end gives the turn back, so that the next machine need not wait for it to run out.
-func (c *Client) keepLease(ctx context.Context, t *ticket, s *seek.Session, endpoints []string) (end func()) {
+func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session, endpoints []string) (end func()) {
 	if !t.controlPlane {
 		return func() {}
 	}
-	k := &joinLease{node: c.node, ticket: t.id, life: t.leaseLife, order: seek.Merge([]string{s.Endpoint}, endpoints), over: s}
+	k := &joinLease{node: c.node, ticket: t.id, life: t.leaseLife, order: discovery.Merge([]string{s.Endpoint}, endpoints), over: s}
 	keep, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() { k.keep(keep) }) // J8
@@ -68,10 +68,10 @@ func (k *joinLease) keep(ctx context.Context) {
 			wait = k.life / 3
 			continue
 		case lost(err):
-			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err)
+			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
 			return
 		}
-		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
+		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
 		if !told && time.Since(last) > k.life {
 			told = true
 			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
@@ -82,7 +82,7 @@ func (k *joinLease) keep(ctx context.Context) {
 
 // lost says whether a joinservice has answered that there is nothing to renew.
 func lost(err error) bool {
-	r := seek.ReasonOf(err)
+	r := discovery.ReasonOf(err)
 	return r == attestv1.Reason_REASON_TICKET_UNKNOWN || r == attestv1.Reason_REASON_CONTROL_PLANE_BUSY
 }
 
@@ -115,7 +115,7 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 	resp, err := k.over.RenewJoinLease(ctx, &joinv1.RenewJoinLeaseRequest{TicketId: k.ticket, Done: done})
 	if err != nil {
 		err = fmt.Errorf("%s: %w", k.over.Endpoint, err)
-		k.order = seek.Demote(k.order, k.over.Endpoint)
+		k.order = discovery.Demote(k.order, k.over.Endpoint)
 		k.hangUp()
 		return err
 	}
@@ -127,15 +127,15 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 
 func (k *joinLease) reopen(ctx context.Context) error {
 	if meta, err := k.node.Metadata(); err == nil { // which may name others by now
-		k.order = seek.Merge(k.order, meta.JoinEndpoints)
+		k.order = discovery.Merge(k.order, meta.JoinEndpoints)
 	}
 	if len(k.order) == 0 {
-		return seek.ErrNobody
+		return discovery.ErrNobody
 	}
 	t := k.node.Timing
-	endpoint, first, err := seek.Race(ctx, k.order, t.Stagger, t.Dial)
+	endpoint, first, err := discovery.Race(ctx, k.order, t.Stagger, t.Dial)
 	if err != nil {
-		return errors.Join(seek.ErrUnreachable, err)
+		return errors.Join(discovery.ErrUnreachable, err)
 	}
 	if k.over, err = k.node.OpenSession(ctx, endpoint, first); err != nil {
 		_ = first.Close()

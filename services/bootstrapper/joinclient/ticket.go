@@ -15,7 +15,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"

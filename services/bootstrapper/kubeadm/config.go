@@ -32,8 +32,8 @@ import (
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/internal/etcdencryption"
-	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 

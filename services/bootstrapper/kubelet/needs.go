@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
 // Shares of a certificate's life after which it is replaced before the kubelet starts. A running kubelet asks for the next one

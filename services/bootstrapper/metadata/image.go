@@ -136,7 +136,7 @@ type imageFile struct {
 	TPM        TPM       `json:"tpm,omitempty"`
 	OwnerKey   string    `json:"ownerKey,omitempty"`
 	EKRoots    string    `json:"ekRoots,omitempty"`
-	// LowestPolicySerial is read by the cluster's services too: internal/member.
+	// LowestPolicySerial is read by the cluster's services too: internal/service.
 	LowestPolicySerial uint64  `json:"lowestPolicySerial,omitempty"`
 	Kubeadm            Kubeadm `json:"kubeadm,omitempty"`
 	Listen             Listen  `json:"listen,omitempty"`

@@ -6,8 +6,8 @@ import (
 	"sync"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -93,11 +93,11 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 func MayResume(rec, claim journal.Record) error {
 	switch {
 	case rec.Kind != claim.Kind:
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", Taker(rec.Kind), seek.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", Taker(rec.Kind), discovery.StateFolder)
 	case rec.Kind.ByOwner() && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", Taker(rec.Kind), seek.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", Taker(rec.Kind), discovery.StateFolder)
 	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
-		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", seek.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", discovery.StateFolder)
 	}
 	return nil
 }
@@ -156,7 +156,7 @@ func (l *Lock) Cleaned() error {
 func (l *Lock) NewestPolicy(p journal.Policy, keep bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := seek.NotOlder(l.rec.Policy, p); err != nil || !keep {
+	if err := discovery.NotOlder(l.rec.Policy, p); err != nil || !keep {
 		return err
 	}
 	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {

@@ -13,17 +13,17 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/pki"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -127,7 +127,7 @@ type asked struct {
 
 // renewByJoinservice asks until it has got certificates, or until they need not be renewed now.
 func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
-	pauses := seek.NewPauses(n.Timing.RetryMin, n.Timing.RetryMax)
+	pauses := discovery.NewPauses(n.Timing.RetryMin, n.Timing.RetryMax)
 	began := time.Now()
 	t := &asked{}
 	for {
@@ -136,7 +136,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 			return ctx.Err()
 		}
 		n.Attempts.Refused(err)
-		n.Log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(seek.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
+		n.Log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
 		if how, _ := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now()); how == kubelet.NeedNone || how == kubelet.NeedSoon && time.Since(began) > n.Timing.Renewal {
 			return nil // the kubelet has asked itself, or will
 		}
@@ -156,14 +156,14 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	t.order = seek.Merge(t.order, seek.Endpoints(meta))
+	t.order = discovery.Merge(t.order, discovery.Endpoints(meta))
 	n.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", seek.ErrNobody)
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNobody)
 	}
-	endpoint, first, err := seek.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
+	endpoint, first, err := discovery.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
 	if err != nil {
-		return fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
+		return fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	t.by = endpoint
@@ -173,14 +173,14 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	}
 	defer client.Close()
 	if err := n.renewAt(ctx, client, node, meta); err != nil {
-		t.order = seek.Demote(t.order, endpoint)
+		t.order = discovery.Demote(t.order, endpoint)
 		return fmt.Errorf("%s: %w", endpoint, err)
 	}
 	return nil
 }
 
 // renewAt asks one joinservice.
-func (n *Node) renewAt(ctx context.Context, s *seek.Session, node string, meta *metadata.Machine) error {
+func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, meta *metadata.Machine) error {
 	k, err := kubelet.NewKeys()
 	if err != nil {
 		return err

@@ -23,13 +23,13 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -115,7 +115,7 @@ type Node struct {
 	// OwnerKey verifies the owner's signatures; nil: the owner is not known.
 	OwnerKey ed25519.PublicKey
 	// Attempts are the machine's calls to joinservices, for its status.
-	Attempts seek.Tries
+	Attempts discovery.Tries
 	// Joins counts attempts to join by reason.
 	Joins *prometheus.CounterVec
 
@@ -159,7 +159,7 @@ func New(ctx context.Context, cfg Config) (*Node, error) {
 	if n.DiskID, err = n.Disk.ID(); err != nil {
 		return nil, err
 	}
-	if n.MachineID, err = seek.MachineID(ctx, cfg.TPM); err != nil {
+	if n.MachineID, err = discovery.MachineID(ctx, cfg.TPM); err != nil {
 		return nil, err
 	}
 	if n.Lock, err = nodelock.Open(cfg.Journal, cfg.TPM, n.Bank, n.MachineID.String(), n.metrics.observe); err != nil {
@@ -176,14 +176,14 @@ func New(ctx context.Context, cfg Config) (*Node, error) {
 func (n *Node) On(path string) string { return filepath.Join(n.Root, path) }
 
 // OpenSession returns a session with the joinservice at the other end of first, which is appraised with the next call.
-func (n *Node) OpenSession(ctx context.Context, endpoint string, first net.Conn) (*seek.Session, error) {
+func (n *Node) OpenSession(ctx context.Context, endpoint string, first net.Conn) (*discovery.Session, error) {
 	// The machine's cluster, once it has one; before, any: it can't know.
 	lock := attest.AnyLock()
 	if rec := n.Lock.Record(); rec.Locked() {
 		lock = attest.LockedTo([32]byte(rec.ClusterID))
 	}
-	return seek.Open(ctx, seek.SessionConfig{
+	return discovery.Open(ctx, discovery.SessionConfig{
 		Attester: n.Attester, Lock: lock, Dial: n.Timing.Dial, Log: n.Log,
-		Judges: seek.Judges{OwnerKey: n.OwnerKey, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
+		Judges: discovery.Judges{OwnerKey: n.OwnerKey, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
 	}, endpoint, first)
 }

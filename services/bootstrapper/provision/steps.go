@@ -11,7 +11,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
-	"github.com/muster-k8s/muster/internal/podsecurity"
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"

@@ -20,7 +20,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/trust/attest"

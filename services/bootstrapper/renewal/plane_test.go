@@ -21,7 +21,7 @@ import (
 	kubeconfigphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/kubeconfig"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
 
-	"github.com/muster-k8s/muster/internal/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"

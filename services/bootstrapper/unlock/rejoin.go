@@ -16,9 +16,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -58,7 +58,7 @@ func (u *Unlocker) unlock(ctx context.Context) error {
 
 // run tries until ctx ends, which it does once the disk is open.
 func (s *search) run(ctx context.Context) {
-	pauses := seek.NewPauses(s.cfg.Timing.RetryMin, s.cfg.Timing.RetryMax)
+	pauses := discovery.NewPauses(s.cfg.Timing.RetryMin, s.cfg.Timing.RetryMax)
 	for {
 		s.by = ""
 		err := s.ask(ctx)
@@ -87,19 +87,19 @@ func (s *search) ask(ctx context.Context) error {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
 	s.serveRecovery(ctx, meta)
-	s.order = seek.Merge(s.order, meta.JoinEndpoints)
+	s.order = discovery.Merge(s.order, meta.JoinEndpoints)
 	s.tries.Begin(s.order)
 	if len(s.order) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", seek.ErrNobody)
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNobody)
 	}
-	endpoint, first, err := seek.Race(ctx, s.order, s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
+	endpoint, first, err := discovery.Race(ctx, s.order, s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
 	if err != nil {
-		return fmt.Errorf("%w: %w", seek.ErrUnreachable, err)
+		return fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	s.by = endpoint
 	if err := s.askAt(ctx, endpoint, first, meta); err != nil {
-		s.order = seek.Demote(s.order, endpoint)
+		s.order = discovery.Demote(s.order, endpoint)
 		return fmt.Errorf("%s: %w", endpoint, err)
 	}
 	return nil
@@ -113,7 +113,7 @@ func (s *search) identify(ctx context.Context) error {
 	if known {
 		return nil
 	}
-	id, err := seek.MachineID(ctx, s.cfg.TPM)
+	id, err := discovery.MachineID(ctx, s.cfg.TPM)
 	if err != nil {
 		return err
 	}
@@ -125,12 +125,12 @@ func (s *search) identify(ctx context.Context) error {
 
 // askAt asks one joinservice for the key, and tries it.
 func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine) error {
-	client, err := seek.Open(ctx, seek.SessionConfig{
+	client, err := discovery.Open(ctx, discovery.SessionConfig{
 		Attester: s.cfg.Attester, Dial: s.cfg.Timing.Dial, Log: s.cfg.Log,
 		// Which cluster the machine belongs to stands in the journal on the disk. What the joinservice says of it is
 		// compared with its own machine's lock once it has answered.
 		Lock: attest.AnyLock(),
-		Judges: seek.Judges{
+		Judges: discovery.Judges{
 			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
 		},
 	}, endpoint, first)

@@ -9,7 +9,7 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/buildinfo"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 )
 
 var _ initv1connect.MachineServiceHandler = (*Unlocker)(nil)
@@ -30,6 +30,6 @@ func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1
 	} else {
 		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
-	out.Remedy = seek.RemedyOf(out)
+	out.Remedy = discovery.RemedyOf(out)
 	return out, nil
 }

@@ -28,11 +28,11 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
-	"github.com/muster-k8s/muster/services/bootstrapper/seek"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -55,7 +55,7 @@ type Disk interface {
 // TPM is what unlocking needs of it beside evidence.
 type TPM interface {
 	nodelock.PCRs
-	seek.EndorsementKeyer
+	discovery.EndorsementKeyer
 }
 
 // Timing are the waits. [DefaultTiming] are those of production.
@@ -126,8 +126,8 @@ type Config struct {
 type Unlocker struct {
 	cfg      Config
 	bank     tpm.Bank
-	memory   seek.Memory
-	tries    seek.Tries
+	memory   discovery.Memory
+	tries    discovery.Tries
 	attempts *prometheus.CounterVec
 	insecure *prometheus.GaugeVec
 
@@ -244,7 +244,7 @@ func (u *Unlocker) progress() func(done, total uint64) {
 
 // disked gives errors of the disk without a reason of their own theirs.
 func disked(err error) error {
-	if err == nil || seek.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
+	if err == nil || discovery.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
 		return err
 	}
 	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk: %w", err)
@@ -261,7 +261,7 @@ func (u *Unlocker) enter(p initv1.Phase) {
 
 // failed tells of a try that failed.
 func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
-	reason := seek.ReasonOf(w.Err)
+	reason := discovery.ReasonOf(w.Err)
 	u.attempts.WithLabelValues(attest.ReasonName(reason)).Inc()
 	u.tries.Refused(w.Err)
 	u.tries.Wait(w.Next)

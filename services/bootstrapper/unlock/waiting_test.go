@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/owner"
-	"github.com/muster-k8s/muster/internal/owner/peerdial"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"

@@ -6,15 +6,15 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // The owner takes a name while its machine renews certificates. Whatever of the owner's writes has come by then, the new certificate may not write (J4).
 func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 	shared.Reset(t)
-	k := &Kube{cluster: &cluster.Cluster{Client: shared.Client}, log: slog.New(slog.DiscardHandler), access: &accessView{}}
+	k := &Kube{cluster: &clusterview.Cluster{Client: shared.Client}, log: slog.New(slog.DiscardHandler), access: &accessView{}}
 	renewed := signed("renewed")
 	for name, tt := range map[string]struct {
 		meanwhile func(n *v1alpha1.AttestedNode)

@@ -21,8 +21,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -84,7 +84,7 @@ func (k *Kube) NewApprover(log *audit.Log, rations *audit.Rations, p *policy.Sto
 		return nil, fmt.Errorf("kube: %w", err)
 	}
 	a := &Approver{kube: k, audit: log, rations: rations, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, tooMany: rate.Sometimes{Interval: time.Minute}, events: map[string]*rate.Limiter{}}
-	return a, cluster.Watch(k.cluster, func(n *v1alpha1.AttestedNode) { k.requests.wakeOne(n.Name) }, func(*v1alpha1.AttestedNode) {})
+	return a, clusterview.Watch(k.cluster, func(n *v1alpha1.AttestedNode) { k.requests.wakeOne(n.Name) }, func(*v1alpha1.AttestedNode) {})
 }
 
 // Serve decides until ctx ends. Before the informers have synced it decides nothing.

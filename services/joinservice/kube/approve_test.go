@@ -21,9 +21,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -131,7 +131,7 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			k := &Kube{cluster: &cluster.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, access: &accessView{}}
+			k := &Kube{cluster: &clusterview.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, access: &accessView{}}
 			k.requests.now = now.now
 			a := &Approver{kube: k, rations: rations, decisions: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "x"}, []string{"signer", "reason"})}
 			total := 0

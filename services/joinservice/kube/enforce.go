@@ -11,12 +11,11 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -51,8 +50,8 @@ func (k *Kube) NewEnforcer() (*Enforcer, error) {
 		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1), kickLeave: make(chan struct{}, 1),
 	}
 	if err := errors.Join(
-		cluster.Watch(k.cluster, e.set, e.remove),
-		cluster.Watch(k.cluster, e.present, func(*corev1.Node) {}),
+		clusterview.Watch(k.cluster, e.set, e.remove),
+		clusterview.Watch(k.cluster, e.present, func(*corev1.Node) {}),
 	); err != nil {
 		return nil, err
 	}

@@ -15,9 +15,9 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -134,7 +134,7 @@ func (k *Kube) checkTPM(c Claim) error {
 // givenUp gives the addresses of an enrollment that are not among those it has next, and until when others may not have
 // them: certificates for those it has now may be as young as now.
 func (k *Kube) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.Time {
-	out, now := cluster.Former(n), k.now()
+	out, now := clusterview.Former(n), k.now()
 	for _, a := range n.Spec.Addresses {
 		out[a] = now.Add(k.life + holdMargin)
 	}
@@ -183,7 +183,7 @@ func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) 
 		if slices.Contains(other.Spec.Addresses, ip.String()) {
 			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is enrolled to node %q", ip, other.Name)
 		}
-		if until := cluster.Former(other)[ip.String()]; until.After(k.now()) { // J4
+		if until := clusterview.Former(other)[ip.String()]; until.After(k.now()) { // J4
 			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s was node %q's, whose certificate for it lives until %s", ip, other.Name, utc(until))
 		}
 	}
@@ -304,7 +304,7 @@ func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNod
 	n := own.DeepCopy()
 	// J4: addresses that the machine does not ask for any more are kept from others for as long as its certificates for them live, and it can have them
 	// back at any time.
-	cluster.SetFormer(n, k.givenUp(own, c.spec().Addresses), k.now())
+	clusterview.SetFormer(n, k.givenUp(own, c.spec().Addresses), k.now())
 	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, utc(k.now())) // J4: and so that another ticket of the machine finds that it was changed

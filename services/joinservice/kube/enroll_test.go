@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -15,9 +15,9 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -34,7 +34,7 @@ func kubelet(t *testing.T) (client.Client, *x509.Certificate) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := client.New(cfg, client.Options{Scheme: cluster.Scheme()})
+	out, err := client.New(cfg, client.Options{Scheme: clusterview.Scheme()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,7 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -61,7 +61,7 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))
 	defer cancel()
 	object := &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{Name: requestName(r), Labels: map[string]string{cluster.TicketWindow: k.now().UTC().Format(windowFormat)}},
+		ObjectMeta: metav1.ObjectMeta{Name: requestName(r), Labels: map[string]string{clusterview.TicketWindow: k.now().UTC().Format(windowFormat)}},
 		Spec: certificatesv1.CertificateSigningRequestSpec{
 			Request:           pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: r.DER}),
 			SignerName:        signerOf[r.Kind],

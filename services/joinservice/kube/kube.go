@@ -25,9 +25,9 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -39,9 +39,9 @@ const (
 	outliveTimeout = 10 * time.Second
 )
 
-// Kube reads and writes for joinservice. Make it before [cluster.Cluster.Serve] runs.
+// Kube reads and writes for joinservice. Make it before [clusterview.Cluster.Serve] runs.
 type Kube struct {
-	cluster   *cluster.Cluster
+	cluster   *clusterview.Cluster
 	audit     *audit.Log
 	log       *slog.Logger
 	addresses *addresses
@@ -85,7 +85,7 @@ const (
 // New registers the informers that joinservice needs beside those of c. records gets what is done to machines that are shut out. life is how long a node's
 // certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
 // a kubelet renews (--cluster-signing-duration of kube-controller-manager).
-func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Duration, leases Leases) (*Kube, error) {
+func New(c *clusterview.Cluster, records *audit.Log, log *slog.Logger, life time.Duration, leases Leases) (*Kube, error) {
 	if c == nil || records == nil || log == nil {
 		return nil, errors.New("kube: cluster, audit log and log are required")
 	}
@@ -101,12 +101,12 @@ func New(c *cluster.Cluster, records *audit.Log, log *slog.Logger, life time.Dur
 	}
 	k.requests.now = func() time.Time { return k.now() }
 	return k, errors.Join(
-		cluster.Watch(c, k.setNode, k.removeNode),
-		cluster.Watch(c, k.setService, k.removeService),
-		cluster.WatchConfigMap(c, nodeaccess.ConfigMap, k.setAccess, func(*corev1.ConfigMap) { k.access.set(nil) }),
-		cluster.WatchRequests(c, signerOf[nodecert.Client], k.requests.set, k.requests.remove),
-		cluster.WatchRequests(c, signerOf[nodecert.Serving], k.requests.set, k.requests.remove),
-		cluster.Watch(c, k.disks.set, k.disks.remove),
+		clusterview.Watch(c, k.setNode, k.removeNode),
+		clusterview.Watch(c, k.setService, k.removeService),
+		clusterview.WatchConfigMap(c, nodeaccess.ConfigMap, k.setAccess, func(*corev1.ConfigMap) { k.access.set(nil) }),
+		clusterview.WatchRequests(c, signerOf[nodecert.Client], k.requests.set, k.requests.remove),
+		clusterview.WatchRequests(c, signerOf[nodecert.Serving], k.requests.set, k.requests.remove),
+		clusterview.Watch(c, k.disks.set, k.disks.remove),
 	)
 }
 

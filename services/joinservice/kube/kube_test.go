@@ -14,11 +14,11 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -42,7 +42,7 @@ func replica(t *testing.T, with ...func(*Kube)) (*Kube, *Enforcer) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := cluster.Open(api, slog.New(slog.DiscardHandler))
+	c, err := clusterview.Open(api, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

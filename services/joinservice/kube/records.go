@@ -13,9 +13,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/clusterinfo"
-	"github.com/muster-k8s/muster/internal/waiting"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -89,8 +89,8 @@ func (k *Kube) discardRequests(ctx context.Context) {
 		if k.now().Sub(last) < usedAfter {
 			continue
 		}
-		if err := k.cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{cluster.TicketWindow: window}); err != nil && ctx.Err() == nil {
-			k.log.WarnContext(ctx, "used certificate requests are left; trying again", "label", cluster.TicketWindow+"="+window, "err", err)
+		if err := k.cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{clusterview.TicketWindow: window}); err != nil && ctx.Err() == nil {
+			k.log.WarnContext(ctx, "used certificate requests are left; trying again", "label", clusterview.TicketWindow+"="+window, "err", err)
 		}
 	}
 }

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/waiting"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
 )
 
 func entry(t *testing.T, e waiting.Entry) string {

@@ -8,12 +8,12 @@ import (
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 
-	"github.com/muster-k8s/muster/internal/cluster"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 )
 
 // requests is the view of the certificate requests of nodes: what kubelets filed, by node, and what tickets wait for.
-// The objects are without what is asked for, see [cluster.WatchRequests].
+// The objects are without what is asked for, see [clusterview.WatchRequests].
 type requests struct {
 	now func() time.Time
 
@@ -69,7 +69,7 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 		default: // it was told already
 		}
 	}
-	if window := o.Labels[cluster.TicketWindow]; window != "" && isOurs(o.Name, o.Spec.Username) {
+	if window := o.Labels[clusterview.TicketWindow]; window != "" && isOurs(o.Name, o.Spec.Username) {
 		if _, known := r.filed[o.Name]; !known {
 			r.filed[o.Name] = filed{window, r.now()}
 		}

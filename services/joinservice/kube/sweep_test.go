@@ -27,9 +27,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/cluster"
 	"github.com/muster-k8s/muster/internal/membertest"
-	"github.com/muster-k8s/muster/internal/nodeaccess"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -354,7 +354,7 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 	}
 	others := ours.DeepCopy()
 	others.Name, others.Spec.SignerName = "muster-of-somebody-else", "example.com/signer"
-	ours.Labels = map[string]string{cluster.TicketWindow: b.now().UTC().Format(windowFormat)}
+	ours.Labels = map[string]string{clusterview.TicketWindow: b.now().UTC().Format(windowFormat)}
 	if err := b.cluster.Client.Create(t.Context(), ours); err != nil {
 		t.Fatal(err)
 	}

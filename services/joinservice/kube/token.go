@@ -13,8 +13,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/cluster"
-	"github.com/muster-k8s/muster/internal/jointoken"
+	"github.com/muster-k8s/muster/internal/objects/jointoken"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
 // tokenSecret is the length of a token's secret half, in characters.
@@ -96,10 +96,10 @@ type TokenSweeper struct {
 // NewTokenSweeper returns a TokenSweeper. Call it before the informers run.
 func (k *Kube) NewTokenSweeper() (*TokenSweeper, error) {
 	s := &TokenSweeper{kube: k, due: map[string]bool{}, seen: map[string]time.Time{}, nodes: map[string]time.Time{}, kick: make(chan struct{}, 1)}
-	if err := cluster.Watch(k.cluster, s.setNode, s.removeNode); err != nil {
+	if err := clusterview.Watch(k.cluster, s.setNode, s.removeNode); err != nil {
 		return nil, err
 	}
-	return s, cluster.Watch(k.cluster, s.setEnrollment, func(*v1alpha1.AttestedNode) {})
+	return s, clusterview.Watch(k.cluster, s.setEnrollment, func(*v1alpha1.AttestedNode) {})
 }
 
 func (s *TokenSweeper) setNode(n *corev1.Node) {

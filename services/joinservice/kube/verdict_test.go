@@ -14,7 +14,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/policy"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )

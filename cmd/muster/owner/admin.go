@@ -1,0 +1,92 @@
+package owner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Connect gives a client for the cluster of an owner's folder.
+func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
+	kubeconfig, err := d.Read(ownerdir.AdminConf)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, withRemedy(fmt.Errorf("%s holds no cluster yet", d.Path()), "Run muster init to its end first.")
+	}
+	if err != nil {
+		return nil, err
+	}
+	return clusterapi.Connect(kubeconfig)
+}
+
+// Enroll gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
+// the enrollment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
+func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return false, err
+	}
+	if err := kube.Free(ctx, name, spec); err != nil {
+		return false, err
+	}
+	l, err := enrollListing(name, spec)
+	if err != nil {
+		return false, err
+	}
+	if err := l.apply(ctx, d, kube, say); err != nil {
+		return false, err
+	}
+	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
+}
+
+// SignedPolicy signs the policy of an owner's folder as it stands there.
+func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, error) {
+	text, err := d.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, nil, err
+	}
+	p, json, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	return p, attest.SignPolicy(key, json), nil
+}
+
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits until the
+// services say what they make of it.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPolicy, error) {
+	p, signed, err := SignedPolicy(d)
+	if err != nil {
+		return nil, err
+	}
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := higher(d, have, p, string(signed.GetPolicy())); err != nil {
+		return nil, err
+	}
+	if err := mustList(ctx, d, kube, p); err != nil {
+		return nil, err
+	}
+	if err := kube.PutPolicy(ctx, signed); err != nil {
+		return nil, err
+	}
+	return kube.PolicyInForce(ctx)
+}

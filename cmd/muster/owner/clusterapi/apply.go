@@ -1,0 +1,149 @@
+package clusterapi
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
+)
+
+// unknownKind is how long a kind may be unknown: a definition that was just applied takes a
+// moment, a wrong one takes for ever.
+const unknownKind = time.Minute
+
+// ParseManifests splits YAML documents into objects, and lists into their items. A document
+// without kind or name is an error that says where it is.
+func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, error) {
+	var out []*unstructured.Unstructured
+	docs := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text)))
+	for i := 1; ; i++ {
+		doc, err := docs.Read()
+		if errors.Is(err, io.EOF) {
+			return out, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: document %d: %w", name, i, err)
+		}
+		o := &unstructured.Unstructured{}
+		if err := yaml.UnmarshalStrict(doc, &o.Object); err != nil {
+			return nil, fmt.Errorf("%s: document %d: %w", name, i, err)
+		}
+		if len(o.Object) == 0 {
+			continue // comments alone
+		}
+		items := []*unstructured.Unstructured{o}
+		if o.IsList() {
+			items = nil
+			err := o.EachListItem(func(item runtime.Object) error {
+				u, ok := item.(*unstructured.Unstructured)
+				if !ok {
+					return errors.New("an item of the list is no object")
+				}
+				items = append(items, u)
+				return nil
+			})
+			if err != nil {
+				return nil, fmt.Errorf("%s: document %d: %w", name, i, err)
+			}
+		}
+		for _, u := range items {
+			if u.GetKind() == "" || u.GetAPIVersion() == "" || u.GetName() == "" {
+				return nil, fmt.Errorf("%s: document %d: an object needs apiVersion, kind and metadata.name", name, i)
+			}
+			out = append(out, u)
+		}
+	}
+}
+
+// Apply applies objects in their order by server-side apply, so that doing it again changes
+// nothing, and waits until the definitions among them are served.
+func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, say func(string)) error {
+	for _, o := range objects {
+		name := describe(o)
+		say(name)
+		if err := c.apply(ctx, o); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		if o.GetKind() == "CustomResourceDefinition" {
+			if err := c.served(ctx, o.GetName()); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+		}
+	}
+	return nil
+}
+
+func (c *Client) apply(ctx context.Context, o *unstructured.Unstructured) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("gave up after a minute"))
+	defer cancel()
+	return once(ctx, func(ctx context.Context) error {
+		// A fresh copy each time: the answer is written into it.
+		config := client.ApplyConfigurationFromUnstructured(o.DeepCopy())
+		return c.client.Apply(ctx, config, client.FieldOwner(fieldManager), client.ForceOwnership)
+	})
+}
+
+// served waits until a definition's kind can be used.
+func (c *Client) served(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("the API server did not establish it within a minute"))
+	defer cancel()
+	return until(ctx, func(ctx context.Context) (bool, error) {
+		var crd apiextensionsv1.CustomResourceDefinition
+		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &crd); err != nil {
+			return false, err
+		}
+		for _, cond := range crd.Status.Conditions {
+			if cond.Type == apiextensionsv1.Established && cond.Status == apiextensionsv1.ConditionTrue {
+				return true, nil
+			}
+		}
+		return false, nil
+	})
+}
+
+// EnsureNamespace makes the namespace of Muster's services. They mount folders of the host
+// (attester, audit log), which only the level "privileged" lets pods do.
+func (c *Client) EnsureNamespace(ctx context.Context) error {
+	return c.apply(ctx, object("v1", "Namespace", "", Namespace, map[string]any{
+		"metadata": map[string]any{"labels": map[string]any{
+			"app.kubernetes.io/part-of": "muster",
+			podsecurity.Label:           "privileged",
+		}},
+	}))
+}
+
+// object gives an object to apply; body is merged over it.
+func object(apiVersion, kind, namespace, name string, body map[string]any) *unstructured.Unstructured {
+	o := &unstructured.Unstructured{Object: body}
+	if o.Object["metadata"] == nil {
+		o.Object["metadata"] = map[string]any{}
+	}
+	o.SetAPIVersion(apiVersion)
+	o.SetKind(kind)
+	o.SetName(name)
+	if namespace != "" {
+		o.SetNamespace(namespace)
+	}
+	return o
+}
+
+func describe(o client.Object) string {
+	kind := o.GetObjectKind().GroupVersionKind().Kind
+	if ns := o.GetNamespace(); ns != "" {
+		return kind + " " + ns + "/" + o.GetName()
+	}
+	return kind + " " + o.GetName()
+}

@@ -1,0 +1,158 @@
+package clusterapi
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+)
+
+// Attention is one thing that somebody should look at.
+type Attention struct {
+	// About is what it concerns, as in "node node2".
+	About string `json:"about"`
+	// Problem says what is wrong, Remedy what to do.
+	Problem string `json:"problem"`
+	Remedy  string `json:"remedy"`
+}
+
+// RenewRemedy says what to do about the certificates that no machine renews by itself.
+const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. A CA that ends needs kubeadm's manual, in time."
+
+const (
+	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew nothing.
+	verdictOld = 15 * time.Minute
+	// certificateSoon is when a kubelet should have renewed by itself: it does so at 70–90 % of a
+	// certificate's life, so with 2.4 h left of 24.
+	certificateSoon = time.Hour
+	// clockMargin is by how much the clocks of machine and owner may differ.
+	clockMargin = 15 * time.Minute
+	// ownCertificateSoon is for those that a person has to renew.
+	ownCertificateSoon = 30 * 24 * time.Hour
+	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
+	requestSoon = 10 * time.Minute
+)
+
+// attention says what of s needs somebody. Insecure switches don't: their owner chose them.
+func (s *Status) attention(now time.Time) []Attention {
+	out := []Attention{}
+	add := func(about, remedy, problem string, args ...any) {
+		out = append(out, Attention{About: about, Problem: fmt.Sprintf(problem, args...), Remedy: remedy})
+	}
+	s.servicesAttention(add)
+	switch p := s.Policy; {
+	case p == nil:
+		add("policy", "Run muster policy apply.", "there is none, so nobody is admitted")
+	case !p.Accepted && p.Reason != "":
+		add("policy", "Correct it, count its serial up and run muster policy apply.", "generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+	case !p.Accepted:
+		add("policy", "Look at the pods of muster-joinservice: they judge it within seconds.", "generation %d is not yet judged by the services", p.Newest)
+	}
+	if behind := s.Behind(); behind != "" {
+		add("cluster", BehindRemedy, "%s", behind)
+	}
+	for _, n := range s.Nodes {
+		s.nodeAttention(n, now, add)
+	}
+	for _, w := range s.Waiting {
+		who := w.Node
+		if who == "" {
+			who = w.Machine[:min(12, len(w.Machine))]
+		}
+		add("waiting "+who, w.Remedy, "%s refused for %s: %s", w.Machine, now.Sub(w.Since).Round(time.Second), w.Reason)
+	}
+	for _, r := range s.Requests {
+		if age := now.Sub(r.Since); age > requestSoon {
+			add("request "+r.Name, "Look at joinservice's log, and at the attester's on that node: without a recent verdict nothing is renewed. "+journal("NODE", "muster-attester"),
+				"%s waits for %s for a certificate of %s", r.By, age.Round(time.Second), strings.TrimPrefix(r.Signer, "kubernetes.io/"))
+		}
+	}
+	for _, c := range s.Certificates {
+		if left := c.Expires.Sub(now); left < ownCertificateSoon {
+			add("certificate "+c.Name, RenewRemedy, "%s", ends(left))
+		}
+	}
+	return out
+}
+
+func (s *Status) servicesAttention(add func(about, remedy, problem string, args ...any)) {
+	for _, name := range Services {
+		if text := s.Services[name]; text != "" {
+			add(name, fmt.Sprintf("kubectl -n %s get pods, and the log of the one that is not ready; its /readyz says what is missing.", Namespace), "%s", text)
+		}
+	}
+	switch c := s.Chart; {
+	case c == nil:
+		add("chart", "Run muster init to its end.", "Muster's release is not installed")
+	case c.Status != "deployed":
+		add("chart", "Run muster init again, or helm history muster -n "+Namespace+" to see what became of it.", "revision %d is %s", c.Revision, c.Status)
+	}
+}
+
+// journal says how to read a unit's log on a machine that nobody logs in to.
+func journal(node, unit string) string {
+	return "Its log: kubectl -n kube-system debug node/" + node + " -it -q --profile=sysadmin --image=IMAGE@sha256:DIGEST -- chroot /host journalctl -u " + unit + " (which IMAGE: docs/operate.md#8-logs-and-records)."
+}
+
+// whatKeeps says where to look for what keeps the Node or the pods of a machine that is shut out.
+func whatKeeps(node string) string {
+	return "kubectl -n default get events --field-selector involvedObject.kind=AttestedNode,involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
+}
+
+func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
+	about := "node " + n.Name
+	if n.Cloned != "" && !n.Deleting && !n.Banned { // J11; to a ban there is nothing to add
+		add(about, "Find out which machine is genuine. If the refused one is the copy, switch it off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on. If the genuine one was refused, or you don't know: ban the node and set up a new machine (docs/reason-codes.md#machine_cloned).", "MACHINE_CLONED: %s", n.Cloned)
+	}
+	switch {
+	case !n.Enrolled:
+		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")
+		return
+	case n.Deleting:
+		add(about, "joinservice ends it within seconds. If it stays, "+whatKeeps(n.Name)+" Where no joinservice runs, muster forget "+n.Name+" ends it.", "its enrollment is being deleted")
+		return
+	case n.Banned && n.Joined:
+		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, and its Node object is still there")
+		return
+	case !n.Joined:
+		return // enrolled beforehand, or on its way
+	}
+	if !n.Ready {
+		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
+	}
+	switch {
+	case n.JudgedAt == nil:
+		add(about, journal(n.Name, "muster-attester"), "it was never judged")
+	case n.Accepted != nil && !*n.Accepted:
+		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
+	case now.Sub(*n.JudgedAt) > verdictOld:
+		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
+	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.JudgedAt) > verdictOld/2:
+		add(about, journal(n.Name, "muster-attester"), "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+	}
+	for _, c := range n.ControlPlane {
+		if left := c.Expires.Sub(now); left < 0 || left < c.Expires.Sub(*c.Renews)/2 {
+			add(about, "Until all control planes are healthy, none renews. "+journal(n.Name, "muster-renewal"), "its certificate %s %s and was not renewed", c.Name, ends(left))
+		}
+	}
+	for _, c := range []struct {
+		name string
+		end  *time.Time
+	}{{"client", n.ClientExpires}, {"serving", n.ServingExpires}} {
+		if c.end != nil && c.end.Sub(now) < certificateSoon {
+			add(about, "See which of its requests wait (kubectl get csr), and joinservice's log.", "its kubelet's %s certificate %s", c.name, ends(c.end.Sub(now)))
+		}
+	}
+	if n.ClientExpires != nil && n.ClientExpires.Sub(now) > nodeaccess.CertificateLife+clockMargin { // J7
+		add(about, "Set cluster-signing-duration of kube-controller-manager to 24h, then reboot the machine: it replaces the certificate before its kubelet starts. Until then a ban does not end what the node may read.",
+			"its machine says that the kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), nodeaccess.CertificateLife)
+	}
+}
+
+func ends(left time.Duration) string {
+	if left < 0 {
+		return "ended " + (-left).Round(time.Minute).String() + " ago"
+	}
+	return "ends in " + left.Round(time.Minute).String()
+}

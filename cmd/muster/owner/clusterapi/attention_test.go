@@ -1,0 +1,134 @@
+package clusterapi
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+)
+
+var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+
+func before(d time.Duration) *time.Time { return new(now.Add(-d)) }
+
+// sound is a cluster that needs nobody.
+func sound() *Status {
+	return &Status{
+		Services: map[string]string{"muster-joinservice": "", "muster-kms": ""}, Chart: &ChartStatus{Revision: 1, Status: "deployed"},
+		Policy: &PolicyStatus{Accepted: true, Serial: 3, Generation: 5, Newest: 5, Insecure: []string{"allowPlainState"}},
+		Nodes: []NodeStatus{
+			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", JudgedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour),
+				ControlPlane: reported(`[{"name":"apiserver","notBefore":"2026-06-01T00:00:00Z","notAfter":"2027-06-01T00:00:00Z"}]`)},
+			{Name: "cp2", Enrolled: true}, // enrolled beforehand
+		},
+		Certificates: []Certificate{{Name: "cluster CA", Expires: now.AddDate(9, 0, 0)}, {Name: "admin.conf", Expires: now.AddDate(1, 0, 0)}},
+		Requests:     []Request{{Name: "csr-1", Since: now.Add(-time.Minute)}},
+	}
+}
+
+func TestWhatNeedsAttentionIsSaid(t *testing.T) {
+	if got := sound().attention(now); len(got) != 0 {
+		t.Fatalf("a sound cluster: %+v", got)
+	}
+	for name, tt := range map[string]struct {
+		harm        func(*Status)
+		about, says string
+	}{
+		"a service":                     {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
+		"no chart":                      {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
+		"a failed chart":                {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
+		"no policy":                     {func(s *Status) { s.Policy = nil }, "policy", "nobody"},
+		"a refused policy":              {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
+		"a policy nobody has judged":    {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet judged"},
+		"a Node that Muster let not in": {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
+		"a banned Node":                 {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
+		"a node that is not ready":      {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a node without a verdict":      {func(s *Status) { s.Nodes[0].JudgedAt = nil }, "node node1", "never judged"},
+		"a bad verdict":                 {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
+		"an old verdict":                {func(s *Status) { s.Nodes[0].JudgedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
+		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].JudgedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"one that lasts for a year":     {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
+		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
+		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
+		"a control plane's certificate that ended": {func(s *Status) {
+			s.Nodes[0].ControlPlane[0].Expires = now.Add(-time.Hour)
+		}, "node node1", "certificate apiserver ended 1h"},
+		"a control plane's certificate that was not renewed": {func(s *Status) {
+			s.Nodes[0].ControlPlane = reported(`[{"name":"etcd-peer","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-01T00:00:00Z"}]`)
+		}, "node node1", "certificate etcd-peer ends in"},
+		"admin.conf": {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
+		"the CA":     {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
+		"a request":  {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
+		"a machine that waits": {func(s *Status) {
+			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}
+		}, "waiting abababababab", "POLICY_REFUSED"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := sound()
+			tt.harm(s)
+			got := s.attention(now)
+			if len(got) != 1 || got[0].About != tt.about || !strings.Contains(got[0].Problem, tt.says) || got[0].Remedy == "" {
+				t.Errorf("%+v, want one about %q that says %q", got, tt.about, tt.says)
+			}
+		})
+	}
+}
+
+// A node's root may write into its Node what it likes.
+func TestReportedCertificatesAreReadStrictly(t *testing.T) {
+	if got := reported(`[{"name":"admin.conf","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-31T00:00:00Z"}]`); len(got) != 1 || got[0].Name != "admin.conf" || got[0].Renews.Month() != time.August {
+		t.Errorf("%+v", got)
+	}
+	for _, text := range []string{"", "x", "{}", `[{"name":"a\u001b[2Jb"}]`, `[{"name":"` + strings.Repeat("a", 50) + `"}]`, `[{"name":""}]`, "[" + strings.Repeat(`{"name":"a"},`, maxReported) + `{"name":"a"}]`} {
+		if got := reported(text); len(got) > 0 {
+			t.Errorf("%q became %+v", text, got)
+		}
+	}
+}
+
+func TestExpiryNeedsACertificate(t *testing.T) {
+	for _, text := range []string{"", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"} {
+		if _, err := Expiry([]byte(text)); err == nil {
+			t.Errorf("%q has an end", text)
+		}
+	}
+}
+
+// Root on any node writes its Node's status, and the owner reads it in a terminal.
+func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
+	n := &corev1.Node{}
+	n.Status.NodeInfo.KubeletVersion = "v1.36.1 yes\x1b]0;x\x07\n\u202e" + strings.Repeat("x", 1<<20)
+	var s NodeStatus
+	s.see(n)
+	if want := "v1.36.1yes0x" + strings.Repeat("x", maxVersion-12); s.Kubelet != want {
+		t.Errorf("%.100q, want %q", s.Kubelet, want)
+	}
+}
+
+// A driver may write why a pod of Muster's waits.
+func TestWhatAPodWaitsForIsNoCommandToATerminal(t *testing.T) {
+	p := &corev1.Pod{}
+	p.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "\x1b[2Jfine\nATTENTION run this", Message: strings.Repeat("é", 1<<20)}}}}
+	got := podWaits(p)
+	if want := "?[2Jfine?ATTENTION run this " + strings.Repeat("?", maxWhy-28); got != want {
+		t.Errorf("%.100q, want %q", got, want)
+	}
+}
+
+// A worker has no certificates of a control plane, whatever its Node says.
+func TestAWorkersNodeShowsNoCertificatesOfAControlPlane(t *testing.T) {
+	const list = `[{"name":"apiserver","notAfter":"2020-01-01T00:00:00Z"}]`
+	worker := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1", Annotations: map[string]string{clusterinfo.CertificatesAnnotation: list}}}
+	control := worker.DeepCopy()
+	control.Name, control.Labels = "c1", map[string]string{clusterinfo.ControlPlaneLabel: ""}
+	if got := certificatesOf(worker); len(got) > 0 {
+		t.Errorf("%+v", got)
+	}
+	if got := certificatesOf(control); len(got) != 1 {
+		t.Errorf("%+v", got)
+	}
+}

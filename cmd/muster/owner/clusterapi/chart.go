@@ -1,0 +1,257 @@
+package clusterapi
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"sync"
+	"time"
+
+	"helm.sh/helm/v4/pkg/action"
+	chartcommon "helm.sh/helm/v4/pkg/chart/common"
+	"helm.sh/helm/v4/pkg/chart/common/util"
+	"helm.sh/helm/v4/pkg/kube"
+	"helm.sh/helm/v4/pkg/release/common"
+	releasev1 "helm.sh/helm/v4/pkg/release/v1"
+	"helm.sh/helm/v4/pkg/storage/driver"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/discovery/cached/memory"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/restmapper"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/muster-k8s/muster/deploy/charts"
+)
+
+// chartTimeout bounds an install; readiness is waited for by [Client.ServicesReady].
+const chartTimeout = 5 * time.Minute
+
+// maxHistory is how many revisions helm keeps.
+const maxHistory = 10
+
+// Values are what the chart is installed with. None is secret (K3).
+type Values struct {
+	// OwnerPublicKey is the Ed25519 public key in base64.
+	OwnerPublicKey string
+	// JoinserviceImage and KMSImage are by digest.
+	JoinserviceImage, KMSImage string
+	// More is merged under the above; may be nil.
+	More map[string]any
+}
+
+// With gives v with one more of the chart's values, section.name.
+func (v Values) With(section, name string, value any) Values {
+	more := maps.Clone(v.More)
+	if more == nil {
+		more = map[string]any{}
+	}
+	have, _ := more[section].(map[string]any)
+	set := maps.Clone(have)
+	if set == nil {
+		set = map[string]any{}
+	}
+	set[name] = value
+	more[section] = set
+	v.More = more
+	return v
+}
+
+func (v Values) tree() map[string]any {
+	out := map[string]any{}
+	for k, more := range v.More {
+		out[k] = more
+	}
+	section := func(name string, set map[string]any) {
+		merged := map[string]any{}
+		if have, ok := out[name].(map[string]any); ok {
+			for k, x := range have {
+				merged[k] = x
+			}
+		}
+		for k, x := range set {
+			merged[k] = x
+		}
+		out[name] = merged
+	}
+	section("owner", map[string]any{"publicKey": v.OwnerPublicKey})
+	section("joinservice", map[string]any{"image": v.JoinserviceImage})
+	section("kms", map[string]any{"image": v.KMSImage})
+	return out
+}
+
+// InstallChart installs the chart as release "muster", or brings the release that is there
+// to it. An install that was killed in the middle is taken up. While the API server is away for
+// a moment, as it is when a small machine has just been made a cluster, it is tried again.
+func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (r *releasev1.Release, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, chartTimeout, fmt.Errorf("the chart was not applied within %s: %w", chartTimeout, context.DeadlineExceeded))
+	defer cancel()
+	err = once(ctx, func(ctx context.Context) (err error) { r, err = c.installChart(ctx, v, log); return err })
+	return r, err
+}
+
+func (c *Client) installChart(ctx context.Context, v Values, log *slog.Logger) (*releasev1.Release, error) {
+	chart, err := charts.Muster()
+	if err != nil {
+		return nil, err
+	}
+	cfg, err := c.helm(log)
+	if err != nil {
+		return nil, err
+	}
+	last, err := lastRelease(cfg)
+	if err != nil {
+		return nil, err
+	}
+	var out any
+	if last == nil {
+		install := action.NewInstall(cfg)
+		install.ReleaseName, install.Namespace = release, Namespace
+		install.ServerSideApply, install.ForceConflicts = true, true
+		install.WaitStrategy, install.Timeout = kube.HookOnlyStrategy, chartTimeout
+		out, err = install.RunWithContext(ctx, chart, v.tree())
+	} else {
+		if err := freeRelease(cfg, last); err != nil {
+			return nil, err
+		}
+		upgrade := action.NewUpgrade(cfg)
+		upgrade.Namespace = Namespace
+		upgrade.ServerSideApply, upgrade.ForceConflicts = "true", true
+		upgrade.WaitStrategy, upgrade.Timeout = kube.HookOnlyStrategy, chartTimeout
+		upgrade.MaxHistory = maxHistory
+		out, err = upgrade.RunWithContext(ctx, release, chart, v.tree())
+	}
+	if err != nil {
+		return nil, fmt.Errorf("helm: %w", err)
+	}
+	r, ok := out.(*releasev1.Release)
+	if !ok {
+		return nil, fmt.Errorf("helm gave a %T", out)
+	}
+	return r, nil
+}
+
+func lastRelease(cfg *action.Configuration) (*releasev1.Release, error) {
+	found, err := cfg.Releases.Last(release)
+	if errors.Is(err, driver.ErrReleaseNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("helm: %w", err)
+	}
+	r, ok := found.(*releasev1.Release)
+	if !ok {
+		return nil, fmt.Errorf("helm gave a %T", found)
+	}
+	return r, nil
+}
+
+// freeRelease takes a release out of a pending state. Only a program that was killed leaves it
+// there: the owner's folder is locked, so no other muster is at work.
+func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
+	if !r.Info.Status.IsPending() {
+		return nil
+	}
+	r.Info.Status = common.StatusFailed
+	r.Info.Description = "interrupted; taken up by muster"
+	if err := cfg.Releases.Update(r); err != nil {
+		return fmt.Errorf("helm: take up revision %d: %w", r.Version, err)
+	}
+	return nil
+}
+
+// Release gives the newest revision of the release; nil if there is none.
+func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
+	cfg, err := c.helm(log)
+	if err != nil {
+		return nil, err
+	}
+	return lastRelease(cfg)
+}
+
+// asHelm gives what we apply through helm to helm's own field manager. By default it is the program's
+// name, and plain helm would then find every field in somebody else's hands.
+var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })
+
+// helm gives helm's configuration as plain helm has it: the history is in Secrets of the namespace.
+func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
+	asHelm()
+	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))
+	if err := cfg.Init(&getter{c: c}, Namespace, "secret"); err != nil {
+		return nil, fmt.Errorf("helm: %w", err)
+	}
+	return cfg, nil
+}
+
+// getter gives helm its clients from a kubeconfig in memory. What the API server serves is asked for
+// once: helm wants it anew for every object.
+type getter struct {
+	c *Client
+
+	mu   sync.Mutex
+	seen discovery.CachedDiscoveryInterface
+}
+
+func (g *getter) ToRESTConfig() (*rest.Config, error) { return rest.CopyConfig(g.c.rest), nil }
+
+func (g *getter) ToDiscoveryClient() (discovery.CachedDiscoveryInterface, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.seen == nil {
+		d, err := discovery.NewDiscoveryClientForConfig(g.c.rest)
+		if err != nil {
+			return nil, err
+		}
+		g.seen = memory.NewMemCacheClient(d)
+	}
+	return g.seen, nil
+}
+
+func (g *getter) ToRESTMapper() (meta.RESTMapper, error) {
+	d, err := g.ToDiscoveryClient()
+	if err != nil {
+		return nil, err
+	}
+	return restmapper.NewDeferredDiscoveryRESTMapper(d), nil
+}
+
+func (g *getter) ToRawKubeConfigLoader() clientcmd.ClientConfig {
+	cfg, err := clientcmd.NewClientConfigFromBytes(g.c.kubeconfig)
+	if err != nil {
+		return clientcmd.NewDefaultClientConfig(*clientcmdapi.NewConfig(), nil) // Connect has read the same bytes
+	}
+	return cfg
+}
+
+// defaultJoinPort is the chart's joinservice.nodePort.
+const defaultJoinPort = 30090
+
+// JoinPort is the port of every control plane under which machines reach the joinservice.
+func (v Values) JoinPort() int {
+	section, _ := v.More["joinservice"].(map[string]any)
+	switch port := section["nodePort"].(type) {
+	case int:
+		return port
+	case int64:
+		return int(port)
+	case float64:
+		return int(port)
+	}
+	return defaultJoinPort
+}
+
+// CheckValues says what the chart's schema has against v, before anything is done. The owner's key
+// is not looked at: it is added later.
+func CheckValues(v Values) error {
+	chart, err := charts.Muster()
+	if err != nil {
+		return err
+	}
+	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(make([]byte, 32))
+	_, err = util.ToRenderValues(chart, v.tree(), chartcommon.ReleaseOptions{Name: release, Namespace: Namespace}, nil)
+	return err
+}

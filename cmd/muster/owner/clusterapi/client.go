@@ -1,0 +1,192 @@
+// Package cluster is what an owner does in a running cluster: apply what it needs, enroll
+// machines, put a policy in force, and see how it stands.
+//
+// Everything here may be done again: a step that was done finds its work and leaves it.
+package clusterapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+)
+
+// Namespace is where Muster's services are.
+const Namespace = "muster-system"
+
+// Names of ConfigMap and release.
+const (
+	release      = "muster"
+	fieldManager = "muster"
+)
+
+// requestTimeout bounds each request: an API server that accepts and never answers is one
+// that is down.
+const requestTimeout = 30 * time.Second
+
+// Client is an administrator's client.
+type Client struct {
+	kubeconfig []byte
+	rest       *rest.Config
+	client     client.Client
+}
+
+// Connect makes a client from a kubeconfig. It does not talk to the cluster yet.
+func Connect(kubeconfig []byte) (*Client, error) {
+	cfg, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("kubeconfig: %w", err)
+	}
+	cfg.Timeout = requestTimeout
+	cfg.QPS, cfg.Burst = 50, 100
+	cfg.UserAgent = "muster"
+	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests are not for this report
+	return newClient(cfg, kubeconfig)
+}
+
+func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{
+		v1alpha1.AddToScheme, corev1.AddToScheme, appsv1.AddToScheme, certificatesv1.AddToScheme, apiextensionsv1.AddToScheme,
+	} {
+		if err := add(scheme); err != nil {
+			return nil, err
+		}
+	}
+	// The mapper asks the cluster when it is first needed, and again for a kind that it does not know.
+	c, err := client.New(cfg, client.Options{Scheme: scheme})
+	if err != nil {
+		return nil, fmt.Errorf("kubernetes client: %w", err)
+	}
+	return &Client{kubeconfig: kubeconfig, rest: cfg, client: c}, nil
+}
+
+// Server is the API server's address as the kubeconfig names it.
+func (c *Client) Server() string { return c.rest.Host }
+
+// pollEvery is the pause between looks at something that will change soon.
+const pollEvery = 100 * time.Millisecond
+
+// until calls try until it is done, fails for good, or ctx ends. Errors that pass are tried
+// again; the last one is in the error when time is up.
+func until(ctx context.Context, try func(context.Context) (done bool, err error)) error {
+	t := time.NewTicker(pollEvery)
+	defer t.Stop()
+	var last error
+	for {
+		done, err := try(ctx)
+		switch {
+		case err == nil && done:
+			return nil
+		case err != nil && ctx.Err() != nil: // says no more than that time is up
+		case err != nil && !passes(err):
+			return err
+		case err != nil:
+			last = err
+		}
+		select {
+		case <-ctx.Done():
+			if last != nil {
+				return fmt.Errorf("%w; the last problem was: %w", context.Cause(ctx), last)
+			}
+			return context.Cause(ctx)
+		case <-t.C:
+		}
+	}
+}
+
+// once is until for something that is done when it succeeds.
+func once(ctx context.Context, try func(context.Context) error) error {
+	return until(ctx, func(ctx context.Context) (bool, error) { err := try(ctx); return err == nil, err })
+}
+
+// passes says whether an error may be gone a moment later: an API server that restarts, an
+// etcd that elects, a kind whose definition is not yet served.
+func passes(err error) bool {
+	if meta.IsNoMatchError(err) || errors.Is(err, errPending) {
+		return true
+	}
+	if apierrors.IsServerTimeout(err) || apierrors.IsTimeout(err) || apierrors.IsTooManyRequests(err) ||
+		apierrors.IsServiceUnavailable(err) || apierrors.IsInternalError(err) || apierrors.IsConflict(err) {
+		return true
+	}
+	if utilnet.IsConnectionRefused(err) || utilnet.IsConnectionReset(err) || utilnet.IsProbableEOF(err) || utilnet.IsTimeout(err) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return true
+	}
+	if _, ok := errors.AsType[*net.OpError](err); ok {
+		return true
+	}
+	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps the text of an error alone.
+	return strings.Contains(err.Error(), "failed to download openapi")
+}
+
+// errPending is for something that another program has yet to do.
+var errPending = errors.New("not there yet")
+
+// Reachable waits until the API server says that it is ready.
+func (c *Client) Reachable(ctx context.Context) error {
+	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
+	if err != nil {
+		return err
+	}
+	return once(ctx, func(ctx context.Context) error {
+		return d.RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+	})
+}
+
+// Absent says that an object, or its kind, is not in the cluster.
+func Absent(err error) bool {
+	return err != nil && (apierrors.IsNotFound(err) || meta.IsNoMatchError(err))
+}
+
+// Reader reads any object, past all caches.
+func (c *Client) Reader() client.Reader { return c.client }
+
+// Ready asks the API server once whether it is, and gives what its clock shows, to the second.
+func (c *Client) Ready(ctx context.Context) (time.Time, error) {
+	hc, err := rest.HTTPClientFor(c.rest)
+	if err != nil {
+		return time.Time{}, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(c.rest.Host, "/")+"/readyz", http.NoBody)
+	if err != nil {
+		return time.Time{}, err
+	}
+	resp, err := hc.Do(req)
+	if err != nil {
+		return time.Time{}, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode != http.StatusOK {
+		return time.Time{}, fmt.Errorf("/readyz answers %s", resp.Status)
+	}
+	return http.ParseTime(resp.Header.Get("Date"))
+}
+
+// PodMetrics reads a pod's metrics through the API server, as text (Prometheus exposition format).
+func (c *Client) PodMetrics(ctx context.Context, pod string) ([]byte, error) {
+	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
+	if err != nil {
+		return nil, err
+	}
+	return d.RESTClient().Get().AbsPath("/api/v1/namespaces/" + Namespace + "/pods/" + pod + ":9464/proxy/metrics").Do(ctx).Raw()
+}

@@ -1,0 +1,140 @@
+package clusterapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// diskOf gives whose a disk is; nil: nobody's, or the cluster does not say so, since its version is older.
+func (c *Client) diskOf(ctx context.Context, disk string) (*v1alpha1.AttestedDisk, error) {
+	var d v1alpha1.AttestedDisk
+	if err := c.client.Get(ctx, types.NamespacedName{Name: disk}, &d); Absent(err) {
+		return nil, nil //nolint:nilnil // none is no error
+	} else if err != nil {
+		return nil, err
+	}
+	return &d, nil
+}
+
+// claimDisk makes the disk a machine's, also if it was one of those in from until now; if it is any other one's it
+// refuses with DISK_MISMATCH, and with DISK_ERASED if it was erased. A disk that has no salt yet gets this one, or, if it is zero, a new
+// one; a disk with another one than this is an error. Without a disk it does nothing.
+func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.DiskSalt, from ...string) error {
+	if disk == "" {
+		return nil
+	}
+	err := once(ctx, func(ctx context.Context) error {
+		have, err := c.diskOf(ctx, disk)
+		switch {
+		case err != nil:
+			return err
+		case have == nil:
+			fresh := salt
+			if fresh == (keys.DiskSalt{}) {
+				fresh = keys.NewDiskSalt()
+			}
+			d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}, Spec: v1alpha1.AttestedDiskSpec{
+				MachineID: machine, Salt: fresh.String(), RootVersion: int32(keys.FirstVersion),
+			}}
+			err := c.client.Create(ctx, d)
+			if apierrors.IsAlreadyExists(err) {
+				return errors.Join(errPending, err) // somebody was faster: look at it
+			}
+			if Absent(err) {
+				return nil
+			}
+			return err
+		}
+		if err := mayTake(have, machine, from...); err != nil {
+			return err
+		}
+		switch {
+		case salt != (keys.DiskSalt{}) && have.Spec.Salt != salt.String():
+			return errors.New("it has another salt than the one that the machine's disk has its key from; erase the disk, or put the salt of cluster.json there")
+		case have.Spec.MachineID == machine:
+			return nil
+		}
+		have.Spec.MachineID = machine
+		return c.client.Update(ctx, have) // by compare-and-swap
+	})
+	if err != nil {
+		return fmt.Errorf("AttestedDisk %s: %w", disk, err)
+	}
+	return nil
+}
+
+// mayTake refuses what is neither the machine's nor one of those it may come from.
+func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
+	if d == nil {
+		return nil
+	}
+	if d.Spec.Erased { // K4
+		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: nobody gets its key any more", d.Name)
+	}
+	for _, m := range append(from, machine) {
+		if d.Spec.MachineID == m {
+			return nil
+		}
+	}
+	return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, which may still read what is on it; `muster forget --erase --disk %s` ends its key for good", d.Name, d.Spec.MachineID, d.Name)
+}
+
+// Disk returns whose a disk is and its salt; nil: the cluster does not know the disk.
+func (c *Client) Disk(ctx context.Context, disk string) (d *v1alpha1.AttestedDisk, err error) {
+	err = once(ctx, func(ctx context.Context) error {
+		d, err = c.diskOf(ctx, disk)
+		return err
+	})
+	return d, err
+}
+
+// HolderOf returns the node that a disk is enrolled to and that is not shut out; empty: none.
+func (c *Client) HolderOf(ctx context.Context, disk string) (node string, err error) {
+	err = once(ctx, func(ctx context.Context) error {
+		var all v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &all); err != nil {
+			return err
+		}
+		for _, n := range all.Items {
+			if n.Spec.DiskID == disk && !n.ShutOut() {
+				node = n.Name
+			}
+		}
+		return nil
+	})
+	return node, err
+}
+
+// EraseDisk deletes a disk's salt for good, so that its key can't be derived any more (K4). What is left of the AttestedDisk keeps the disk from
+// being enrolled again. It refuses to erase the disk of a node that is not shut out, and does nothing to a disk that was erased before.
+func (c *Client) EraseDisk(ctx context.Context, disk string) error {
+	node, err := c.HolderOf(ctx, disk)
+	if err != nil {
+		return err
+	}
+	if node != "" { // K4: what runs is not cut off from its own disk
+		return fmt.Errorf("disk %s is enrolled to %s, which is neither banned nor forgotten", disk, node)
+	}
+	err = once(ctx, func(ctx context.Context) error {
+		have, err := c.diskOf(ctx, disk)
+		if err != nil || have == nil || have.Spec.Erased {
+			return err
+		}
+		have.Spec.Salt, have.Spec.Erased = "", true
+		return c.client.Update(ctx, have) // by compare-and-swap
+	})
+	if err != nil {
+		return fmt.Errorf("AttestedDisk %s: %w", disk, err)
+	}
+	return nil
+}

@@ -1,0 +1,249 @@
+package clusterapi
+
+import (
+	"context"
+	"encoding/base64"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Enroll gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
+// without one gets a new one. An enrollment that is there and says the same is left; one that says otherwise is an error and stays as it is.
+func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
+	err = once(ctx, func(ctx context.Context) error {
+		if spec.DiskID != "" { // before anything is written
+			d, err := c.diskOf(ctx, spec.DiskID)
+			if err == nil {
+				err = mayTake(d, spec.MachineID)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: spec}
+		err := c.client.Create(ctx, n)
+		if err == nil {
+			created = true
+			return nil
+		}
+		if !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+		var have v1alpha1.AttestedNode
+		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &have); err != nil {
+			return err
+		}
+		if have.Leaving() {
+			return leaving(name)
+		}
+		return same(name, have.Spec, spec)
+	})
+	if err != nil {
+		return created, err
+	}
+	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID, salt)
+}
+
+// leaving refuses what is to be done with an enrollment that somebody has deleted.
+func leaving(name string) error {
+	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
+}
+
+// same says whether an enrollment says what is wanted; what is wanted of disk and addresses
+// may be left open.
+func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
+	switch {
+	case have.MachineID != want.MachineID:
+		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%s is enrolled to machine %s", name, have.MachineID)
+	case have.Role != want.Role:
+		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "%s is enrolled as a %s", name, have.Role)
+	case want.DiskID != "" && have.DiskID != want.DiskID:
+		return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "%s is enrolled with disk %s", name, have.DiskID)
+	case len(want.Addresses) > 0 && !slices.Equal(slices.Sorted(slices.Values(have.Addresses)), slices.Sorted(slices.Values(want.Addresses))):
+		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "%s is enrolled with the addresses %v", name, have.Addresses)
+	}
+	return nil
+}
+
+// Free says whether name, machine and disk of an enrollment are not enrolled as something else, before anything is written
+// for it: a clash found later would refuse the machine when it is already in the rack.
+func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
+	return once(ctx, func(ctx context.Context) error {
+		if spec.DiskID != "" {
+			d, err := c.diskOf(ctx, spec.DiskID)
+			if err == nil {
+				err = mayTake(d, spec.MachineID)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		var all v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &all); err != nil {
+			return err
+		}
+		for _, n := range all.Items {
+			if n.Spec.MachineID == spec.MachineID && n.Name != name {
+				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already", n.Name)
+			}
+			if n.Name == name {
+				if n.Leaving() {
+					return leaving(name)
+				}
+				if err := same(name, n.Spec, spec); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// Present gives the names of all Nodes there are now, sorted.
+func (c *Client) Present(ctx context.Context) ([]string, error) {
+	names := []string{}
+	err := once(ctx, func(ctx context.Context) error {
+		var nodes corev1.NodeList
+		if err := c.client.List(ctx, &nodes); err != nil {
+			return err
+		}
+		names = names[:0]
+		for _, n := range nodes.Items {
+			names = append(names, n.Name)
+		}
+		return nil
+	})
+	slices.Sort(names)
+	return names, err
+}
+
+// Unattested returns the nodes that may go on writing although nobody attested their machines: those that are listed as such
+// and those of before that still are Nodes, unless their name was enrolled or forgotten since.
+func (c *Client) Unattested(ctx context.Context, before []string) ([]string, error) {
+	present, err := c.Present(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	err = once(ctx, func(ctx context.Context) error {
+		out = nil
+		list, err := c.access(ctx)
+		if err != nil {
+			return err
+		}
+		var attested v1alpha1.AttestedNodeList
+		if err := c.client.List(ctx, &attested); err != nil {
+			return err
+		}
+		for _, name := range list.Nodes() {
+			if list.Entry(name).Unattested {
+				out = append(out, name)
+			}
+		}
+		for _, name := range before {
+			e := list.Entry(name)
+			known := slices.ContainsFunc(attested.Items, func(n v1alpha1.AttestedNode) bool { return n.Name == name })
+			if slices.Contains(present, name) && !e.Unattested && e.Revoked == nil && !known { // J4
+				out = append(out, name)
+			}
+		}
+		return nil
+	})
+	slices.Sort(out)
+	return out, err
+}
+
+// Verdict is what the owner saw of a machine.
+type Verdict struct {
+	Time           time.Time
+	PolicySerial   uint64
+	EvidenceDigest string
+	PCRs           map[string]string
+	AKName         string
+	ResetCount     uint32
+}
+
+// RecordVerdict writes what the owner saw of the first machine, unless something newer is
+// there.
+func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) error {
+	return once(ctx, func(ctx context.Context) error {
+		var n v1alpha1.AttestedNode
+		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &n); err != nil {
+			return err
+		}
+		if last := n.Status.LastVerdict; last != nil && !last.Time.Time.Before(v.Time) {
+			return nil
+		}
+		count := int64(v.ResetCount)
+		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Time: metav1.NewTime(v.Time)}
+		n.Status.PolicyGeneration = 0 // the cluster's services have not judged it yet: to renew, it attests to them
+		n.Status.PolicySerial = serial(v.PolicySerial)
+		n.Status.EvidenceDigest = v.EvidenceDigest
+		n.Status.PCRs = v.PCRs
+		n.Status.AKName = v.AKName
+		n.Status.ResetCount = &count
+		enrollment.SetConditions(&n, false)
+		return c.client.Status().Update(ctx, &n)
+	})
+}
+
+// serial fits a policy's serial into the API's integer.
+func serial(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
+
+// PutPolicy makes the signed policy the cluster's, byte for byte as it was signed.
+func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) error {
+	return c.apply(ctx, object(v1alpha1.GroupVersion.String(), "AttestationPolicy", "", v1alpha1.PolicyName, map[string]any{
+		"spec": map[string]any{
+			"policy":    string(signed.GetPolicy()),
+			"signature": base64.StdEncoding.EncodeToString(signed.GetSignature()),
+		},
+	}))
+}
+
+// Policy gives the cluster's policy object.
+func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
+	var p v1alpha1.AttestationPolicy
+	err := once(ctx, func(ctx context.Context) error {
+		return c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &p, nil
+}
+
+// PolicyInForce waits until the services have judged the newest version of the policy. A
+// refused one is an error with their reason; the one before stays in force.
+func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
+	var p v1alpha1.AttestationPolicy
+	err := until(ctx, func(ctx context.Context) (bool, error) {
+		if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p); err != nil {
+			return false, err
+		}
+		if p.Status.ObservedGeneration < p.Generation {
+			return false, nil
+		}
+		if !p.Status.Accepted {
+			reason := attestv1.Reason(attestv1.Reason_value["REASON_"+p.Status.Reason])
+			return false, attest.Refuse(reason, "the cluster refuses the policy: %s; the one of serial %d stays in force", p.Status.Message, p.Status.Serial)
+		}
+		return true, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("policy: %w", err)
+	}
+	return &p, nil
+}

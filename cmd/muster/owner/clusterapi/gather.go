@@ -1,0 +1,179 @@
+package clusterapi
+
+import (
+	"cmp"
+	"context"
+	"crypto/x509"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"regexp"
+	"slices"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/rpc"
+)
+
+func timeOf(t *metav1.Time) *time.Time {
+	if t == nil {
+		return nil
+	}
+	return &t.Time
+}
+
+// pods looks at each pod of Muster's services.
+func (c *Client) pods(ctx context.Context, s *Status, _ time.Time) error {
+	for _, name := range Services {
+		var pods corev1.PodList
+		if err := c.client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{"app.kubernetes.io/name": name}); err != nil {
+			return err
+		}
+		for i := range pods.Items {
+			p := &pods.Items[i]
+			out := PodStatus{Name: p.Name, Node: p.Spec.NodeName, Problem: podWaits(p)}
+			for _, cond := range p.Status.Conditions {
+				out.Ready = out.Ready || cond.Type == corev1.PodReady && cond.Status == corev1.ConditionTrue
+			}
+			for _, cs := range p.Status.ContainerStatuses {
+				out.Restarts += cs.RestartCount
+			}
+			s.Pods = append(s.Pods, out)
+		}
+	}
+	slices.SortFunc(s.Pods, func(a, b PodStatus) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.Name, b.Name)) })
+	return nil
+}
+
+// whoWaits reads joinservice's list.
+func (c *Client) whoWaits(ctx context.Context, s *Status, now time.Time) error {
+	var m corev1.ConfigMap
+	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: waiting.ConfigMap}, &m); err != nil {
+		if Absent(err) {
+			return nil // an older chart; doctor says so
+		}
+		return err
+	}
+	entries, _ := waiting.Parse(m.Data)
+	for _, e := range entries {
+		if e.Expired(now) {
+			continue
+		}
+		s.Waiting = append(s.Waiting, Waiting{
+			Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyOf(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason])),
+			Address: e.Address, Since: e.Since, Last: e.Last,
+		})
+	}
+	return nil
+}
+
+// requests lists node certificates' requests that wait.
+func (c *Client) requests(ctx context.Context, s *Status, _ time.Time) error {
+	for _, signer := range []string{certificatesv1.KubeAPIServerClientKubeletSignerName, certificatesv1.KubeletServingSignerName} {
+		var all certificatesv1.CertificateSigningRequestList
+		if err := c.client.List(ctx, &all, client.MatchingFields{"spec.signerName": signer}); err != nil {
+			return err
+		}
+		for _, o := range all.Items {
+			if len(o.Status.Conditions) == 0 {
+				s.Requests = append(s.Requests, Request{Name: o.Name, Signer: o.Spec.SignerName, By: o.Spec.Username, Since: o.CreationTimestamp.Time})
+			}
+		}
+	}
+	return nil
+}
+
+// certificates reads the ends of those that stand in the administrator's kubeconfig.
+func (c *Client) certificates(_ context.Context, s *Status, _ time.Time) (err error) {
+	s.Certificates, err = c.Ends()
+	return err
+}
+
+// Ends says when the cluster's CA and the administrator's certificate end.
+func (c *Client) Ends() (out []Certificate, err error) {
+	for _, f := range []struct {
+		name string
+		pem  []byte
+	}{{"cluster CA", c.rest.CAData}, {"admin.conf", c.rest.CertData}} {
+		end, err := Expiry(f.pem)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", f.name, err)
+		}
+		out = append(out, Certificate{Name: f.name, Expires: end})
+	}
+	return out, nil
+}
+
+// NodeNames lists the names for which there is a Node or an enrollment.
+func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
+	nodes, err := c.nodes(ctx)
+	out := make([]string, 0, len(nodes))
+	for _, n := range nodes {
+		out = append(out, n.Name)
+	}
+	return out, err
+}
+
+// Knowledge returns what control planes' machines and the cluster say of its epoch, as far as [Status.Behind] needs it.
+func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
+	s := &Status{}
+	var err error
+	if s.Nodes, err = c.nodes(ctx); err != nil {
+		return nil, err
+	}
+	return s, c.epoch(ctx, s, time.Time{})
+}
+
+// maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
+const maxReported = 32
+
+// certificatesOf gives what a control plane's machine says of its certificates on its Node. No worker has such ones, whatever its Node says.
+func certificatesOf(n *corev1.Node) []Certificate {
+	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
+		return nil
+	}
+	return reported(n.Annotations[clusterinfo.CertificatesAnnotation])
+}
+
+// reported reads what a control plane's machine says of its certificates; nothing if it can't be read.
+func reported(annotation string) []Certificate {
+	var list []struct {
+		Name                string
+		NotBefore, NotAfter time.Time
+	}
+	if json.Unmarshal([]byte(annotation), &list) != nil || len(list) > maxReported {
+		return nil
+	}
+	out := make([]Certificate, 0, len(list))
+	for _, c := range list {
+		if !certificateName.MatchString(c.Name) {
+			return nil
+		}
+		renews := c.NotBefore.Add(c.NotAfter.Sub(c.NotBefore) / 3 * 2)
+		out = append(out, Certificate{Name: c.Name, Expires: c.NotAfter, Renews: &renews})
+	}
+	return out
+}
+
+var certificateName = regexp.MustCompile(`^[a-z][a-z.-]{0,40}$`)
+
+// Expiry gives the end of the first certificate in PEM.
+func Expiry(text []byte) (time.Time, error) {
+	block, _ := pem.Decode(text)
+	if block == nil {
+		return time.Time{}, fmt.Errorf("there is no certificate in it")
+	}
+	leaf, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return time.Time{}, err
+	}
+	return leaf.NotAfter, nil
+}

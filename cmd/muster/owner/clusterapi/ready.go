@@ -1,0 +1,126 @@
+package clusterapi
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// Services are the DaemonSets that the chart installs.
+var Services = []string{"muster-joinservice", "muster-kms"}
+
+// ServicesReady waits until Muster's pods are ready on every control plane, and says
+// meanwhile what keeps them.
+func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
+	var last string
+	err := until(ctx, func(ctx context.Context) (bool, error) {
+		waiting := make([]string, 0, len(Services))
+		for _, name := range Services {
+			text, err := c.serviceWaits(ctx, name)
+			if err != nil {
+				return false, err
+			}
+			if text != "" {
+				waiting = append(waiting, text)
+			}
+		}
+		if len(waiting) > 0 {
+			last = strings.Join(waiting, "; ")
+			say(last)
+		}
+		return len(waiting) == 0, nil
+	})
+	if err != nil && last != "" {
+		return fmt.Errorf("services of Muster: %s: %w", last, err)
+	}
+	if err != nil {
+		return fmt.Errorf("services of Muster: %w", err)
+	}
+	return nil
+}
+
+// Service gives what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
+func (c *Client) Service(ctx context.Context, name string) (waits string, images []string, err error) {
+	var ds appsv1.DaemonSet
+	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
+		return "", nil, err
+	}
+	for _, container := range ds.Spec.Template.Spec.Containers {
+		images = append(images, container.Image)
+	}
+	waits, err = c.serviceWaits(ctx, name)
+	return waits, images, err
+}
+
+// serviceWaits says what a DaemonSet waits for; empty if it is ready.
+func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) {
+	var ds appsv1.DaemonSet
+	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
+		return "", err
+	}
+	s := ds.Status
+	if s.ObservedGeneration < ds.Generation {
+		return name + " is not yet seen by its controller", nil
+	}
+	if s.DesiredNumberScheduled == 0 {
+		return name + " finds no control plane", nil
+	}
+	if s.UpdatedNumberScheduled == s.DesiredNumberScheduled && s.NumberReady == s.DesiredNumberScheduled {
+		return "", nil
+	}
+	text := fmt.Sprintf("%s %d/%d ready", name, s.NumberReady, s.DesiredNumberScheduled)
+	if s.UpdatedNumberScheduled < s.DesiredNumberScheduled {
+		text += fmt.Sprintf(", %d/%d of them new", s.UpdatedNumberScheduled, s.DesiredNumberScheduled)
+	}
+	var pods corev1.PodList
+	if err := c.client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels(ds.Spec.Selector.MatchLabels)); err != nil {
+		return "", err
+	}
+	for i := range pods.Items {
+		if why := podWaits(&pods.Items[i]); why != "" {
+			return text + ": " + why, nil
+		}
+	}
+	return text, nil
+}
+
+// maxWhy bounds what is shown of a reason, in bytes.
+const maxWhy = 200
+
+// Printable returns at most that many bytes of a text that others wrote, on one line, without what a terminal obeys.
+func Printable(s string, most int) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return '?'
+		}
+		return r
+	}, s)
+	return s[:min(len(s), most)]
+}
+
+// podWaits gives the first reason in the order in which a pod comes up, as [Printable] has it.
+func podWaits(p *corev1.Pod) string { return Printable(firstWait(p), maxWhy) }
+
+func firstWait(p *corev1.Pod) string {
+	for _, cond := range p.Status.Conditions {
+		if cond.Type == corev1.PodScheduled && cond.Status == corev1.ConditionFalse {
+			return cond.Message
+		}
+	}
+	for _, s := range p.Status.ContainerStatuses {
+		switch {
+		case s.State.Waiting != nil && s.LastTerminationState.Terminated != nil:
+			return fmt.Sprintf("%s, exit code %d; see kubectl -n %s logs %s -p", s.State.Waiting.Reason, s.LastTerminationState.Terminated.ExitCode, p.Namespace, p.Name)
+		case s.State.Waiting != nil:
+			return strings.TrimSpace(s.State.Waiting.Reason + " " + s.State.Waiting.Message)
+		case s.State.Terminated != nil:
+			return fmt.Sprintf("ended with exit code %d; see kubectl -n %s logs %s", s.State.Terminated.ExitCode, p.Namespace, p.Name)
+		}
+	}
+	return ""
+}

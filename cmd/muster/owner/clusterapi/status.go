@@ -1,0 +1,239 @@
+package clusterapi
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+)
+
+// Status is how a cluster stands.
+type Status struct {
+	// Server is the API server's address.
+	Server string `json:"server"`
+	// Nodes are all names for which there is a Node or an enrollment.
+	Nodes []NodeStatus `json:"nodes"`
+	// Policy is nil if the cluster has none.
+	Policy *PolicyStatus `json:"policy,omitempty"`
+	// Epoch is the cluster's, which goes up with each change of the policy, of enrollments, bans and disks; 0: nobody has counted yet.
+	Epoch uint64 `json:"epoch,omitempty"`
+	// History has the last epochs.
+	History clusterinfo.History `json:"-"`
+	// Services by name: empty if ready, else what they wait for.
+	Services map[string]string `json:"services"`
+	// Chart is the installed release; nil if there is none.
+	Chart *ChartStatus `json:"chart,omitempty"`
+	// Pods are those of Services, one of each on each control plane.
+	Pods []PodStatus `json:"pods,omitempty"`
+	// Waiting are machines that knocked in the last hour and were refused, oldest first.
+	Waiting []Waiting `json:"waiting,omitempty"`
+	// Requests are certificate requests that nobody has decided on.
+	Requests []Request `json:"pendingRequests,omitempty"`
+	// Certificates are those that no machine renews by itself.
+	Certificates []Certificate `json:"certificates"`
+	// Attention lists what somebody should look at, worst first; see [Status.attention].
+	Attention []Attention `json:"attention"`
+}
+
+// PodStatus is one pod of Muster's.
+type PodStatus struct {
+	Name  string `json:"name"`
+	Node  string `json:"node"`
+	Ready bool   `json:"ready"`
+	// Problem is what it waits for.
+	Problem  string `json:"problem,omitempty"`
+	Restarts int32  `json:"restarts"`
+}
+
+// Waiting is a machine that was refused, and why.
+type Waiting struct {
+	Machine string    `json:"machine"`
+	Node    string    `json:"node,omitempty"`
+	Role    string    `json:"role,omitempty"`
+	Reason  string    `json:"reason"`
+	Remedy  string    `json:"remedy,omitempty"`
+	Address string    `json:"address,omitempty"`
+	Since   time.Time `json:"since"`
+	Last    time.Time `json:"last"`
+}
+
+// Request is an undecided CertificateSigningRequest of one of the two node signers.
+type Request struct {
+	Name   string    `json:"name"`
+	Signer string    `json:"signer"`
+	By     string    `json:"by"`
+	Since  time.Time `json:"since"`
+}
+
+// Certificate is one that has an end.
+type Certificate struct {
+	Name    string    `json:"name"`
+	Expires time.Time `json:"expires"`
+	// Renews is when its machine renews it, if one does.
+	Renews *time.Time `json:"renews,omitempty"`
+}
+
+// NodeStatus is a Node with its enrollment.
+type NodeStatus struct {
+	Name string `json:"name"`
+	// Joined says that there is a Node of that name, Ready what it reports.
+	Joined bool `json:"joined"`
+	Ready  bool `json:"ready"`
+	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
+	Enrolled  bool       `json:"enrolled"`
+	Role      string     `json:"role,omitempty"`
+	MachineID string     `json:"machineID,omitempty"`
+	DiskMode  string     `json:"diskMode,omitempty"`
+	Banned    bool       `json:"banned,omitempty"`
+	Deleting  bool       `json:"deleting,omitempty"`
+	Accepted  *bool      `json:"accepted,omitempty"`
+	Reason    string     `json:"reason,omitempty"`
+	JudgedAt  *time.Time `json:"judgedAt,omitempty"`
+	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
+	Cloned     string `json:"cloned,omitempty"`
+	Serial     int64  `json:"policySerial,omitempty"`
+	Generation int64  `json:"policyGeneration,omitempty"`
+	Kubelet    string `json:"kubelet,omitempty"`
+	// ClientExpires and ServingExpires are when the kubelet's certificates end, as its
+	// machine reports them.
+	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
+	ServingExpires *time.Time `json:"servingExpires,omitempty"`
+	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
+	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
+	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it, and EpochID which one of that number.
+	Epoch   uint64 `json:"epoch,omitempty"`
+	EpochID string `json:"epochID,omitempty"`
+}
+
+// PolicyStatus is the policy as the services see it.
+type PolicyStatus struct {
+	Accepted   bool     `json:"accepted"`
+	Serial     int64    `json:"serial"`
+	Generation int64    `json:"generation"`
+	Newest     int64    `json:"newestGeneration"`
+	Reason     string   `json:"reason,omitempty"`
+	Message    string   `json:"message,omitempty"`
+	Insecure   []string `json:"insecure,omitempty"`
+}
+
+// ChartStatus is the release.
+type ChartStatus struct {
+	Revision int    `json:"revision"`
+	Version  string `json:"version"`
+	Status   string `json:"status"`
+}
+
+// Status asks the cluster. Parts of Muster that are not there are left out.
+func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) {
+	s := &Status{Server: c.Server(), Services: map[string]string{}}
+	var err error
+	if s.Nodes, err = c.nodes(ctx); err != nil {
+		return nil, err
+	}
+	var p v1alpha1.AttestationPolicy
+	if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p); err == nil {
+		s.Policy = &PolicyStatus{
+			Accepted: p.Status.Accepted && p.Status.ObservedGeneration == p.Generation, Serial: p.Status.Serial, Generation: p.Status.Generation,
+			Newest: p.Generation, Reason: p.Status.Reason, Message: p.Status.Message, Insecure: p.Status.Insecure,
+		}
+	} else if !Absent(err) {
+		return nil, err
+	}
+	for _, name := range Services {
+		text, err := c.serviceWaits(ctx, name)
+		if Absent(err) {
+			text = "not installed"
+		} else if err != nil {
+			return nil, err
+		}
+		s.Services[name] = text
+	}
+	r, err := c.Release(log)
+	if err != nil {
+		return nil, err
+	}
+	if r != nil {
+		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
+	}
+	now := time.Now()
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates, c.epoch} {
+		if err := part(ctx, s, now); err != nil {
+			return nil, err
+		}
+	}
+	s.Attention = s.attention(now)
+	return s, nil
+}
+
+// maxVersion is how much of a kubelet's version is shown, in characters.
+const maxVersion = 40
+
+// see takes in what a Node says. Its kubelet writes that, so root on any node does, and the owner reads it in a terminal.
+func (s *NodeStatus) see(n *corev1.Node) {
+	s.Joined = true
+	for _, r := range n.Status.NodeInfo.KubeletVersion {
+		// What a semantic version has (semver.org): no spaces, which would look like other columns.
+		if (unicode.IsLetter(r) || unicode.IsDigit(r) || strings.ContainsRune(".+-", r)) && r < unicode.MaxASCII && len(s.Kubelet) < maxVersion {
+			s.Kubelet += string(r)
+		}
+	}
+	for _, cond := range n.Status.Conditions {
+		s.Ready = s.Ready || cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue
+	}
+}
+
+func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return nil, err
+	}
+	byName := map[string]*NodeStatus{}
+	at := func(name string) *NodeStatus {
+		if byName[name] == nil {
+			byName[name] = &NodeStatus{Name: name}
+		}
+		return byName[name]
+	}
+	for _, n := range nodes.Items {
+		s := at(n.Name)
+		s.see(&n)
+		known := epochOf(&n)
+		s.ControlPlane, s.Epoch, s.EpochID = certificatesOf(&n), known.Number, known.ID
+	}
+	var enrolled v1alpha1.AttestedNodeList
+	if err := c.client.List(ctx, &enrolled); err != nil && !Absent(err) {
+		return nil, err
+	}
+	for _, n := range enrolled.Items {
+		s := at(n.Name)
+		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
+		s.DiskMode, s.Banned, s.Deleting = string(n.Spec.DiskMode), n.Spec.Banned, n.Leaving()
+		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
+		if c := n.Status.Certificates; c != nil {
+			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)
+		}
+		if c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionCloned); c != nil && c.Status == metav1.ConditionTrue {
+			s.Cloned = c.Message
+		}
+		if v := n.Status.LastVerdict; v != nil {
+			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time
+		}
+	}
+	out := make([]NodeStatus, 0, len(byName))
+	for _, s := range byName {
+		out = append(out, *s)
+	}
+	slices.SortFunc(out, func(a, b NodeStatus) int { return cmp.Compare(a.Name, b.Name) })
+	return out, nil
+}

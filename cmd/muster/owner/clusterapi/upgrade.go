@@ -1,0 +1,197 @@
+package clusterapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"time"
+
+	"github.com/Masterminds/semver/v3"
+	"helm.sh/helm/v4/pkg/action"
+	chartutil "helm.sh/helm/v4/pkg/chart/common/util"
+	"helm.sh/helm/v4/pkg/kube"
+	"helm.sh/helm/v4/pkg/release/common"
+	releasev1 "helm.sh/helm/v4/pkg/release/v1"
+
+	"github.com/muster-k8s/muster/deploy/charts"
+)
+
+// ErrNoRelease says that Muster's chart is not installed.
+var ErrNoRelease = errors.New("the cluster has no release of Muster's chart")
+
+// ErrDowngrade says that the cluster runs a newer chart than this program carries.
+var ErrDowngrade = errors.New("the cluster runs a newer version of Muster")
+
+// RolledBack says that an upgrade failed and the release before it runs again.
+type RolledBack struct {
+	// Failed is the revision that did not get ready, Now the one that runs.
+	Failed, Now int
+	// Cause is why.
+	Cause error
+}
+
+func (e *RolledBack) Error() string {
+	return fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d: %v", e.Failed, e.Now, e.Cause)
+}
+
+// Unwrap gives the cause.
+func (e *RolledBack) Unwrap() error { return e.Cause }
+
+// Rollout is an upgrade of the release.
+type Rollout struct {
+	// Values are all values of the chart, as [Client.NextValues] gives them.
+	Values map[string]any
+	// Ready waits until the services are what they should be. It is asked after the roll, and again
+	// after the way back. Its context ends after Patience.
+	Ready func(context.Context) error
+	// Patience is how long the services may take, each way.
+	Patience time.Duration
+}
+
+// NextValues gives the values that the release would get: those it has, those of v over them, and
+// v's images and key, where v has any. What an administrator set with plain helm stays.
+func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
+	have := chartutil.CoalesceTables(map[string]any{}, last.Config)
+	next := chartutil.CoalesceTables(maps.Clone(v.More), have)
+	if next == nil {
+		next = have
+	}
+	section := func(name, key, value string) {
+		if value == "" {
+			return
+		}
+		s, _ := next[name].(map[string]any)
+		s = maps.Clone(s)
+		if s == nil {
+			s = map[string]any{}
+		}
+		s[key] = value
+		next[name] = s
+	}
+	section("owner", "publicKey", v.OwnerPublicKey)
+	section("joinservice", "image", v.JoinserviceImage)
+	section("kms", "image", v.KMSImage)
+	return next
+}
+
+// Newest gives the newest revision of the release, whatever its state; [ErrNoRelease] if there is
+// none.
+func (c *Client) Newest(log *slog.Logger) (*releasev1.Release, error) {
+	r, err := c.Release(log)
+	if err == nil && r == nil {
+		err = ErrNoRelease
+	}
+	return r, err
+}
+
+// CheckDirection refuses to go back: the error wraps [ErrDowngrade].
+func CheckDirection(last *releasev1.Release) error {
+	chart, err := charts.Muster()
+	if err != nil {
+		return err
+	}
+	have, err := semver.NewVersion(last.Chart.Metadata.Version)
+	if err != nil {
+		return fmt.Errorf("version %q of the installed chart: %w", last.Chart.Metadata.Version, err)
+	}
+	next, err := semver.NewVersion(chart.Metadata.Version)
+	if err != nil {
+		return err
+	}
+	if next.LessThan(have) {
+		return fmt.Errorf("%w: chart %s; this program carries %s", ErrDowngrade, have, next)
+	}
+	return nil
+}
+
+// UpgradeChart brings the release to the chart of this program. If the services don't get ready,
+// helm rolls the release back, and the error is a [RolledBack]. An upgrade that was killed in the
+// middle is taken up. Until the services are judged ready the revision is pending-upgrade; plain helm
+// sees what it always sees.
+func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) (*releasev1.Release, error) {
+	chart, err := charts.Muster()
+	if err != nil {
+		return nil, err
+	}
+	cfg, err := c.helm(log)
+	if err != nil {
+		return nil, err
+	}
+	last, err := lastRelease(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if last == nil {
+		return nil, ErrNoRelease
+	}
+	if err := freeRelease(cfg, last); err != nil {
+		return nil, err
+	}
+	j := &judging{Interface: cfg.KubeClient, ready: r.Ready, forward: ctx}
+	cfg.KubeClient = j
+	upgrade := action.NewUpgrade(cfg)
+	upgrade.Namespace = Namespace
+	upgrade.ServerSideApply, upgrade.ForceConflicts = "true", true
+	upgrade.RollbackOnFailure, upgrade.WaitStrategy, upgrade.Timeout = true, kube.StatusWatcherStrategy, r.Patience
+	upgrade.MaxHistory = maxHistory
+	upgrade.ResetValues = true // r.Values are complete
+	// When ctx ends, the judgement of the way forward does, and that alone makes helm go back: once, and
+	// to the end. Helm's own answer to an ended context goes back twice.
+	out, err := upgrade.RunWithContext(context.WithoutCancel(ctx), release, chart, r.Values)
+	if err != nil {
+		return nil, c.failed(cfg, last, err)
+	}
+	next, ok := out.(*releasev1.Release)
+	if !ok {
+		return nil, fmt.Errorf("helm gave a %T", out)
+	}
+	return next, nil
+}
+
+// failed finds out what became of an upgrade that failed after the revision last.
+func (c *Client) failed(cfg *action.Configuration, last *releasev1.Release, cause error) error {
+	now, err := lastRelease(cfg)
+	if err != nil {
+		return errors.Join(fmt.Errorf("helm: %w", cause), err)
+	}
+	if now != nil && now.Version > last.Version+1 && now.Info.Status == common.StatusDeployed {
+		return &RolledBack{Failed: last.Version + 1, Now: now.Version, Cause: cause}
+	}
+	return fmt.Errorf("helm: %w", cause)
+}
+
+// judging is helm's client with our judgement of what is ready. Helm's own looks at the DaemonSets'
+// numbers alone; a joinservice that nobody should trust is ready by those.
+type judging struct {
+	kube.Interface
+
+	ready   func(context.Context) error
+	forward context.Context //nolint:containedctx // helm's waiters are given none
+	asked   bool
+}
+
+// GetWaiter implements [kube.Interface].
+func (j *judging) GetWaiter(kube.WaitStrategy) (kube.Waiter, error) {
+	inner, err := j.Interface.GetWaiter(kube.StatusWatcherStrategy)
+	return &judge{Waiter: inner, judging: j}, err
+}
+
+type judge struct {
+	kube.Waiter
+	*judging
+}
+
+// Wait implements [kube.Waiter]. It is called for the way forward, and then for the way back, which
+// nothing but time ends.
+func (j *judge) Wait(_ kube.ResourceList, patience time.Duration) error {
+	ctx := j.forward
+	if j.asked {
+		ctx = context.WithoutCancel(ctx)
+	}
+	j.asked = true
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not ready within %s: %w", patience, context.DeadlineExceeded))
+	defer cancel()
+	return j.ready(ctx)
+}

@@ -1,0 +1,262 @@
+package owner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// inForceTimeout bounds the wait for services to say that they apply a policy with another list of control planes.
+const inForceTimeout = 20 * time.Second
+
+// ControlPlanesOf returns the control planes that the policy of an owner's folder lists; none if it is no policy any more.
+func ControlPlanesOf(d *ownerdir.Dir) ([]policyfile.ControlPlane, error) {
+	text, err := d.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, err
+	}
+	p, _, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, nil //nolint:nilerr // it is about to be replaced
+	}
+	var out []policyfile.ControlPlane
+	for _, id := range p.ControlPlanes() {
+		out = append(out, policyfile.ControlPlane{Machine: id})
+	}
+	return out, nil
+}
+
+// listing is a change of the control planes that the owner's policy lists (A7).
+type listing struct {
+	add    []policyfile.ControlPlane
+	remove []attest.MachineID
+}
+
+// done says whether p lists what the change wants.
+func (l listing) done(p *attest.Policy) bool {
+	for _, c := range l.add {
+		if p.MayServe(c.Machine) != nil {
+			return false
+		}
+	}
+	for _, m := range l.remove {
+		if p.MayServe(m) == nil {
+			return false
+		}
+	}
+	return true
+}
+
+// plan says what apply would do; empty: nothing.
+func (l listing) plan(p *attest.Policy) string {
+	if l.done(p) {
+		return ""
+	}
+	var parts []string
+	for _, c := range l.add {
+		parts = append(parts, "lists machine "+c.Machine.String())
+	}
+	for _, m := range l.remove {
+		parts = append(parts, "does not list machine "+m.String())
+	}
+	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: no machine believes a joinservice or kms on one that is not listed"
+}
+
+// folderPolicy reads the policy of an owner's folder.
+func folderPolicy(d *ownerdir.Dir) (text []byte, p *attest.Policy, json []byte, err error) {
+	if text, err = d.Read(ownerdir.PolicyFile); err != nil {
+		return nil, nil, nil, err
+	}
+	if p, json, err = policyfile.Parse(text); err != nil {
+		return nil, nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
+	}
+	return text, p, json, nil
+}
+
+// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. Interrupted between the two, the same
+// call finishes it: the folder's policy has the change then, and is put into the cluster as it is.
+func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, say func(string)) error {
+	if len(l.add)+len(l.remove) == 0 {
+		return nil
+	}
+	text, p, json, err := folderPolicy(d)
+	if err != nil {
+		return err
+	}
+	have, err := kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		have, err = &v1alpha1.AttestationPolicy{}, nil
+	}
+	if err != nil {
+		return err
+	}
+	theirs := &attest.Policy{} // lists nobody
+	if have.Spec.Policy != "" {
+		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
+			return fmt.Errorf("the cluster's policy: %w", err)
+		}
+	}
+	if l.done(p) && l.done(theirs) {
+		return nil
+	}
+	if !l.done(p) {
+		if have.Spec.Policy != string(json) && have.Spec.Policy != "" {
+			return withRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed along with the control planes", d.File(ownerdir.PolicyFile)),
+				"Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
+		}
+		serial := max(p.Serial(), uint64(max(have.Status.Serial, 0))) + 1
+		if text, err = policyfile.ListControlPlanes(text, serial, l.add, l.remove); err != nil {
+			return err
+		}
+		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+			return err
+		}
+	}
+	p, signed, err := SignedPolicy(d)
+	if err != nil {
+		return err
+	}
+	if err := higher(d, have, p, string(signed.GetPolicy())); err != nil {
+		return err
+	}
+	if err := kube.PutPolicy(ctx, signed); err != nil {
+		return err
+	}
+	say(fmt.Sprintf("policy of serial %d signed: it lists %d control planes", p.Serial(), len(p.ControlPlanes())))
+	if have.Status.ObservedGeneration == 0 {
+		return nil // no service judges policies yet
+	}
+	waiting, cancel := context.WithTimeout(ctx, inForceTimeout)
+	defer cancel()
+	if _, err := kube.PolicyInForce(waiting); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
+		return err
+	} else if err != nil {
+		say("no joinservice has said yet that it applies it: muster status shows when one does")
+	}
+	return nil
+}
+
+// unlisted returns the enrolled control planes that are not banned and that p does not list.
+func unlisted(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([]policyfile.ControlPlane, error) {
+	var nodes v1alpha1.AttestedNodeList
+	if err := kube.Reader().List(ctx, &nodes); err != nil {
+		return nil, err
+	}
+	var out []policyfile.ControlPlane
+	for _, n := range nodes.Items {
+		if n.Spec.Role != v1alpha1.RoleControlPlane || n.Spec.Banned {
+			continue
+		}
+		id, err := attest.ParseMachineID(n.Spec.MachineID)
+		if err != nil {
+			return nil, fmt.Errorf("enrollment of %s: %w", n.Name, err)
+		}
+		if p.MayServe(id) != nil {
+			out = append(out, policyfile.ControlPlane{Machine: id, Name: n.Name})
+		}
+	}
+	return out, nil
+}
+
+// mustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: its joinservice and kms would be
+// believed by nobody. What the owner is told to add is what the cluster says, for the owner to compare.
+func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy) error {
+	missing, err := unlisted(ctx, kube, p)
+	if err != nil || len(missing) == 0 {
+		return err
+	}
+	var names, lines []string
+	for _, c := range missing {
+		names = append(names, c.Name)
+		lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
+	}
+	err = attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list the control planes %s", strings.Join(names, ", "))
+	return withRemedy(err, strings.Join(append([]string{
+		"Compare each machine with what muster verify shows of it, add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. One that is no longer yours is let go by muster forget.",
+		"controlPlanes:",
+	}, lines...), "\n"))
+}
+
+// higher refuses a policy that the services would refuse for its serial.
+func higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json string) error {
+	if have.Spec.Policy == json || have.Status.Serial <= 0 || uint64(have.Status.Serial) < p.Serial() {
+		return nil
+	}
+	err := attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), have.Status.Serial)
+	return withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", have.Status.Serial+1, d.File(ownerdir.PolicyFile)))
+}
+
+// enrollListing is what the enrollment of a machine changes: a control plane is listed.
+func enrollListing(name string, spec v1alpha1.AttestedNodeSpec) (listing, error) {
+	if spec.Role != v1alpha1.RoleControlPlane {
+		return listing{}, nil
+	}
+	id, err := attest.ParseMachineID(spec.MachineID)
+	return listing{add: []policyfile.ControlPlane{{Machine: id, Name: name}}}, err
+}
+
+// leaveListing is what changes when an enrollment goes, or gets the machine of to: the old machine is listed no more, and the new one of a
+// control plane is.
+func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing, error) {
+	if n == nil {
+		return listing{}, nil
+	}
+	old, err := attest.ParseMachineID(n.Spec.MachineID)
+	if err != nil {
+		return listing{}, fmt.Errorf("enrollment of %s: %w", n.Name, err)
+	}
+	if to == nil {
+		return listing{remove: []attest.MachineID{old}}, nil
+	}
+	next := old
+	if to.MachineID != "" {
+		if next, err = attest.ParseMachineID(to.MachineID); err != nil {
+			return listing{}, err
+		}
+	}
+	var l listing
+	if next != old {
+		l.remove = []attest.MachineID{old}
+	}
+	if n.Spec.Role == v1alpha1.RoleControlPlane {
+		l.add = []policyfile.ControlPlane{{Machine: next, Name: n.Name}}
+	}
+	return l, nil
+}
+
+var errNoFirst = errors.New("cluster.json names no first machine")
+
+// listFirst lists the first machine in the folder's policy, which nobody has signed yet: its serial stays.
+func (i *initialiser) listFirst() error {
+	m := i.dir().FirstMachine
+	if m == nil {
+		return errNoFirst
+	}
+	id, err := attest.ParseMachineID(m.ID)
+	if err != nil {
+		return fmt.Errorf("cluster.json: %w", err)
+	}
+	if i.policy.MayServe(id) == nil || i.dir().Stage == ownerdir.StageInstalled {
+		return nil
+	}
+	text, err := i.Dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return err
+	}
+	if text, err = policyfile.ListControlPlanes(text, i.policy.Serial(), []policyfile.ControlPlane{{Machine: id, Name: m.NodeName}}, nil); err != nil {
+		return err
+	}
+	if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil {
+		return err
+	}
+	return i.load()
+}

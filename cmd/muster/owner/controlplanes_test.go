@@ -1,0 +1,172 @@
+package owner
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// listed is the policy of the folder and that of the cluster, which are the same after each command.
+func (o *owned) listed(t *testing.T, serial uint64, want ...attest.MachineID) {
+	t.Helper()
+	_, p, json, err := folderPolicy(o.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var have v1alpha1.AttestationPolicy
+	if err := shared.Client.Get(t.Context(), client.ObjectKey{Name: v1alpha1.PolicyName}, &have); err != nil {
+		t.Fatal(err)
+	}
+	if have.Spec.Policy != string(json) || p.Serial() != serial || !slices.Equal(p.ControlPlanes(), want) {
+		t.Errorf("the folder has serial %d with %v, want %d with %v; the cluster has %s", p.Serial(), p.ControlPlanes(), serial, want, have.Spec.Policy)
+	}
+}
+
+// unenroll deletes an enrollment, if it is there, in a cluster where no joinservice runs.
+func unenroll(ctx context.Context, name string) {
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	_ = shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`)))
+	_ = shared.Client.Delete(ctx, n)
+}
+
+// A7: the owner's policy lists the control planes that are enrolled, with one signature for each change, and each command goes on
+// where it was interrupted.
+func TestThePolicyListsTheControlPlanes(t *testing.T) {
+	kube := defined(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
+	defer cancel()
+	t.Cleanup(func() {
+		ctx := context.WithoutCancel(t.Context())
+		for _, name := range []string{"cp7", "cp8", "w7"} {
+			unenroll(ctx, name)
+		}
+		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
+	})
+	access(t, nil)
+	ca := attesttest.NewCA(t)
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
+	one, two, three := attest.MachineID{1}, attest.MachineID{2}, attest.MachineID{3}
+	say := func(string) {}
+	control := func(m attest.MachineID) v1alpha1.AttestedNodeSpec {
+		return v1alpha1.AttestedNodeSpec{MachineID: m.String(), Role: v1alpha1.RoleControlPlane}
+	}
+	enroll := func(t *testing.T, name string, spec v1alpha1.AttestedNodeSpec) {
+		t.Helper()
+		if _, err := Enroll(ctx, o.Dir, name, spec, say); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // the same again changes nothing
+		enroll(t, "cp7", control(one))
+		o.listed(t, 2, one)
+	}
+	t.Run("a name that another machine has lists nobody", func(t *testing.T) {
+		_, err := Enroll(ctx, o.Dir, "cp7", control(two), say)
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NAME_TAKEN {
+			t.Errorf("%v, want NAME_TAKEN", err)
+		}
+		o.listed(t, 2, one)
+	})
+	t.Run("an enrollment that stopped after the folder goes on", func(t *testing.T) {
+		text, err := o.Read(ownerdir.PolicyFile)
+		if err == nil {
+			text, err = policyfile.ListControlPlanes(text, 3, []policyfile.ControlPlane{{Machine: two}}, nil)
+		}
+		if err == nil {
+			err = o.Write(ownerdir.PolicyFile, text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		enroll(t, "cp8", control(two))
+		o.listed(t, 3, one, two)
+	})
+	t.Run("a worker is not listed, and its leaving changes nothing", func(t *testing.T) {
+		enroll(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: three.String(), Role: v1alpha1.RoleWorker})
+		o.leave(ctx, t, "w7", nil)
+		o.listed(t, 3, one, two)
+	})
+	t.Run("a policy that leaves out an enrolled control plane is refused", func(t *testing.T) {
+		text, err := o.Read(ownerdir.PolicyFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		without, err := policyfile.ListControlPlanes(text, 4, nil, []attest.MachineID{two})
+		if err == nil {
+			err = o.Write(ownerdir.PolicyFile, without)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = ApplyPolicy(ctx, o.Dir)
+		if p := Explain(err); p.Reason != "SERVER_NOT_LISTED" || !strings.Contains(p.Remedy, two.String()+`" # cp8`) {
+			t.Errorf("%+v", p)
+		}
+		// And what is edited in the folder is not signed along with something else.
+		if _, err := PlanReplace(ctx, o.Dir, "cp7", clusterapi.Replacement{MachineID: three.String()}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := o.plan(ctx, t, "cp7", &clusterapi.Replacement{MachineID: three.String()}).Do(ctx, say); err == nil || !strings.Contains(Explain(err).Remedy, "policy apply") {
+			t.Errorf("%v", err)
+		}
+		if err := o.Write(ownerdir.PolicyFile, text); err != nil {
+			t.Fatal(err)
+		}
+		o.listed(t, 3, one, two)
+	})
+	t.Run("a machine that is replaced", func(t *testing.T) {
+		o.leave(ctx, t, "cp7", &clusterapi.Replacement{MachineID: three.String()})
+		o.listed(t, 4, two, three)
+		var n v1alpha1.AttestedNode
+		if err := shared.Client.Get(ctx, client.ObjectKey{Name: "cp7"}, &n); err != nil || n.Spec.MachineID != three.String() || n.Spec.Banned {
+			t.Errorf("%+v, %v", n.Spec, err)
+		}
+	})
+	t.Run("one that is forgotten, interrupted after the policy", func(t *testing.T) {
+		d := o.plan(ctx, t, "cp8", nil)
+		if err := d.listed.apply(ctx, o.Dir, kube, say); err != nil {
+			t.Fatal(err)
+		}
+		o.listed(t, 5, three)
+		o.leave(ctx, t, "cp8", nil)
+		o.listed(t, 5, three)
+	})
+}
+
+func (o *owned) plan(ctx context.Context, t *testing.T, name string, to *clusterapi.Replacement) (d *Departure) {
+	t.Helper()
+	var err error
+	if to == nil {
+		d, err = PlanForget(ctx, o.Dir, name, true, false)
+	} else {
+		d, err = PlanReplace(ctx, o.Dir, name, *to)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func (o *owned) leave(ctx context.Context, t *testing.T, name string, to *clusterapi.Replacement) {
+	t.Helper()
+	if _, err := o.plan(ctx, t, name, to).Do(ctx, func(string) {}); err != nil {
+		t.Fatal(err)
+	}
+}

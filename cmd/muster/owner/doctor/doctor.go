@@ -1,0 +1,325 @@
+// Package doctor looks from the owner's seat for what is wrong with a cluster, or with one machine
+// that should join it, and says what to do. It only reads, but for known.json of the owner's folder.
+//
+// Each check stands for itself: one that fails does not keep the others from being made, but those
+// that need what it looked at are left out, since they could say nothing new.
+package doctor
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	releasev1 "helm.sh/helm/v4/pkg/release/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Names of the checks, in their order.
+const (
+	CheckFolder      = "owner's folder"
+	CheckPolicy      = "policy"
+	CheckKubeconfig  = "administrator's kubeconfig"
+	CheckAPI         = "API server"
+	CheckClock       = "clock"
+	CheckNodeClocks  = "clocks of nodes"
+	CheckKinds       = "Muster's kinds"
+	CheckChart       = "chart"
+	CheckAdmission   = "admission policies"
+	CheckObjects     = "chart's objects"
+	CheckServices    = "services"
+	CheckImages      = "images"
+	CheckOwnerKey    = "owner's key"
+	CheckRoot        = "root secret"
+	CheckDescription = "cluster's description"
+	CheckKnown       = "what was known"
+	CheckAccess      = "node access"
+	CheckTPMs        = "TPMs"
+	CheckBindings    = "kubeadm's bindings"
+	CheckTokens      = "bootstrap tokens"
+	CheckPodTokens   = "pods' tokens"
+	CheckPods        = "privileged pods"
+	CheckJoinservice = "joinservices"
+	CheckAudit       = "audit log"
+	CheckNodes       = "nodes"
+	CheckDisks       = "disks"
+)
+
+// Config says what to look at.
+type Config struct {
+	// Folder is the path of the owner's folder.
+	Folder string
+	// DialContext opens the connections to joinservices; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+	// Now tells the time; nil: time.Now.
+	Now func() time.Time
+}
+
+// doctor is one examination.
+type doctor struct {
+	Config
+	checkup.Report
+	dir     *ownerdir.Dir
+	policy  *attest.Policy // of the folder; nil: it can't be read
+	kube    *clusterapi.Client
+	release *releasev1.Release
+	drill   bool // the cluster is well, and the folder is what is in question
+}
+
+func newDoctor(cfg Config) *doctor {
+	d := &doctor{Config: cfg}
+	if d.Now == nil {
+		d.Now = time.Now
+	}
+	return d
+}
+
+// Examine makes all checks.
+func Examine(ctx context.Context, cfg Config) *checkup.Report {
+	d := newDoctor(cfg)
+	if !d.folder() {
+		return &d.Report
+	}
+	defer func() { _ = d.dir.Close() }()
+	d.ownPolicy()
+	if !d.kubeconfig() || !d.apiServer(ctx) {
+		return &d.Report
+	}
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.access, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
+	return &d.Report
+}
+
+// each makes checks that ask the cluster.
+func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error) {
+	for _, check := range checks {
+		if err := check(ctx); err != nil {
+			d.Add(CheckAPI, checkup.Fail, "Look at the API server: it answered before.", "%v", err)
+			if ctx.Err() != nil {
+				break
+			}
+		}
+	}
+}
+
+const restoreFolder = "Restore the folder from your copy: it holds what nobody can make anew."
+
+func (d *doctor) folder() bool {
+	dir, err := ownerdir.View(d.Folder)
+	if err != nil {
+		d.Err(CheckFolder, "Name the folder by --directory; what is wrong with its mode or its files stands beside.", err)
+		return false
+	}
+	d.dir = dir
+	if _, err := dir.Secrets(); err != nil {
+		d.Err(CheckFolder, restoreFolder, err)
+	}
+	if _, err := dir.OwnerKey(); err != nil {
+		d.Err(CheckFolder, restoreFolder, err)
+	}
+	c := dir.Cluster()
+	if c.Stage != ownerdir.StageInstalled {
+		d.Add(CheckFolder, checkup.Warn, "Run muster init again: it goes on where it stopped.", "init got to the stage %s only", c.Stage)
+	}
+	if d.Clean(CheckFolder) {
+		d.OK(CheckFolder, "%s is complete, and nobody else can read it", d.Folder)
+	}
+	return true
+}
+
+func (d *doctor) ownPolicy() {
+	text, err := d.dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		d.Err(CheckPolicy, restoreFolder, err)
+		return
+	}
+	p, found, err := policyfile.Check(text, d.Now())
+	if err != nil {
+		d.Err(CheckPolicy, "Correct "+d.dir.File(ownerdir.PolicyFile)+"; muster policy check names the line.", err)
+		return
+	}
+	d.policy = p
+	for _, f := range found {
+		d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, change it, increase serial, and run muster policy apply.", "%s: %s", f.Field, f.Text)
+	}
+	if d.Clean(CheckPolicy) {
+		d.OK(CheckPolicy, "serial %d", p.Serial())
+	}
+}
+
+func (d *doctor) kubeconfig() bool {
+	kube, err := owner.Connect(d.dir)
+	if err != nil {
+		d.Err(CheckKubeconfig, "Run muster init to its end, or copy /etc/kubernetes/admin.conf from a control plane to "+d.dir.File(ownerdir.AdminConf)+", mode 0600.", err)
+		return false
+	}
+	ends, err := kube.Ends()
+	if err != nil {
+		d.Err(CheckKubeconfig, "Copy /etc/kubernetes/admin.conf from a control plane to "+d.dir.File(ownerdir.AdminConf)+", mode 0600.", err)
+		return false
+	}
+	for _, c := range ends {
+		switch left := c.Expires.Sub(d.Now()); {
+		case left < 0:
+			d.Add(CheckKubeconfig, checkup.Fail, clusterapi.RenewRemedy, "the certificate of %s ended on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
+		case left < 30*24*time.Hour:
+			d.Add(CheckKubeconfig, checkup.Warn, clusterapi.RenewRemedy, "the certificate of %s ends on %s", c.Name, c.Expires.UTC().Format(time.DateOnly))
+		}
+	}
+	if d.Clean(CheckKubeconfig) {
+		d.OK(CheckKubeconfig, "leads to %s", kube.Server())
+	}
+	d.kube = kube
+	return true
+}
+
+// Clocks that are further apart than warnSkew are worth a word; further than failSkew, certificates
+// that were just made are not yet valid, and verdicts are too old when they arrive.
+const (
+	warnSkew = time.Minute
+	failSkew = 5 * time.Minute
+)
+
+func (d *doctor) apiServer(ctx context.Context) bool {
+	began := d.Now()
+	theirs, err := d.kube.Ready(ctx)
+	if err != nil {
+		d.Err(CheckAPI, "Look at the control planes: crictl ps -a there shows kube-apiserver and etcd. If it is only out of reach from here, look at the network and at controlPlaneEndpoint.", err)
+		return false
+	}
+	d.OK(CheckAPI, "%s is ready", d.kube.Server())
+	took := d.Now().Sub(began)
+	d.skew(CheckClock, "the API server's clock", theirs.Sub(began.Add(took/2)), took/2+time.Second)
+	if d.Clean(CheckClock) {
+		d.OK(CheckClock, "the API server's clock is ours")
+	}
+	return true
+}
+
+// skew judges a difference of which slack may be chance.
+func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
+	off := max(0, diff.Abs()-slack).Round(time.Second)
+	const remedy = "Set both clocks by NTP: with wrong ones, certificates are not yet or no longer valid and verdicts are too old."
+	switch {
+	case off > failSkew:
+		d.Add(check, checkup.Fail, remedy, "%s is %s off ours", whose, off)
+	case off > warnSkew:
+		d.Add(check, checkup.Warn, remedy, "%s is %s off ours", whose, off)
+	}
+}
+
+// ownerKey compares the folder's key with the one that the services know, and the cluster's policy
+// with both.
+func (d *doctor) ownerKey(ctx context.Context) error {
+	key, err := d.dir.OwnerKey()
+	if err != nil {
+		return nil //nolint:nilerr // the folder's check has said so
+	}
+	public, err := owner.PublicKey(key)
+	if err != nil {
+		return err
+	}
+	const other = "Use the folder of the owner who initialised this cluster. docs/operate.md says what to do if it is lost."
+	if d.release != nil {
+		values, _ := d.release.Config["owner"].(map[string]any)
+		if have, _ := values["publicKey"].(string); have != base64.StdEncoding.EncodeToString(public) {
+			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key")
+		}
+	}
+	p, err := d.kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		d.Add(CheckOwnerKey, checkup.Fail, "Run muster policy apply.", "the cluster has no policy, so nobody is admitted")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	d.signature(p, public, other)
+	if d.Clean(CheckOwnerKey) {
+		d.OK(CheckOwnerKey, "the services know it, and the policy in force is signed with it")
+	}
+	return nil
+}
+
+// known compares the cluster with what it said last, and notes what it says now: by that a recovery is judged, and a cluster that was set back is
+// found (B7).
+func (d *doctor) known(ctx context.Context) error {
+	if !d.Clean(CheckFolder) || !d.Clean(CheckOwnerKey) {
+		return nil // their checks have said why
+	}
+	s, err := d.kube.Knowledge(ctx)
+	if err != nil {
+		return err
+	}
+	err = owner.Remember(ctx, d.dir, d.kube)
+	if behind := s.Behind(); behind != "" && !errors.Is(err, owner.ErrBehind) { // whatever became of the note
+		d.Add(CheckKnown, checkup.Fail, clusterapi.BehindRemedy, "%s", behind)
+	}
+	switch {
+	case errors.Is(err, owner.ErrBehind):
+		d.Err(CheckKnown, clusterapi.BehindRemedy, err)
+	case err != nil:
+		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)
+	case s.Behind() == "":
+		d.OK(CheckKnown, "the cluster is not older than what it said before; %s says what it says now", d.dir.File(ownerdir.KnownFile))
+	}
+	return nil
+}
+
+func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other string) {
+	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	if err == nil {
+		_, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+	}
+	if err != nil {
+		d.Add(CheckOwnerKey, checkup.Fail, other, "the cluster's policy: %v", err)
+		return
+	}
+	if own, signed, err := owner.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
+		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
+	}
+	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
+		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	}
+}
+
+// nodes repeats what muster status would point at.
+func (d *doctor) nodes(ctx context.Context) error {
+	s, err := d.kube.Status(ctx, slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	ready := 0
+	for _, n := range s.Nodes {
+		if n.Ready {
+			ready++
+		}
+	}
+	for _, a := range s.Attention {
+		if kind, _, _ := strings.Cut(a.About, " "); !slices.Contains([]string{"node", "waiting", "request"}, kind) {
+			continue // it has a check of its own
+		}
+		d.Add(CheckNodes, checkup.Warn, a.Remedy, "%s: %s", a.About, a.Problem)
+	}
+	if d.Clean(CheckNodes) {
+		d.OK(CheckNodes, "%d ready, and nothing else needs attention", ready)
+	}
+	return nil
+}
+
+// errNotSame is for what should be the same in the folder and in the cluster.
+var errNotSame = errors.New("it is not the one in the owner's folder")
+
+func differs(what string) error { return fmt.Errorf("%s: %w", what, errNotSame) }

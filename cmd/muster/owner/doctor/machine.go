@@ -1,0 +1,121 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Names of the checks of one machine.
+const (
+	CheckReach    = "reachability"
+	CheckEvidence = "evidence"
+	CheckVerdict  = "verdict"
+	CheckLock     = "node lock"
+	CheckMachine  = "bootstrapper"
+	CheckJoining  = "joining"
+)
+
+// ExamineMachine looks at a machine that should become a node from where the owner is. What can only
+// be seen on the machine itself, `bootstrapper doctor` looks at.
+func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report {
+	r := &checkup.Report{}
+	sight, err := owner.Verify(ctx, cfg)
+	if err != nil {
+		remedy := "Look at the network between here and the machine, and on it at journalctl -u muster-bootstrapper."
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			remedy = "The machine is a node already, or its bootstrapper is not running: on it, look at journalctl -u muster-bootstrapper, and run bootstrapper doctor."
+		}
+		r.Err(CheckReach, remedy, err)
+		return r
+	}
+	r.OK(CheckReach, "%s speaks muster-atls/1", cfg.Addr)
+	evidence(r, sight)
+	s, err := owner.AskMachine(ctx, cfg)
+	if err != nil {
+		r.Err(CheckMachine, owner.Explain(err).Remedy+" "+"Use a bootstrapper of this version.", err)
+		return r
+	}
+	status(r, s)
+	return r
+}
+
+func evidence(r *checkup.Report, s *owner.Sight) {
+	reason, why := attest.ReasonOf(s.Err), s.Err
+	if refusal, ok := errors.AsType[*attest.Refusal](s.Err); ok {
+		why = refusal // without the connection's own words around it
+	}
+	remedy := rpc.RemedyOf(reason)
+	if s.Problem != nil && s.Problem.Remedy != "" {
+		remedy = s.Problem.Remedy
+	}
+	if remedy == "" {
+		remedy = "Don't trust the machine until you know why; docs/reason-codes.md explains the code."
+	}
+	if s.Machine == "" {
+		r.Add(CheckEvidence, checkup.Fail, remedy, "%v", why)
+		return
+	}
+	r.OK(CheckEvidence, "genuine, from the TPM of machine %s, below %s", s.Machine, s.Root)
+	switch {
+	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
+		r.Add(CheckLock, checkup.Fail, remedy, "it is %s", s.Lock)
+	case s.Err != nil:
+		r.Add(CheckVerdict, checkup.Fail, remedy, "%v", why)
+	default:
+		r.OK(CheckVerdict, "accepted by the policy of serial %d", s.PolicySerial)
+	}
+	if r.Clean(CheckLock) {
+		r.OK(CheckLock, "%s", s.Lock)
+	}
+}
+
+func status(r *checkup.Report, s *owner.MachineStatus) {
+	word := "says"
+	if !s.Proven {
+		word = "says, unproven,"
+	}
+	r.OK(CheckMachine, "version %s %s that it is at the phase %s", s.Version, word, s.Phase)
+	d := &doctor{}
+	d.skew(CheckClock, "the machine's clock", s.Skew, time.Second)
+	if len(d.Findings) == 0 {
+		d.OK(CheckClock, "the machine's clock is ours")
+	}
+	r.Findings = append(r.Findings, d.Findings...)
+	switch {
+	case s.Reason != "":
+		remedy := s.Remedy
+		if remedy == "" {
+			remedy = "joinservice's log and audit log say more."
+		}
+		by := ""
+		if s.ReasonUnproven {
+			by = ", from a peer that has not proven to be a joinservice"
+		}
+		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, tries(s))
+	case len(s.JoinEndpoints) == 0 && !s.InitAllowed:
+		r.Add(CheckJoining, checkup.Fail, "Correct the machine's metadata: name joinEndpoints, or initSecretHash if it should become the first.", "it tries no joinservice, and allows no init")
+	case len(s.JoinEndpoints) == 0:
+		r.OK(CheckJoining, "it waits for muster init")
+	default:
+		r.OK(CheckJoining, "no try has failed")
+	}
+}
+
+func tries(s *owner.MachineStatus) string {
+	if s.Phase == "unlocking" {
+		return fmt.Sprintf("%d tries to open its state disk failed, at %d joinservices", s.FailedTries, len(s.JoinEndpoints))
+	}
+	if s.FailedTries == 0 {
+		return "its latest init failed"
+	}
+	return fmt.Sprintf("%d tries to join failed, at %d joinservices", s.FailedTries, len(s.JoinEndpoints))
+}

@@ -1,0 +1,278 @@
+package doctor
+
+import (
+	"context"
+	"crypto/subtle"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/deploy/charts"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+)
+
+const again = "Run the muster init of this cluster again, with the same flags: it puts back what Muster installs and leaves the rest."
+
+// kinds compares Muster's definitions with those that this program carries.
+func (d *doctor) kinds(ctx context.Context) error {
+	own, err := owner.Definitions()
+	if err != nil {
+		return err
+	}
+	for _, want := range own {
+		have, err := d.get(ctx, want)
+		switch {
+		case err != nil:
+			return err
+		case have == nil:
+			d.Add(CheckKinds, checkup.Fail, again, "%s is not defined", want.GetName())
+		case !contains(want.Object["spec"], have.Object["spec"]):
+			d.Add(CheckKinds, checkup.Warn, "Use the muster of the version that is installed, or upgrade the cluster to this one's.", "%s is that of another version of Muster", want.GetName())
+		}
+	}
+	if d.Clean(CheckKinds) {
+		d.OK(CheckKinds, "%d, as this version has them", len(own))
+	}
+	return nil
+}
+
+// get reads an object; nil if it is not there.
+func (d *doctor) get(ctx context.Context, of *unstructured.Unstructured) (*unstructured.Unstructured, error) {
+	have := &unstructured.Unstructured{}
+	have.SetGroupVersionKind(of.GroupVersionKind())
+	err := d.kube.Reader().Get(ctx, client.ObjectKeyFromObject(of), have)
+	if clusterapi.Absent(err) {
+		return nil, nil
+	}
+	return have, err
+}
+
+// chart looks at the release, and for each object in it whether it is there and still says what the
+// chart made it say: somebody may have deleted or widened one.
+func (d *doctor) chart(ctx context.Context) error {
+	r, err := d.kube.Release(slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	if r == nil {
+		d.Add(CheckChart, checkup.Fail, again, "Muster's release is not installed")
+		return nil
+	}
+	d.release = r
+	own, err := charts.Muster()
+	if err != nil {
+		return err
+	}
+	if s := r.Info.Status.String(); s != "deployed" {
+		d.Add(CheckChart, checkup.Fail, again, "revision %d is %s", r.Version, s)
+	}
+	if have := r.Chart.Metadata.Version; have != own.Metadata.Version {
+		d.Add(CheckChart, checkup.Warn, "Use the muster of that version, or upgrade the cluster to this one's.", "version %s is installed, and this program carries %s", have, own.Metadata.Version)
+	}
+	if d.Clean(CheckChart) {
+		d.OK(CheckChart, "version %s, revision %d", r.Chart.Metadata.Version, r.Version)
+	}
+	objects, err := clusterapi.ParseManifests("the release", []byte(r.Manifest))
+	if err != nil {
+		return err
+	}
+	counts := map[string]int{}
+	for _, o := range objects {
+		check := CheckObjects
+		if strings.HasPrefix(o.GetKind(), "ValidatingAdmissionPolicy") {
+			check = CheckAdmission
+		}
+		counts[check]++
+		if err := d.object(ctx, check, o); err != nil {
+			return err
+		}
+	}
+	for _, check := range []string{CheckAdmission, CheckObjects} {
+		if d.Clean(check) {
+			d.OK(check, "all %d are in place", counts[check])
+		}
+	}
+	return nil
+}
+
+func (d *doctor) object(ctx context.Context, check string, want *unstructured.Unstructured) error {
+	have, err := d.get(ctx, want)
+	if err != nil {
+		return err
+	}
+	name := want.GetKind() + " " + want.GetName()
+	if have == nil {
+		d.Add(check, checkup.Fail, again, "%s was deleted", name)
+		return nil
+	}
+	for field, value := range want.Object {
+		if slices.Contains([]string{"apiVersion", "kind", "metadata", "status"}, field) {
+			continue
+		}
+		if !contains(value, have.Object[field]) {
+			d.Add(check, checkup.Fail, again, "%s is not as the chart made it: somebody changed %s", name, field)
+		}
+	}
+	return nil
+}
+
+// contains says whether everything in want is in have. Objects may have more in have, which the API
+// server fills in; lists are the same in length and order.
+func contains(want, have any) bool {
+	switch w := want.(type) {
+	case nil:
+		return true
+	case map[string]any:
+		h, ok := have.(map[string]any)
+		if !ok {
+			return len(w) == 0 && have == nil
+		}
+		for k, v := range w {
+			if !contains(v, h[k]) {
+				return false
+			}
+		}
+		return true
+	case []any:
+		h, ok := have.([]any)
+		if !ok {
+			return len(w) == 0 && have == nil
+		}
+		if len(w) != len(h) {
+			return false
+		}
+		for i := range w {
+			if !contains(w[i], h[i]) {
+				return false
+			}
+		}
+		return true
+	default:
+		return number(want) == number(have)
+	}
+}
+
+// number makes numbers of JSON and YAML comparable, and quantities with them.
+func number(v any) string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Sprint(v)
+	}
+	return string(b)
+}
+
+// services looks at the DaemonSets and their images.
+func (d *doctor) services(ctx context.Context) error {
+	for _, name := range clusterapi.Services {
+		text, images, err := d.kube.Service(ctx, name)
+		if clusterapi.Absent(err) {
+			d.Add(CheckServices, checkup.Fail, again, "%s is not installed", name)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if text != "" {
+			d.Add(CheckServices, checkup.Fail, "kubectl -n "+clusterapi.Namespace+" get pods; the log of the one that is not ready, and its /readyz, say what is missing.", "%s", text)
+		}
+		for _, image := range images {
+			if !strings.Contains(image, "@sha256:") {
+				d.Add(CheckImages, checkup.Fail, "Name it by digest in the chart's values (make images writes digests): a tag can come to mean another program.", "%s runs %s", name, image)
+			}
+		}
+	}
+	if d.Clean(CheckServices) {
+		d.OK(CheckServices, "joinservice and kms are ready on every control plane")
+		if d.Clean(CheckImages) {
+			d.OK(CheckImages, "by digest")
+		}
+	}
+	return nil
+}
+
+// root compares the Secret with the folder. Nothing of either is shown (K3).
+func (d *doctor) root(ctx context.Context) error {
+	const remedy = "Restore it from the owner's folder, as docs/operate.md says under “muster-kms-root is lost”."
+	s := &corev1.Secret{}
+	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: clusterapi.Namespace, Name: "muster-kms-root"}, s)
+	if clusterapi.Absent(err) {
+		d.Add(CheckRoot, checkup.Fail, remedy, "the Secret muster-kms-root is gone: kms can derive no key once it restarts")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	own, err := d.dir.Secrets()
+	if err != nil {
+		return nil //nolint:nilerr // the folder's check has said so
+	}
+	for key, want := range map[string][]byte{"root": own.Root[:], "salt": own.Salt[:]} {
+		if subtle.ConstantTimeCompare(s.Data[key], want) != 1 {
+			d.Err(CheckRoot, d.unlessDrilled(remedy), differs(key+" in the Secret muster-kms-root"))
+		}
+	}
+	if d.Clean(CheckRoot) {
+		d.OK(CheckRoot, "the Secret muster-kms-root is that of the owner's folder")
+	}
+	return nil
+}
+
+func (d *doctor) description(ctx context.Context) error {
+	const remedy = "Restore the ConfigMap muster-cluster: clusterID and measurementSalt stand in the owner's folder (cluster.json, measurement-salt)."
+	m := &corev1.ConfigMap{}
+	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: clusterapi.Namespace, Name: clusterinfo.ConfigMap}, m)
+	if clusterapi.Absent(err) {
+		d.Add(CheckDescription, checkup.Fail, remedy, "the ConfigMap %s is gone: no machine can join", clusterinfo.ConfigMap)
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	info, err := clusterinfo.Parse([]byte(m.Data[clusterinfo.Key]))
+	if err != nil {
+		d.Err(CheckDescription, remedy, err)
+		return nil
+	}
+	if own, err := d.dir.Secrets(); err == nil && own.MeasurementSalt != info.MeasurementSalt {
+		d.Err(CheckDescription, d.unlessDrilled(remedy), differs("measurementSalt"))
+	}
+	if info.ClusterID.String() != d.dir.Cluster().ClusterID {
+		d.Err(CheckDescription, d.unlessDrilled(remedy), differs("clusterID"))
+	}
+	if d.Clean(CheckDescription) {
+		d.OK(CheckDescription, "cluster %s, Kubernetes %s", info.ClusterID.String()[:16], info.KubernetesVersion)
+	}
+	return nil
+}
+
+// nodeClocks looks at the leases that kubelets renew every ten seconds by their own clocks.
+func (d *doctor) nodeClocks(ctx context.Context) error {
+	leases := &unstructured.UnstructuredList{}
+	leases.SetGroupVersionKind(coordinationv1.SchemeGroupVersion.WithKind("LeaseList"))
+	if err := d.kube.Reader().List(ctx, leases, client.InNamespace(corev1.NamespaceNodeLease)); err != nil {
+		return err
+	}
+	now := d.Now()
+	for _, l := range leases.Items {
+		text, _, _ := unstructured.NestedString(l.Object, "spec", "renewTime")
+		if at, err := time.Parse(time.RFC3339Nano, text); err == nil && at.After(now) {
+			// One of the past may as well be of a node that is down, which the check of nodes tells.
+			d.skew(CheckNodeClocks, "the clock of node "+l.GetName(), at.Sub(now), time.Second)
+		}
+	}
+	if d.Clean(CheckNodeClocks) {
+		d.OK(CheckNodeClocks, "none of %d is ahead of ours", len(leases.Items))
+	}
+	return nil
+}

@@ -1,0 +1,52 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
+)
+
+// namesInText is how many namespaces a finding names.
+const namesInText = 5
+
+// privilegedPods looks at what the API server does with pods that are as good as root on their node.
+func (d *doctor) privilegedPods(ctx context.Context) error {
+	found, err := d.kube.PodSecurity(ctx)
+	if err != nil {
+		return err
+	}
+	for _, ns := range slices.Sorted(maps.Keys(found.Unclear)) {
+		d.Add(CheckPods, checkup.Warn, "Label the namespace "+ns+" if its users are no administrators: kubectl label namespace "+ns+" "+podsecurity.Label+"=baseline.",
+			"whether pods that mount their node's root folder are accepted in namespace %s can't be seen, something else refuses the one that is tried: %s", ns, found.Unclear[ns])
+		break // one says what is in the way
+	}
+	var more string
+	if len(found.Allowed) > 0 {
+		more += "; those with the label, where only administrators should create pods: " + some(found.Allowed)
+	}
+	if found.Unasked > 0 {
+		more += fmt.Sprintf("; %d namespaces without a label were not asked", found.Unasked)
+	}
+	switch {
+	case len(found.Open) > 0:
+		d.Add(CheckPods, checkup.Warn, "Run kubectl label namespace NAMESPACE "+podsecurity.Label+"=baseline for each whose users are no administrators; privileged, where only administrators create pods.",
+			"the API server accepts pods that mount their node's root folder: whoever may create pods in one of these namespaces may be root on every node: %s%s", some(found.Open), more)
+	case len(found.Unclear) == 0:
+		d.OK(CheckPods, "are refused where no label of the namespace allows them%s", more)
+	}
+	return nil
+}
+
+// some names the first few of a list.
+func some(names []string) string {
+	out := strings.Join(names[:min(len(names), namesInText)], ", ")
+	if more := len(names) - namesInText; more > 0 {
+		out += fmt.Sprintf(" and %d more", more)
+	}
+	return out
+}

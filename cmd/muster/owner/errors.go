@@ -1,0 +1,90 @@
+package owner
+
+import (
+	"context"
+	"errors"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Problem is an error as a person is told it.
+type Problem struct {
+	// Reason is the reason code; empty for an error without one.
+	Reason string `json:"reason,omitempty"`
+	// Message is what went wrong.
+	Message string `json:"message"`
+	// Remedy says what to do; empty if nobody knows.
+	Remedy string `json:"remedy,omitempty"`
+}
+
+// Explain makes a Problem of an error.
+func Explain(err error) Problem {
+	p := Problem{Message: err.Error()}
+	switch reason := rpc.ReasonFrom(err); reason {
+	case attestv1.Reason_REASON_UNSPECIFIED, attestv1.Reason_REASON_ACCEPTED:
+	default:
+		p.Reason, p.Remedy = attest.ReasonName(reason), rpc.RemedyFrom(err)
+	}
+	if own := remedy(err); own != "" {
+		p.Remedy = own
+	}
+	return p
+}
+
+// remedy knows better than the table what an owner can do.
+func remedy(err error) string {
+	if r, ok := errors.AsType[*remedied](err); ok {
+		return r.remedy
+	}
+	if len(attest.MismatchesOf(err)) > 0 {
+		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, somebody changed what it boots."
+	}
+	switch {
+	case errors.Is(err, ownerdir.ErrOtherCluster):
+		return "Nothing was sent or changed."
+	case errors.Is(err, context.DeadlineExceeded):
+		return "Look at the last lines above; running the same command again goes on where it stopped, and --timeout gives it longer."
+	case errors.Is(err, context.Canceled):
+		return "Running the same command again goes on where it stopped."
+	}
+	return ""
+}
+
+// remedied is an error with what to do about it.
+type remedied struct {
+	err    error
+	remedy string
+}
+
+func (r *remedied) Error() string { return r.err.Error() }
+func (r *remedied) Unwrap() error { return r.err }
+
+func withRemedy(err error, remedy string) error { return &remedied{err, remedy} }
+
+// final says that to try again would not help: somebody decided, and will decide the same.
+func final(err error) bool {
+	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		// Either ours, and then it is over, or a request's own, which the reasons below know.
+		if rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED {
+			return false
+		}
+	}
+	if rpc.RetryAfterFrom(err) > 0 {
+		return false
+	}
+	switch rpc.ReasonFrom(err) {
+	case attestv1.Reason_REASON_UNSPECIFIED:
+		// No reason: a connection that broke or was never made. A server that answers without one is not
+		// Muster's, unless it is a proxy that found nobody behind it.
+		return connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable
+	case attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_NOT_READY:
+		return false
+	default:
+		return true
+	}
+}

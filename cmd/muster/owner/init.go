@@ -1,0 +1,410 @@
+// Package owner is what the owner of a cluster does from the seat of their own: make it, look
+// at a machine before trusting it, and keep the policy.
+//
+// The owner's program attests nothing. It judges: no secret leaves before the machine at the
+// other end of this very connection was found acceptable (A6), and none at all before the
+// owner's folder is on the disk.
+package owner
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strconv"
+	"time"
+
+	"connectrpc.com/connect"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// InitConfig says how to make a cluster. What it is made of stands in Dir.
+type InitConfig struct {
+	// Dir is the owner's folder.
+	Dir *ownerdir.Dir
+	// Manifests are applied first: a network, mostly.
+	Manifests []*unstructured.Unstructured
+	// Values of the chart; the owner's key is added.
+	Values clusterapi.Values
+	// Report is told of each step.
+	Report progress.Reporter
+	// Log takes what helm and client-go say.
+	Log *slog.Logger
+	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// Steps is how many steps [Init] reports, for a progress bar.
+const Steps = 11
+
+// InstallSteps is the same for a cluster that was there before: [Init] of a folder that says so.
+const InstallSteps = 10
+
+// Init makes a cluster, or goes on where an earlier call stopped.
+func Init(ctx context.Context, cfg InitConfig) error {
+	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil {
+		return errors.New("owner: Init needs Dir, Report and Log")
+	}
+	i := &initialiser{InitConfig: cfg}
+	if err := i.load(); err != nil {
+		return err
+	}
+	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
+		if err := i.machine(ctx); err != nil {
+			return err
+		}
+	}
+	return i.install(ctx)
+}
+
+type initialiser struct {
+	InitConfig
+
+	policy    *attest.Policy
+	json      []byte
+	secrets   ownerdir.Secrets
+	clusterID keys.ClusterID
+}
+
+func (i *initialiser) dir() ownerdir.Cluster { return i.Dir.Cluster() }
+
+func (i *initialiser) load() error {
+	text, err := i.Dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return err
+	}
+	if i.policy, i.json, err = policyfile.Parse(text); err != nil {
+		return fmt.Errorf("%s: %w", i.Dir.File(ownerdir.PolicyFile), err)
+	}
+	if i.secrets, err = i.Dir.Secrets(); err != nil {
+		return err
+	}
+	// The owner chose all that the cluster ID depends on, and so knows what PCR 15 may become.
+	i.clusterID = keys.NewRoot(i.secrets.Root, i.secrets.Salt).ClusterID(i.secrets.MeasurementSalt)
+	return nil
+}
+
+// step reports f as one step.
+func (i *initialiser) step(name string, f func() (detail string, err error)) error {
+	return step(i.Report, name, f)
+}
+
+func step(report progress.Reporter, name string, f func() (detail string, err error)) error {
+	report.Begin(name)
+	detail, err := f()
+	report.End(detail, err)
+	if err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	return nil
+}
+
+// machine has the first machine make the cluster.
+func (i *initialiser) machine(ctx context.Context) error {
+	c := i.dir()
+	// A6: the machine must be unlocked; if it was asked before, it may be locked to this cluster, and
+	// must be the same.
+	target := peerdial.Target{
+		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, DialContext: i.DialContext,
+	}
+	if c.Stage == ownerdir.StageRequested {
+		id, err := attest.ParseMachineID(c.FirstMachine.ID)
+		if err != nil {
+			return fmt.Errorf("cluster.json: %w", err)
+		}
+		target.Only = &id
+		target.Locks = append(target.Locks, attest.LockedTo(i.clusterID))
+	}
+	if err := i.step("judge the machine", func() (string, error) { return i.judge(ctx, &target) }); err != nil {
+		return err
+	}
+	name := "initialise the first machine"
+	if c.Adopted {
+		name = "adopt the first machine"
+	}
+	return i.step(name, func() (string, error) { return i.request(ctx, target) })
+}
+
+// judge runs the exchange until there is a verdict, and writes down whom it accepted before
+// anything is sent.
+func (i *initialiser) judge(ctx context.Context, target *peerdial.Target) (string, error) {
+	var peer attest.Peer
+	err := i.retry(ctx, func() error {
+		s, err := peerdial.Open(*target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		peer, err = s.Exchange(ctx)
+		return err
+	})
+	if err != nil {
+		return "", i.explainVerdict(err)
+	}
+	id := peer.Machine()
+	c := i.dir()
+	if c.Stage == ownerdir.StagePrepared {
+		c.Stage = ownerdir.StageRequested
+		c.FirstMachine = &ownerdir.Machine{ID: id.String(), DiskSalt: keys.NewDiskSalt().String(), Verdict: verdictOf(peer)}
+		if err := i.Dir.Save(c); err != nil {
+			return "", err
+		}
+	}
+	target.Only = &id
+	// From the first request on the machine may lock itself to this cluster at any time.
+	target.Locks = []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}
+	return "machine " + id.String(), nil
+}
+
+// explainVerdict names the files of this owner where a refusal's general remedy can't.
+func (i *initialiser) explainVerdict(err error) error {
+	c := i.dir()
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_LOCK_FOREIGN {
+		return withRemedy(err, "The machine is locked to another cluster, or was by an earlier attempt with another folder. Reboot it, and if it is to be used again, wipe its state first.")
+	}
+	if c.Adopted && rpc.ReasonFrom(err) == attestv1.Reason_REASON_INIT_NOT_ALLOWED {
+		return withRemedy(err, "The machine must be a control plane, as kubeadm makes one, of the cluster at --control-plane-endpoint, and its metadata must have the role control-plane, its node's name and the init secret's hash. The log of its bootstrapper says what is missing.")
+	}
+	if c.Stage == ownerdir.StageRequested && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0 {
+		return withRemedy(err, fmt.Sprintf("This cluster was begun on machine %s, which may hold its secrets. Go on with that machine, or begin a new cluster: another --directory, after wiping the old machine.", c.FirstMachine.ID))
+	}
+	return err
+}
+
+func verdictOf(p attest.Peer) ownerdir.Verdict {
+	c := p.Claims()
+	digest := c.EvidenceDigest()
+	v := ownerdir.Verdict{
+		Time: p.VerifiedAt().UTC().Format(time.RFC3339), PolicySerial: p.Appraisal().PolicySerial, EvidenceDigest: hex.EncodeToString(digest[:]),
+		PCRs: map[string]string{}, AKName: hex.EncodeToString(c.AKName()), ResetCount: c.Clock().ResetCount,
+	}
+	for pcr := range 16 {
+		v.PCRs[strconv.Itoa(pcr)] = hex.EncodeToString(c.PCR(pcr))
+	}
+	return v
+}
+
+// request calls Init until there is a result, resuming after lost connections.
+func (i *initialiser) request(ctx context.Context, target peerdial.Target) (string, error) {
+	var result *initv1.InitResult
+	err := i.retry(ctx, func() error {
+		s, err := peerdial.Open(target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		if err := i.opened(ctx, s); err != nil {
+			return err
+		}
+		result, err = i.call(ctx, s)
+		return err
+	})
+	if err != nil {
+		return "", i.explainVerdict(err)
+	}
+	return "node " + result.GetNodeName(), i.keep(result)
+}
+
+// opened says whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
+// all of the disk. A machine that doesn't say is asked for the init itself.
+func (i *initialiser) opened(ctx context.Context, s *peerdial.Session) error {
+	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
+	if err != nil {
+		return nil //nolint:nilerr // what is wrong, the init will meet too
+	}
+	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
+		host, _, err := net.SplitHostPort(i.dir().Endpoint)
+		if err != nil {
+			return fmt.Errorf("cluster.json: %w", err)
+		}
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
+			fmt.Sprintf("If that was this cluster, and the power failed: muster recover %s --directory %s, and run the same command again. Otherwise erase the disk's first MiB if nothing on it is needed (docs/state-disk.md#erase-the-first-mib).", host, i.Dir.Path()))
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING, status.GetPhase() == initv1.Phase_PHASE_FORMATTING:
+		return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine makes its state disk ready")
+	}
+	return nil
+}
+
+// call makes one call and follows its stream. The client sends nothing before its verdict on the
+// server: the transport dials, judges, and only then lets the request out (A6).
+func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
+	ctx, peer := atls.CapturePeer(ctx)
+	c := i.dir()
+	list := versions.NewList(c.Components...)
+	salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
+	if err != nil {
+		return nil, fmt.Errorf("cluster.json: diskSalt: %w: it was begun with an older version of muster, so begin a new cluster in another --directory", err)
+	}
+	id, err := attest.ParseMachineID(c.FirstMachine.ID)
+	if err != nil {
+		return nil, fmt.Errorf("cluster.json: %w", err)
+	}
+	owner, err := i.Dir.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	events := i.events(ctx, s, &initv1.InitRequest{
+		IdempotencyKey: i.secrets.IdempotencyKey[:], InitSecret: i.secrets.Init[:], RootSecret: i.secrets.Root[:], Salt: i.secrets.Salt[:],
+		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
+		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
+		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
+		OwnerSignature: ownerorder.Init{Cluster: i.clusterID, Machine: id, Adopt: c.Adopted}.Sign(owner),
+	})
+	for event, err := range events {
+		if err != nil {
+			return nil, err
+		}
+		switch m := event.GetMessage().(type) {
+		case *initv1.InitResponse_Progress:
+			i.Report.Say(phaseName(m.Progress.GetPhase()) + " " + m.Progress.GetText())
+		case *initv1.InitResponse_Result:
+			p, ok := peer()
+			if !ok {
+				return nil, errors.New("the result came over a connection without a verdict") // A1: cannot be
+			}
+			return m.Result, i.check(m.Result, p)
+		}
+	}
+	return nil, errors.New("the machine ended the stream without a result")
+}
+
+// events calls Init, or Adopt, and gives what the machine streams. An error is the last.
+func (i *initialiser) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
+	client := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	if i.dir().Adopted {
+		stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
+		return received(stream, err, (*initv1.AdoptResponse).GetEvent)
+	}
+	stream, err := client.Init(ctx, req)
+	return received(stream, err, func(m *initv1.InitResponse) *initv1.InitResponse { return m })
+}
+
+func received[T any](stream *connect.ServerStreamForClient[T], err error, event func(*T) *initv1.InitResponse) iter.Seq2[*initv1.InitResponse, error] {
+	return func(yield func(*initv1.InitResponse, error) bool) {
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		defer func() { _ = stream.Close() }()
+		for stream.Receive() {
+			if !yield(event(stream.Msg()), nil) {
+				return
+			}
+		}
+		if err := stream.Err(); err != nil {
+			yield(nil, err)
+		}
+	}
+}
+
+// check compares the result with the machine that was judged, and with what the owner knows.
+func (i *initialiser) check(r *initv1.InitResult, p attest.Peer) error {
+	bad := func(format string, args ...any) error {
+		err := attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's result: "+format, args...)
+		return withRemedy(err, "Don't use this cluster. The machine's bootstrapper is faulty or of another version: wipe the machine, and begin a new cluster in another --directory.")
+	}
+	id := p.Machine()
+	if string(r.GetMachineId()) != string(id[:]) {
+		return bad("it says that it is machine %x, but machine %s was judged", r.GetMachineId(), id)
+	}
+	if string(r.GetClusterId()) != string(i.clusterID[:]) {
+		return bad("its cluster ID %x is not the one that follows from the owner's secrets, %s", r.GetClusterId(), i.clusterID)
+	}
+	if msgs := validation.IsDNS1123Label(r.GetNodeName()); len(msgs) > 0 {
+		return bad("node name %q: %s", r.GetNodeName(), msgs[0])
+	}
+	if _, err := keys.ParseDiskID(r.GetDiskId()); err != nil {
+		return bad("%w", err)
+	}
+	if len(r.GetAddresses()) == 0 {
+		return bad("it names no address")
+	}
+	for _, a := range r.GetAddresses() {
+		if ip, err := netip.ParseAddr(a); err != nil || ip.Unmap().String() != a || ip.Zone() != "" {
+			return bad("address %q is none", a)
+		}
+	}
+	if err := checkKubeconfig(r.GetKubeconfig(), i.dir().ControlPlaneEndpoint); err != nil {
+		return bad("%w", err)
+	}
+	return checkClock(r.GetKubeconfig(), time.Now())
+}
+
+// keep writes the result down. The kubeconfig comes first: once the stage says that there is a
+// cluster, its key is there.
+func (i *initialiser) keep(r *initv1.InitResult) error {
+	if err := i.Dir.Write(ownerdir.AdminConf, r.GetKubeconfig()); err != nil {
+		return err
+	}
+	c := i.dir()
+	c.Stage = ownerdir.StageInitialised
+	c.ClusterID = i.clusterID.String()
+	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
+	return i.Dir.Save(c)
+}
+
+// retry is again, for the first machine.
+func (i *initialiser) retry(ctx context.Context, try func() error) error {
+	return again(ctx, i.Report, try)
+}
+
+// again calls try until it succeeds or somebody decided otherwise.
+func again(ctx context.Context, report progress.Reporter, try func() error) error {
+	pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 10 * time.Second}
+	for {
+		err := try()
+		if err == nil || final(err) {
+			return err
+		}
+		if ctx.Err() != nil {
+			return errors.Join(context.Cause(ctx), err)
+		}
+		report.Say(fmt.Sprintf("waiting for the machine: %v", err))
+		if perr := retry.Wait(ctx, pause.Next(rpc.RetryAfterFrom(err))); perr != nil {
+			return errors.Join(perr, err)
+		}
+	}
+}
+
+// phaseName gives a phase as people read it.
+func phaseName(p initv1.Phase) string {
+	if name, ok := phases[p]; ok {
+		return name
+	}
+	return "phase " + strconv.Itoa(int(p)) + ":"
+}
+
+var phases = map[initv1.Phase]string{
+	initv1.Phase_PHASE_WAITING:       "waiting:",
+	initv1.Phase_PHASE_LOCKED:        "node lock:",
+	initv1.Phase_PHASE_DISK:          "state disk:",
+	initv1.Phase_PHASE_COMPONENTS:    "components:",
+	initv1.Phase_PHASE_CONFIGURED:    "configuration:",
+	initv1.Phase_PHASE_KUBEADM:       "kubeadm:",
+	initv1.Phase_PHASE_CLUSTER_STATE: "cluster state:",
+	initv1.Phase_PHASE_DONE:          "done:",
+	initv1.Phase_PHASE_FORMATTING:    "state disk, formatting:",
+	initv1.Phase_PHASE_UNLOCKING:     "state disk, unlocking:",
+}

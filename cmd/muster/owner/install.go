@@ -1,0 +1,271 @@
+package owner
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/muster-k8s/muster/api/crds"
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Deadlines of steps that wait for others. Each names what did not come.
+const (
+	apiTimeout         = 3 * time.Minute
+	servicesTimeout    = 10 * time.Minute
+	joinserviceTimeout = 3 * time.Minute
+)
+
+// install puts Muster into the cluster. Each step finds its own work when it is done again.
+//
+// The order matters: the first machine is enrolled before the chart's admission policies exist, which would keep its
+// node from writing.
+func (i *initialiser) install(ctx context.Context) error {
+	c := i.dir()
+	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
+	if err != nil {
+		return err
+	}
+	kube, err := clusterapi.Connect(kubeconfig)
+	if err != nil {
+		return err
+	}
+	m := c.FirstMachine
+	steps := []struct {
+		name string
+		do   func() (string, error)
+	}{
+		{"wait for the API server", func() (string, error) {
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			defer cancel()
+			return kube.Server(), kube.Reachable(ctx)
+		}},
+		{"note which nodes are there", func() (string, error) { return i.noteNodes(ctx, kube) }},
+		{"apply the owner's manifests", func() (string, error) {
+			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
+		}},
+		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
+		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
+		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
+		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
+		{"wait for Muster's services", func() (string, error) {
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			defer cancel()
+			return "", kube.ServicesReady(ctx, i.Report.Say)
+		}},
+		{"judge the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+	}
+	for _, s := range steps {
+		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
+			continue
+		}
+		if s.name == "note which nodes are there" && !c.Adopted {
+			continue // there is none but the first
+		}
+		if err := i.step(s.name, s.do); err != nil {
+			return err
+		}
+	}
+	c = i.dir()
+	c.Stage = ownerdir.StageInstalled
+	return i.Dir.Save(c)
+}
+
+// deadline bounds a step; the cause says what did not come.
+func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
+}
+
+// noteNodes writes down which nodes an adopted cluster has before anything is done to it, once: a run that
+// goes on where an earlier one stopped takes nobody for one of before who came in between (J4).
+func (i *initialiser) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	c := i.dir()
+	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
+		names, err := kube.Present(ctx)
+		if err != nil {
+			return "", err
+		}
+		c.NodesBefore = slices.DeleteFunc(names, func(name string) bool { return name == c.FirstMachine.NodeName })
+		if err := i.Dir.Save(c); err != nil {
+			return "", err
+		}
+	}
+	return fmt.Sprintf("%d beside the first machine", len(c.NodesBefore)), nil
+}
+
+func (i *initialiser) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	if err := kube.EnsureNamespace(ctx); err != nil {
+		return "", err
+	}
+	objects, err := Definitions()
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Say)
+}
+
+// Definitions gives the CustomResourceDefinitions that this program carries.
+func Definitions() ([]*unstructured.Unstructured, error) {
+	var out []*unstructured.Unstructured
+	names, err := fs.Glob(crds.FS, "*.yaml")
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		text, err := crds.FS.ReadFile(name)
+		if err != nil {
+			return nil, err
+		}
+		objects, err := clusterapi.ParseManifests(name, text)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, objects...)
+	}
+	if len(out) == 0 {
+		return nil, errors.New("this program carries no definitions")
+	}
+	return out, nil
+}
+
+// enroll writes down the machine that this owner judged: its enrollment, what was seen of it, and
+// that its node may write.
+func (i *initialiser) enroll(ctx context.Context, kube *clusterapi.Client) error {
+	m := i.dir().FirstMachine
+	for _, a := range m.Addresses {
+		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
+			err := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the policy's nodeCidrs have no network with the machine's address %s", a)
+			return withRemedy(err, "Add its network to nodeCidrs in "+i.Dir.File(ownerdir.PolicyFile)+" and run the command again, without --policy.")
+		}
+	}
+	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID, Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
+	salt, err := keys.ParseDiskSalt(m.DiskSalt)
+	if err != nil {
+		return withRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
+	}
+	if _, err := kube.Enroll(ctx, m.NodeName, spec, salt); err != nil {
+		return err
+	}
+	judged, err := time.Parse(time.RFC3339, m.Verdict.Time)
+	if err != nil {
+		return fmt.Errorf("cluster.json: %w", err)
+	}
+	err = kube.RecordVerdict(ctx, m.NodeName, clusterapi.Verdict{
+		Time: judged, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
+		PCRs: m.Verdict.PCRs, AKName: m.Verdict.AKName, ResetCount: m.Verdict.ResetCount,
+	})
+	if err != nil {
+		return err
+	}
+	var others []string
+	if i.dir().Adopted {
+		// All that were there when Muster came may go on. Once it has come, a Node that is not enrolled has no access.
+		var before []string
+		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
+			before = c.NodesBefore
+		}
+		if others, err = kube.Unattested(ctx, before); err != nil {
+			return err
+		}
+		for _, name := range others {
+			i.Report.Say(name + " may go on as a node, though nobody attested its machine")
+		}
+	}
+	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
+}
+
+func (i *initialiser) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
+	if err := i.listFirst(); err != nil { // A7
+		return err
+	}
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return err
+	}
+	return kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
+}
+
+func (i *initialiser) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return "", err
+	}
+	public, err := PublicKey(key)
+	if err != nil {
+		return "", err
+	}
+	v := i.Values
+	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
+	r, err := kube.InstallChart(ctx, v, i.Log)
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
+}
+
+// joinservice waits until a joinservice answers on one of the first machine's addresses, and
+// judges it as any machine that joins will.
+func (i *initialiser) joinservice(ctx context.Context) (string, error) {
+	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
+	defer cancel()
+	m := i.dir().FirstMachine
+	id, err := attest.ParseMachineID(m.ID)
+	if err != nil {
+		return "", fmt.Errorf("cluster.json: %w", err)
+	}
+	var at string
+	next := 0
+	err = i.retry(ctx, func() error {
+		at = net.JoinHostPort(m.Addresses[next%len(m.Addresses)], strconv.Itoa(i.Values.JoinPort()))
+		next++
+		return i.askJoinservice(ctx, at, id)
+	})
+	return at, err
+}
+
+func (i *initialiser) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
+	// The services serve a machine that is locked to this cluster, and no other state of it.
+	s, err := peerdial.Open(peerdial.Target{
+		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }()
+	resp, err := healthv1connect.NewHealthClient(s.Client(), s.URL(), rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
+	if err != nil {
+		return err
+	}
+	if resp.GetStatus() != healthv1.HealthCheckResponse_SERVING {
+		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
+	}
+	return nil
+}
+
+// PublicKey gives what the services verify policies with.
+func PublicKey(key ed25519.PrivateKey) (ed25519.PublicKey, error) {
+	public, ok := key.Public().(ed25519.PublicKey)
+	if !ok {
+		return nil, errors.New("the owner's key is no Ed25519 key")
+	}
+	return public, nil
+}

@@ -1,0 +1,168 @@
+package owner
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+)
+
+// Certificates are judged by the API server's clock, so it says how long they are retired; the owner's may
+// be hours wrong, and then a retirement by it would end before they do.
+func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
+	const year = 365 * 24 * time.Hour
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	kube := defined(t)
+	const life, foreign = nodeaccess.CertificateLife, nodeaccess.ForeignLife
+	for name, tt := range map[string]struct {
+		ahead      time.Duration // the owner's clock
+		unattested bool
+		before     time.Duration // until when there is a revocation already, from now; 0: there is none
+		want       time.Duration // from now, within the margin and the skew that both may have
+	}{
+		"the same time":                     {want: life},
+		"a little behind":                   {ahead: -4 * time.Minute, want: life},
+		"3 hours behind":                    {ahead: -3 * time.Hour, want: life},
+		"30 days behind":                    {ahead: -30 * 24 * time.Hour, want: life},
+		"3 hours ahead":                     {ahead: 3 * time.Hour, want: life},
+		"a year ahead":                      {ahead: year, want: life},
+		"behind, and one is there":          {ahead: -3 * time.Hour, before: 20 * time.Hour, want: life},
+		"behind, and a longer one is there": {ahead: -3 * time.Hour, before: 40 * time.Hour, want: 40 * time.Hour},
+		"ahead, and a longer one is there":  {ahead: 72 * time.Hour, before: 40 * time.Hour, want: 40 * time.Hour},
+		"a node of before, behind":          {ahead: -2 * year, unattested: true, want: foreign},
+		"a node of before, ahead":           {ahead: 2 * year, unattested: true, want: foreign},
+	} {
+		t.Run(name, func(t *testing.T) {
+			had := nodeaccess.Entry{Unattested: tt.unattested}
+			if tt.before > 0 {
+				had.Revoked = &nodeaccess.Revocation{Until: time.Now().Add(tt.before).UTC().Truncate(time.Second), Allowed: []string{"X509SHA256=01"}}
+			}
+			access(t, map[string]nodeaccess.Entry{"w1": had, "other": {Suspended: true}})
+			p, err := kube.Presence(ctx, "w1")
+			if err != nil {
+				t.Fatal(err)
+			}
+			now := time.Now()
+			said, err := kube.Forget(ctx, p, now.Add(tt.ahead), func(string) {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := listed(t)
+			e := l.Entry("w1")
+			if e.Revoked == nil || e.Unattested || !e.Revoked.Until.Equal(said) || len(e.Revoked.Allowed) > 0 || !l.Entry("other").Suspended {
+				t.Fatalf("the list says %+v, %+v; %s was said", e, e.Revoked, said)
+			}
+			if off := e.Revoked.Until.Sub(now.Add(tt.want)); off < -time.Minute || off > 25*time.Minute {
+				t.Errorf("revoked until %s, which is %s off", e.Revoked.Until, off)
+			}
+		})
+	}
+}
+
+// A finalizer that somebody has given a pod keeps it, and what it uses is read by the machine's certificate: that is not done, and the same command finishes it.
+func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	kube := defined(t)
+	access(t, nil)
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "held", Finalizers: []string{"example.com/keep"}},
+		Spec:       corev1.PodSpec{NodeName: "held", Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+	}
+	if err := shared.Client.Create(ctx, pod); err != nil {
+		t.Fatal(err)
+	}
+	forget := func() error {
+		p, err := kube.Presence(ctx, "held")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = kube.Forget(ctx, p, time.Now(), func(string) {})
+		return err
+	}
+	if err := forget(); err == nil || !strings.Contains(err.Error(), "default/held with finalizers") {
+		t.Errorf("error %v", err)
+	}
+	if err := shared.Client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); err != nil {
+		t.Fatal(err)
+	}
+	if err := forget(); err != nil {
+		t.Error(err)
+	}
+}
+
+// defined gives a client of the cluster, which knows Muster's objects then.
+func defined(t *testing.T) *clusterapi.Client {
+	t.Helper()
+	kube, err := clusterapi.Connect(kubeconfig(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	definitions, err := Definitions()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := kube.Apply(t.Context(), definitions, func(string) {}); err != nil {
+		t.Fatal(err)
+	}
+	if err := kube.EnsureNamespace(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return kube
+}
+
+// access makes the list of nodes that may not write say this and nothing else, until the test ends. It is never deleted: where the
+// chart is, that is refused.
+func access(t *testing.T, entries map[string]nodeaccess.Entry) {
+	t.Helper()
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: nodeaccess.ConfigMap}}
+	made := m.DeepCopy()
+	made.Data = map[string]string{nodeaccess.KeySuspended: "\nother\n"} // of an object that is made empty the API server does not say who wrote it when
+	if err := shared.Client.Create(t.Context(), made); client.IgnoreAlreadyExists(err) != nil {
+		t.Fatal(err)
+	}
+	l := nodeaccess.New(false)
+	for name, e := range entries {
+		l.Set(name, e)
+	}
+	data, err := l.Data()
+	if err != nil {
+		t.Fatal(err)
+	}
+	say := func(ctx context.Context, data map[string]string) (was map[string]string) {
+		if err := shared.Client.Get(ctx, client.ObjectKeyFromObject(m), m); err != nil {
+			t.Fatal(err)
+		}
+		was, m.Data = m.Data, data
+		if err := shared.Client.Update(ctx, m); err != nil {
+			t.Fatal(err)
+		}
+		return was
+	}
+	was := say(t.Context(), data)
+	t.Cleanup(func() { say(context.WithoutCancel(t.Context()), was) })
+}
+
+// listed reads the list of nodes that may not write.
+func listed(t *testing.T) *nodeaccess.List {
+	t.Helper()
+	m := &corev1.ConfigMap{}
+	if err := shared.Client.Get(t.Context(), enrollment.Key(), m); err != nil {
+		t.Fatal(err)
+	}
+	l, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}

@@ -1,0 +1,147 @@
+package owner
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"syscall"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// MachineStatus is what a machine that is in no cluster yet says of itself.
+type MachineStatus struct {
+	Endpoint string `json:"endpoint"`
+	// Proven says that the policy accepts the machine which says all this. Problem says why not; then
+	// what follows is anybody's word.
+	Proven  bool     `json:"proven"`
+	Problem *Problem `json:"problem,omitempty"`
+
+	Phase string     `json:"phase"`
+	Since *time.Time `json:"since,omitempty"`
+	// Taker is who holds the node lock: "init", "join" or empty.
+	Taker string `json:"taker,omitempty"`
+	// Reason is why the latest try failed, Remedy what to do about it.
+	Reason string `json:"reason,omitempty"`
+	// ReasonUnproven: it is the word of somebody who had not proven to be a joinservice.
+	ReasonUnproven bool       `json:"reasonUnproven,omitempty"`
+	Remedy         string     `json:"remedy,omitempty"`
+	LastTry        *time.Time `json:"lastTry,omitempty"`
+	NextTry        *time.Time `json:"nextTry,omitempty"`
+	FailedTries    uint32     `json:"failedTries"`
+	JoinEndpoints  []string   `json:"joinEndpoints,omitempty"`
+	Version        string     `json:"version"`
+	Machine        string     `json:"machine"`
+	NodeName       string     `json:"nodeName,omitempty"`
+	Role           string     `json:"role,omitempty"`
+	InitAllowed    bool       `json:"initAllowed"`
+	// Skew is how far the machine's clock is ahead of ours.
+	Skew time.Duration `json:"clockSkew"`
+}
+
+// AskMachine judges the machine at cfg.Addr, and asks it how it gets on. One that the policy refuses
+// is asked too, over plain HTTPS: its answer is shown as unproven and nothing is sent to it.
+func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
+	s, err := peerdial.Open(cfg.Target)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = s.Close() }()
+	out := &MachineStatus{Endpoint: cfg.Addr}
+	began := time.Now()
+	got, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
+	if refusal, refused := errors.AsType[*attest.Refusal](err); refused {
+		p := Explain(err)
+		p.Message = refusal.Error() // without the connection's own words around it
+		out.Problem = &p
+		began = time.Now()
+		got, err = askUnproven(ctx, cfg)
+	} else {
+		out.Proven = err == nil
+	}
+	if err != nil {
+		return nil, notWaiting(cfg.Addr, err)
+	}
+	out.fill(got, began)
+	return out, nil
+}
+
+// askUnproven asks as any HTTPS client would.
+func askUnproven(ctx context.Context, cfg VerifyConfig) (*initv1.GetStatusResponse, error) {
+	//nolint:gosec // the certificate says nothing, and so does the answer: the caller marks it as unproven
+	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}, DialContext: cfg.DialContext}
+	defer transport.CloseIdleConnections()
+	return initv1connect.NewMachineServiceClient(rpc.HTTPClient(transport), "https://"+cfg.Addr, rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
+}
+
+// notWaiting says what it means that a machine's bootstrapper does not answer.
+func notWaiting(addr string, err error) error {
+	err = fmt.Errorf("%s: %w", addr, err)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return withRemedy(err, "The machine is a node already (muster status without --endpoint shows those), or its bootstrapper is not running: look at the machine's console, and if you can log in, run bootstrapper doctor on it.")
+	case connect.CodeOf(err) == connect.CodeUnimplemented:
+		return withRemedy(err, "Something else than the bootstrapper of a waiting machine answers there, or one of an older version; the bootstrapper's port is 9000.")
+	}
+	return err
+}
+
+func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
+	s.Phase = strings.ToLower(strings.TrimPrefix(r.GetPhase().String(), "PHASE_"))
+	if r.GetTaker() != initv1.Taker_TAKER_UNSPECIFIED {
+		s.Taker = strings.ToLower(strings.TrimPrefix(r.GetTaker().String(), "TAKER_"))
+	}
+	if r.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
+		// Our own words: what an unproven machine says we should do is not repeated.
+		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyOf(r.GetLastReason()), r.GetLastReasonUnproven()
+		if s.ReasonUnproven {
+			s.Remedy = rpc.RemedyUnproven
+		}
+	}
+	s.Since, s.LastTry, s.NextTry = at(r.GetSince()), at(r.GetLastTry()), at(r.GetNextTry())
+	s.FailedTries, s.InitAllowed = r.GetFailedTries(), r.GetInitAllowed()
+	s.JoinEndpoints = make([]string, 0, len(r.GetJoinEndpoints()))
+	for _, e := range r.GetJoinEndpoints()[:min(len(r.GetJoinEndpoints()), maxEndpoints)] {
+		s.JoinEndpoints = append(s.JoinEndpoints, printable(e))
+	}
+	s.Version, s.Machine = printable(r.GetVersion()), hex.EncodeToString(r.GetMachineId()[:min(len(r.GetMachineId()), 32)])
+	s.NodeName, s.Role = printable(r.GetNodeName()), printable(r.GetRole())
+	if now := at(r.GetNow()); now != nil {
+		// Halfway between question and answer is the best guess of when it looked.
+		s.Skew = now.Sub(began.Add(time.Since(began) / 2)).Round(time.Millisecond)
+	}
+}
+
+const (
+	maxEndpoints = 64
+	maxShown     = 300 // characters of a text that a machine chose
+)
+
+// printable keeps a machine from writing to our terminal more than text.
+func printable(s string) string { return clusterapi.Printable(s, maxShown) }
+
+func at(t *timestamppb.Timestamp) *time.Time {
+	if t == nil || t.CheckValid() != nil {
+		return nil
+	}
+	v := t.AsTime()
+	return &v
+}
+
+// SkewWarn is how far a clock may be off before it is worth a word. Certificates begin to count
+// five minutes before they are made.
+const SkewWarn = time.Minute

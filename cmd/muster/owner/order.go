@@ -1,0 +1,205 @@
+package owner
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const (
+	// orderTimeout bounds one call, so that an address that does not answer leaves time for the others.
+	orderTimeout = 20 * time.Second
+	// orderPoll is the pause between two calls if the joinservice names none that can be.
+	orderPoll = 2 * time.Second
+)
+
+// orderCertificate has a control plane sign the request by an order with the owner's key (J9). Each joinservice is judged before the order
+// leaves (A6, A7).
+func orderCertificate(ctx context.Context, cfg RenewConfig, h *holder, request []byte) ([]byte, error) {
+	if h.old.Subject.CommonName != ownerorder.Administrator {
+		return nil, withRemedy(fmt.Errorf("the kubeconfig is for %s, and the owner's order is for %s alone", h.old.Subject, ownerorder.Administrator),
+			"Copy /etc/kubernetes/admin.conf from a control plane to "+cfg.Dir.File(ownerdir.AdminConf)+", mode 0600.")
+	}
+	o := orderer{RenewConfig: cfg, order: ownerorder.Order{Request: request}, addrs: cfg.Joinservices}
+	if err := o.load(); err != nil {
+		return nil, err
+	}
+	var cert []byte
+	err := again(ctx, cfg.Report, func() (err error) {
+		cert, err = o.anywhere(ctx)
+		return err
+	})
+	if err != nil {
+		return nil, o.explain(err)
+	}
+	return cert, nil
+}
+
+type orderer struct {
+	RenewConfig
+
+	target peerdial.Target
+	order  ownerorder.Order
+	addrs  []string
+}
+
+func (o *orderer) load() error {
+	c := o.Dir.Cluster()
+	id, err := hex.DecodeString(c.ClusterID)
+	if err != nil || len(id) != len(keys.ClusterID{}) {
+		return withRemedy(fmt.Errorf("%s holds no cluster yet", o.Dir.Path()), "Run muster init to its end first.")
+	}
+	o.order.Cluster = keys.ClusterID(id)
+	text, err := o.Dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return err
+	}
+	policy, _, err := policyfile.Parse(text)
+	if err != nil {
+		return fmt.Errorf("%s: %w", o.Dir.File(ownerdir.PolicyFile), err)
+	}
+	o.target = peerdial.Target{Purpose: attest.PurposeJoinservice, Policy: policy, Locks: []attest.Lock{attest.LockedTo(o.order.Cluster)}, DialContext: o.DialContext}
+	if len(o.addrs) == 0 {
+		o.addrs = joinservices(c)
+	}
+	return nil
+}
+
+// joinservices guesses from what the folder knows where joinservices answer: on the machine that the cluster was made on, and beside the API
+// server.
+func joinservices(c ownerdir.Cluster) []string {
+	var hosts, out []string
+	if c.FirstMachine != nil {
+		hosts = append(hosts, c.FirstMachine.Addresses...)
+	}
+	for _, endpoint := range []string{c.Endpoint, c.ControlPlaneEndpoint} {
+		if host, _, err := net.SplitHostPort(endpoint); err == nil {
+			hosts = append(hosts, host)
+		}
+	}
+	for _, host := range hosts {
+		if addr := net.JoinHostPort(host, strconv.Itoa(clusterapi.Values{}.JoinPort())); !slices.Contains(out, addr) {
+			out = append(out, addr)
+		}
+	}
+	return out
+}
+
+// anywhere asks one joinservice after another. What one has decided that was accepted is decided; else all are told of, since one that is
+// refused may be the one that was meant.
+func (o *orderer) anywhere(ctx context.Context) ([]byte, error) {
+	var errs error
+	for _, addr := range o.addrs {
+		cert, err := o.at(ctx, addr)
+		if err == nil {
+			return cert, nil
+		}
+		err = fmt.Errorf("%s: %w", addr, err)
+		if final(err) && connect.IsWireError(err) || ctx.Err() != nil {
+			return nil, err
+		}
+		errs = errors.Join(errs, err)
+	}
+	return nil, errs
+}
+
+// at sends the order to one joinservice until it has the certificate.
+func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
+	target := o.target
+	target.Addr = addr
+	s, err := peerdial.Open(target)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = s.Close() }()
+	peer, err := o.judge(ctx, s)
+	if err != nil {
+		return nil, err
+	}
+	o.Report.Say(fmt.Sprintf("judged: control plane %s at %s", peer.Machine(), addr))
+	client := joinv1connect.NewJoinServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	for filed := false; ; filed = true {
+		resp, err := o.call(ctx, client)
+		if err == nil && len(resp.GetCertificate()) > 0 {
+			return resp.GetCertificate(), nil
+		}
+		if err == nil {
+			o.Report.Say("ordered: waiting until a control plane has signed")
+			pause := resp.GetRetryAfter().AsDuration()
+			if pause <= 0 || pause > time.Minute {
+				pause = orderPoll
+			}
+			err = retry.Wait(ctx, pause)
+		}
+		switch {
+		case err != nil && filed && ctx.Err() != nil:
+			return nil, fmt.Errorf("%w: %w", errUnsigned, context.Cause(ctx))
+		case err != nil:
+			return nil, err
+		}
+	}
+}
+
+var errUnsigned = errors.New("the order is filed, and no control plane has signed it")
+
+func (o *orderer) judge(ctx context.Context, s *peerdial.Session) (attest.Peer, error) {
+	ctx, cancel := context.WithTimeout(ctx, orderTimeout)
+	defer cancel()
+	return s.Exchange(ctx)
+}
+
+func (o *orderer) call(ctx context.Context, c joinv1connect.JoinServiceClient) (*joinv1.RenewAdministratorResponse, error) {
+	// The same order each time, so that the cluster has one request for it; signed anew when it will soon be too old.
+	if now := o.Now(); now.Sub(o.order.At) > ownerorder.MaxAge/2 {
+		o.order.At = now.Truncate(time.Second)
+	}
+	key, err := o.Dir.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, orderTimeout)
+	defer cancel()
+	return c.RenewAdministrator(ctx, &joinv1.RenewAdministratorRequest{Order: o.order.Sign(key).Wire()})
+}
+
+// explain says what to do where a refusal's general remedy can't.
+func (o *orderer) explain(err error) error {
+	tried := strings.Join(o.addrs, ", ")
+	switch reason := rpc.ReasonFrom(err); {
+	case reason == attestv1.Reason_REASON_CLOCK_SKEW:
+		return withRemedy(err, "Compare this computer's clock and the control planes' with the right time, set the one that is wrong, and run the same command again.")
+	case reason == attestv1.Reason_REASON_CSR_INVALID:
+		return withRemedy(err, "The joinservice has accepted the order, and the control plane's machine has not: the text says why. Its image has to name the ownerKey of this folder (journalctl -u muster-renewal).")
+	case reason == attestv1.Reason_REASON_LOCK_FOREIGN, reason == attestv1.Reason_REASON_SERVER_NOT_LISTED:
+		return withRemedy(err, "Nothing was sent. Name a control plane of this cluster by --joinservice HOST:PORT; "+o.Dir.File(ownerdir.PolicyFile)+" lists their machine IDs.")
+	case errors.Is(err, errUnsigned):
+		return withRemedy(err, "muster-renewal has to run on a control plane, of this version of Muster or a newer one; its image has to name the ownerKey of this folder, and its clock has to be right. Its log says why it signs nothing (journalctl -u muster-renewal). --timeout waits longer.")
+	case connect.CodeOf(err) == connect.CodeUnimplemented:
+		return withRemedy(err, "The joinservice there is of an older version of Muster, which takes no orders.")
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, context.DeadlineExceeded) && reason == attestv1.Reason_REASON_UNSPECIFIED:
+		return withRemedy(err, "Tried: "+tried+". Name a control plane that runs by --joinservice HOST:PORT (the port is 30090 by default).")
+	}
+	return err
+}

@@ -1,0 +1,162 @@
+package ownerdir
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Stage says how far init got.
+type Stage string
+
+// The stages.
+const (
+	// StagePrepared: the folder is on the disk; nothing was sent.
+	StagePrepared Stage = "prepared"
+	// StageRequested: a machine was judged and may hold the secrets. No other gets them.
+	StageRequested Stage = "requested"
+	// StageInitialised: there is a cluster of one machine.
+	StageInitialised Stage = "initialised"
+	// StageInstalled: Muster's services run in it.
+	StageInstalled Stage = "installed"
+)
+
+// Cluster is cluster.json: what was asked for, and what came of it. It holds no secret.
+type Cluster struct {
+	// Version of this file's meaning: 1.
+	Version int `json:"version"`
+	// Name of the cluster, a DNS label.
+	Name string `json:"name"`
+	// Endpoint is HOST:PORT of the first machine's init server.
+	Endpoint string `json:"endpoint"`
+	// KubernetesVersion is the full version without "v".
+	KubernetesVersion string `json:"kubernetesVersion"`
+	// ControlPlaneEndpoint is HOST:PORT of the API server.
+	ControlPlaneEndpoint string `json:"controlPlaneEndpoint"`
+	// PodCIDRs, ServiceCIDRs and APIServerSANs are as in InitRequest.
+	PodCIDRs      []string `json:"podCIDRs,omitempty"`
+	ServiceCIDRs  []string `json:"serviceCIDRs,omitempty"`
+	APIServerSANs []string `json:"apiServerSANs,omitempty"`
+	// Components are what nodes install.
+	Components []versions.Component `json:"components,omitempty"`
+	// Images are Kubernetes' own, by digest.
+	Images []string `json:"images,omitempty"`
+	// OwnerID is SHA-256 of the owner's public key.
+	OwnerID string `json:"ownerID"`
+
+	// Adopted says that the cluster was there before Muster, which muster install put into it.
+	Adopted bool `json:"adopted,omitempty"`
+
+	// Stage and what follows are set as init goes on.
+	Stage Stage `json:"stage"`
+	// ClusterID is known with the first result, 64 hexadecimal digits.
+	ClusterID string `json:"clusterID,omitempty"`
+	// FirstMachine is the machine that init was judged and done on.
+	FirstMachine *Machine `json:"firstMachine,omitempty"`
+	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached;
+	// nil until then. It is never written again: who comes between two runs was not there before Muster.
+	NodesBefore []string `json:"nodesBefore,omitzero"`
+}
+
+// Machine is the first machine as its owner judged it.
+type Machine struct {
+	ID string `json:"id"`
+	// NodeName, DiskID and Addresses are known with the result.
+	NodeName  string   `json:"nodeName,omitempty"`
+	DiskID    string   `json:"diskID,omitempty"`
+	Addresses []string `json:"addresses,omitempty"`
+	// DiskSalt is that of the machine's disk, written before anything is sent; empty once the disk was erased (K4).
+	DiskSalt string `json:"diskSalt,omitempty"`
+	// Verdict is what the owner saw before sending anything.
+	Verdict Verdict `json:"verdict"`
+}
+
+// Verdict is what the evidence said and by what it was accepted.
+type Verdict struct {
+	Time           string            `json:"time"` // RFC 3339
+	PolicySerial   uint64            `json:"policySerial"`
+	EvidenceDigest string            `json:"evidenceDigest"`
+	PCRs           map[string]string `json:"pcrs"`
+	AKName         string            `json:"akName"`
+	ResetCount     uint32            `json:"resetCount"`
+}
+
+func (c Cluster) clone() Cluster {
+	b, err := json.Marshal(c)
+	if err != nil {
+		panic("ownerdir: " + err.Error()) // no field can fail
+	}
+	out, err := parseCluster(b)
+	if err != nil {
+		return Cluster{} // only a value that was never saved has no version
+	}
+	return out
+}
+
+func parseCluster(b []byte) (Cluster, error) {
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	var c Cluster
+	if err := dec.Decode(&c); err != nil {
+		return Cluster{}, err
+	}
+	if c.Version != 1 {
+		return Cluster{}, fmt.Errorf("version %d was written by another version of muster; this one reads 1", c.Version)
+	}
+	return c, nil
+}
+
+// differences lists what was asked for otherwise, by the flags' names.
+func (c Cluster) differences(other Cluster) []string {
+	var diff []string
+	for _, f := range []struct {
+		flag string
+		a, b any
+	}{
+		{"the command", c.Adopted, other.Adopted},
+		{"--name", c.Name, other.Name},
+		{"--endpoint", c.Endpoint, other.Endpoint},
+		{"--kubernetes", c.KubernetesVersion, other.KubernetesVersion},
+		{"--control-plane-endpoint", c.ControlPlaneEndpoint, other.ControlPlaneEndpoint},
+		{"--pod-cidr", c.PodCIDRs, other.PodCIDRs},
+		{"--service-cidr", c.ServiceCIDRs, other.ServiceCIDRs},
+		{"--api-server-san", slices.Concat(c.APIServerSANs), slices.Concat(other.APIServerSANs)},
+		{"--components", slices.Concat(c.Components), slices.Concat(other.Components)},
+		{"--components (images)", slices.Concat(c.Images), slices.Concat(other.Images)},
+	} {
+		if !reflect.DeepEqual(f.a, f.b) {
+			diff = append(diff, f.flag)
+		}
+	}
+	return diff
+}
+
+// listing returns the policy as init leaves it in the folder once it knows the first machine, which it lists as a control plane; nil
+// if there is none, or the text is no policy.
+func (c Cluster) listing(policy []byte) []byte {
+	if c.FirstMachine == nil {
+		return nil
+	}
+	id, err := attest.ParseMachineID(c.FirstMachine.ID)
+	if err != nil {
+		return nil
+	}
+	p, _, err := policyfile.Parse(policy)
+	if err != nil {
+		return nil
+	}
+	out, err := policyfile.ListControlPlanes(policy, p.Serial(), []policyfile.ControlPlane{{Machine: id, Name: c.FirstMachine.NodeName}}, nil)
+	if err != nil {
+		return nil
+	}
+	return out
+}
+
+func join(flags []string) string { return strings.Join(flags, " and ") }

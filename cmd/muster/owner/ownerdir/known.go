@@ -1,0 +1,377 @@
+package ownerdir
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/ed25519"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// KnownVersion is the version of known.json's meaning that is written. Version 1 is read too: it has neither epoch nor UIDs, names of bans, nodes and disks
+// that have gone. What it does not have is unknown, and so nothing is older than it.
+const KnownVersion = 2
+
+// MaxGone is how many enrollments that have gone known.json has, and as many disks that no enrollment has: twice the 5,000 nodes that Kubernetes is made for.
+// The oldest are dropped first.
+const MaxGone = 10_000
+
+// Known is known.json: what the cluster said when a command last talked to it. A recovery is judged by it, when there is no cluster to ask, and so is the
+// cluster itself, which may have been put back (B7). It holds no secret.
+type Known struct {
+	// Version of this file's meaning: [KnownVersion]; 0: there is no file.
+	Version int `json:"version"`
+	// Policy is the cluster's with the highest serial, as the owner signed it.
+	Policy KnownPolicy `json:"policy"`
+	// Epoch is the cluster's; 0: nobody has counted yet.
+	Epoch uint64 `json:"epoch,omitempty"`
+	// EpochID tells that epoch from others of the same number, in another history of the cluster; empty: it had none yet.
+	EpochID string `json:"epochID,omitempty"`
+	// History is that of the cluster; known.json does not have it.
+	History clusterinfo.History `json:"-"`
+	// Nodes are the enrollments by name.
+	Nodes map[string]KnownNode `json:"nodes"`
+	// Gone are enrollments that were in Nodes, in the order in which they went: none of them comes back, unless the cluster is put back.
+	Gone []KnownGone `json:"gone,omitempty"`
+	// Bans are the banned enrollments: the generation that each had, by its UID. They stay when an enrollment goes, or its ban ends.
+	Bans map[string]int64 `json:"bans,omitempty"`
+	// Names are those of Bans, by UID; version 1 noted none.
+	Names map[string]string `json:"names,omitempty"`
+	// BannedMachines are the machine IDs of Bans, by UID; earlier versions noted none.
+	BannedMachines map[string]string `json:"bannedMachines,omitempty"`
+	// Disks are those with a salt that no enrollment of Nodes has, in the order in which they were noted. No recovery opens one. They are here to be put back
+	// into a cluster that has lost them (docs/leaving.md), until they are erased (K4).
+	Disks []KnownFormer `json:"disks,omitempty"`
+	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has one's salt again is noticed.
+	Erased []string `json:"erased,omitempty"`
+	// ErasedAt is the cluster's epoch when it was first seen without the salt of a disk of Erased.
+	ErasedAt map[string]uint64 `json:"erasedAt,omitempty"`
+}
+
+// KnownPolicy is a signed policy.
+type KnownPolicy struct {
+	JSON      string `json:"json"`
+	Signature []byte `json:"signature"`
+}
+
+// KnownNode is one enrollment.
+type KnownNode struct {
+	// UID and Generation are those of the enrollment's object; empty and 0: version 1 noted none.
+	UID        string    `json:"uid,omitempty"`
+	Generation int64     `json:"generation,omitempty"`
+	MachineID  string    `json:"machineID"`
+	Role       string    `json:"role"`
+	Banned     bool      `json:"banned,omitempty"`
+	Disk       KnownDisk `json:"disk"`
+}
+
+// KnownDisk is a state disk.
+type KnownDisk struct {
+	// ID is the disk's UUID; empty: the enrollment names none.
+	ID string `json:"id,omitempty"`
+	// Salt and RootVersion are what its key follows from beside the root secret; empty: there is none.
+	Salt        string `json:"salt,omitempty"`
+	RootVersion int32  `json:"rootVersion,omitempty"`
+}
+
+// KnownGone is an enrollment that has gone.
+type KnownGone struct {
+	UID  string `json:"uid,omitempty"`
+	Name string `json:"name"`
+	// Epoch is the cluster's when it was first seen without the enrollment. A copy of the cluster with a higher one is of after that. 0: unknown.
+	Epoch uint64 `json:"epoch,omitempty"`
+}
+
+// KnownFormer is a disk that no enrollment has.
+type KnownFormer struct {
+	KnownDisk
+
+	// MachineID is whose it is, Node the last enrollment that had it; empty: none is known.
+	MachineID string `json:"machineID"`
+	Node      string `json:"node,omitempty"`
+}
+
+// Open verifies the owner's signature and returns the policy. It refuses with POLICY_SIGNATURE or POLICY_INVALID.
+func (p KnownPolicy) Open(owner ed25519.PublicKey) (*attest.Policy, error) {
+	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(p.JSON), Signature: p.Signature})
+}
+
+// OfMachine returns the enrollment of a machine.
+func (k *Known) OfMachine(id attest.MachineID) (name string, n KnownNode, ok bool) {
+	for name, n := range k.Nodes {
+		if n.MachineID == id.String() {
+			return name, n, true
+		}
+	}
+	return "", KnownNode{}, false
+}
+
+// Known reads known.json. It is empty, with Version 0, if no command has talked to the cluster yet.
+func (d *Dir) Known() (*Known, error) {
+	b, err := d.Read(KnownFile)
+	if errors.Is(err, fs.ErrNotExist) {
+		return &Known{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	var k Known
+	if err := dec.Decode(&k); err != nil {
+		return nil, fmt.Errorf("%s: %w", d.File(KnownFile), err)
+	}
+	if k.Version != 1 && k.Version != KnownVersion {
+		return nil, fmt.Errorf("%s: version %d was written by another version of muster; this one reads 1 and %d", d.File(KnownFile), k.Version, KnownVersion)
+	}
+	return &k, nil
+}
+
+// Remember writes known.json, also into a folder that is open to read: it takes the folder's lock for that long.
+func (d *Dir) Remember(k *Known) error { return d.remember(k, nil) }
+
+// RememberAfter is Remember of what follows from had. It fails if known.json is not that any more: what another muster has erased meanwhile does not come
+// back (K4).
+func (d *Dir) RememberAfter(had, k *Known) error { return d.remember(k, had) }
+
+func (d *Dir) remember(k, had *Known) error {
+	k.Version = KnownVersion
+	b, err := json.MarshalIndent(k, "", "  ")
+	if err != nil {
+		return err
+	}
+	if d.sync == nil {
+		writable, err := Open(d.path)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = writable.Close() }()
+		d = writable
+	}
+	if had != nil {
+		if now, err := d.Known(); err != nil {
+			return err
+		} else if !reflect.DeepEqual(now, had) { // K4
+			return errors.New("another muster has written it meanwhile")
+		}
+	}
+	return d.Write(KnownFile, append(b, '\n'))
+}
+
+// Older lists what is older in seen than in k: a cluster that says this was put back (B7). Each is a sentence of its own.
+func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
+	if k.Version == 0 {
+		return nil, nil
+	}
+	var out []string
+	add := func(text string, args ...any) { out = append(out, fmt.Sprintf(text, args...)) }
+	had, err := k.Policy.Open(owner)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", KnownFile, err)
+	}
+	var serial uint64
+	if p, err := seen.Policy.Open(owner); err == nil {
+		serial = p.Serial()
+	}
+	if serial < had.Serial() { // B7
+		add("its policy has the serial %d, and had %d", serial, had.Serial())
+	}
+	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten
+		add("it is at epoch %d, and was at %d", seen.Epoch, k.Epoch)
+	}
+	// B7: the numbers are no proof. Whoever has put the cluster back can have it count on from there.
+	if lacks := seen.History.Lacks(clusterinfo.HistoryEpoch{Number: k.Epoch, ID: k.EpochID}); lacks != "" {
+		add("%s (%d:%s)", lacks, k.Epoch, k.EpochID)
+	}
+	generations, gone := map[string]int64{}, map[string]bool{}
+	for _, n := range k.Nodes {
+		generations[n.UID] = n.Generation
+	}
+	for _, g := range k.Gone {
+		gone[g.UID] = true
+	}
+	for _, name := range slices.Sorted(maps.Keys(seen.Nodes)) {
+		n := seen.Nodes[name]
+		switch {
+		case n.UID == "":
+		case gone[n.UID]: // B7: the API server gives no UID twice
+			add("the enrollment of %s (%s), which had gone, is back with the generation %d", name, n.UID, n.Generation)
+		case n.Generation < k.Bans[n.UID]:
+			add("the enrollment of %s (%s) has the generation %d, and was banned with generation %d", name, n.UID, n.Generation, k.Bans[n.UID])
+		case n.Generation < generations[n.UID]: // B7: machine, disk or ban are of before
+			add("the enrollment of %s (%s) has the generation %d, and had %d", name, n.UID, n.Generation, generations[n.UID])
+		}
+	}
+	return out, nil
+}
+
+// Keep returns seen with what k knows beyond that, of a cluster that is not [Known.Older]: what has gone from it, bans, and disks that were erased. No salt is
+// dropped but those of erased disks (K4).
+func (k *Known) Keep(seen *Known) *Known {
+	out := *seen
+	out.Version, out.History = KnownVersion, nil
+	out.Nodes = maps.Clone(seen.Nodes)
+	if out.Nodes == nil {
+		out.Nodes = map[string]KnownNode{}
+	}
+	names := map[string]string{}
+	for name, n := range seen.Nodes {
+		names[n.UID] = name
+	}
+	out.keepBans(k, names)
+	out.Gone = slices.Clone(k.Gone)
+	for _, name := range slices.Sorted(maps.Keys(k.Nodes)) {
+		uid := k.Nodes[name].UID
+		_, there := names[uid]
+		if uid == "" { // of version 1: the name is all that it has
+			_, there = seen.Nodes[name]
+		}
+		if !there {
+			out.Gone = append(out.Gone, KnownGone{UID: uid, Name: name, Epoch: seen.Epoch})
+		}
+	}
+	out.Gone = newest(out.Gone)
+	out.keepSalts(k, seen)
+	out.Erased, out.ErasedAt = nil, nil
+	for _, disk := range slices.Concat(k.Erased, seen.Erased) {
+		out.erase(disk)
+		if at := cmp.Or(k.ErasedAt[disk], seen.Epoch); at != 0 && !seen.hasSalt(disk) {
+			out.ErasedAt = with(out.ErasedAt, disk, at)
+		}
+	}
+	return &out
+}
+
+// keepBans adds the bans that were known before, and the names of all. names are those of the enrollments that are there, by UID.
+func (k *Known) keepBans(before *Known, names map[string]string) {
+	bans := maps.Clone(before.Bans)
+	for uid, generation := range k.Bans {
+		bans = with(bans, uid, max(bans[uid], generation))
+	}
+	machines := k.BannedMachines
+	k.Bans, k.Names, k.BannedMachines = bans, nil, nil
+	for uid := range bans {
+		if id := cmp.Or(machines[uid], before.BannedMachines[uid]); id != "" {
+			k.BannedMachines = with(k.BannedMachines, uid, id)
+		}
+		if name := cmp.Or(names[uid], before.Names[uid]); name != "" {
+			k.Names = with(k.Names, uid, name)
+		}
+	}
+}
+
+// keepSalts adds the salts of disks that were known before and that seen does not have any more (K4): whoever deletes an enrollment or an AttestedDisk, or puts
+// etcd back, does not take them from the folder.
+func (k *Known) keepSalts(before, seen *Known) {
+	k.Disks = nil
+	enrolled := map[KnownDisk]bool{}
+	keep := func(d KnownFormer) {
+		switch i := slices.IndexFunc(k.Disks, func(had KnownFormer) bool { return had.KnownDisk == d.KnownDisk }); {
+		case d.Salt == "" || enrolled[d.KnownDisk]:
+		case i < 0:
+			k.Disks = append(k.Disks, d)
+		default: // whose it is, the later one says
+			k.Disks[i].MachineID, k.Disks[i].Node = d.MachineID, cmp.Or(d.Node, k.Disks[i].Node)
+		}
+	}
+	for name, n := range k.Nodes {
+		if had := before.Nodes[name]; n.Disk.Salt == "" && had.Disk.ID == n.Disk.ID && had.MachineID == n.MachineID { // its AttestedDisk has gone alone
+			n.Disk = had.Disk
+			k.Nodes[name] = n
+		}
+		enrolled[n.Disk] = true
+	}
+	for _, d := range slices.Concat(before.Disks, seen.Disks) {
+		keep(d)
+	}
+	for _, name := range slices.Sorted(maps.Keys(before.Nodes)) {
+		n := before.Nodes[name]
+		keep(KnownFormer{KnownDisk: n.Disk, MachineID: n.MachineID, Node: name})
+	}
+	k.Disks = newest(k.Disks)
+}
+
+// with sets a key of a map that may be nil, as one without any is after it was read.
+func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
+	if m == nil {
+		m = map[K]V{}
+	}
+	m[key] = value
+	return m
+}
+
+// newest drops the oldest beyond [MaxGone].
+func newest[T any](all []T) []T { return all[max(0, len(all)-MaxGone):] }
+
+// hasSalt says whether there is a salt of a disk.
+func (k *Known) hasSalt(disk string) bool {
+	has := func(d KnownDisk) bool { return d.ID == disk && d.Salt != "" }
+	for _, n := range k.Nodes {
+		if has(n.Disk) {
+			return true
+		}
+	}
+	return slices.ContainsFunc(k.Disks, func(d KnownFormer) bool { return has(d.KnownDisk) })
+}
+
+// erase forgets a disk's salt and notes that it was erased (K4).
+func (k *Known) erase(disk string) {
+	for name, n := range k.Nodes {
+		if n.Disk.ID == disk {
+			n.Disk.Salt, n.Disk.RootVersion = "", 0
+			k.Nodes[name] = n
+		}
+	}
+	k.Disks = slices.DeleteFunc(k.Disks, func(d KnownFormer) bool { return d.ID == disk })
+	if len(k.Disks) == 0 {
+		k.Disks = nil
+	}
+	if !slices.Contains(k.Erased, disk) {
+		k.Erased = slices.Sorted(slices.Values(append(slices.Clone(k.Erased), disk)))
+	}
+}
+
+// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that have it still.
+func (d *Dir) EraseDisk(disk string) (left []string, err error) {
+	k, err := d.Known()
+	if err != nil {
+		return nil, err
+	}
+	if k.Version != 0 {
+		k.erase(disk)
+		if err := d.Remember(k); err != nil {
+			return nil, err
+		}
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk && c.FirstMachine.DiskSalt != "" {
+		c.FirstMachine.DiskSalt = ""
+		if err := d.Save(c); err != nil {
+			return nil, err
+		}
+	}
+	backups, err := filepath.Glob(filepath.Join(d.File(backupFolder), "*", "*.yaml"))
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range backups {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		if bytes.Contains(text, []byte("name: "+disk)) {
+			left = append(left, file)
+		}
+	}
+	return left, nil
+}

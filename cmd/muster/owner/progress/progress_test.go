@@ -1,0 +1,79 @@
+package progress_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// tell reports two steps, the second of which fails, with a clock that steps by a second.
+func tell(format progress.Format) string {
+	var out bytes.Buffer
+	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	r := progress.New(progress.Config{Out: &out, Format: format, Steps: 2, Width: 60, Now: func() time.Time {
+		now = now.Add(time.Second)
+		return now
+	}})
+	r.Begin("judge the machine")
+	r.Say("asking")
+	r.Say("asking")
+	r.Say("its text \x1b[2J and more than a terminal's line can hold, so it is cut")
+	r.End("machine 0123", nil)
+	r.Begin("init")
+	r.End("", errors.New("NODE_LOCKED"))
+	r.Close()
+	r.Close()
+	return out.String()
+}
+
+func TestPlainIsOneLinePerEvent(t *testing.T) {
+	got := tell(progress.Plain)
+	want := `   2.0s  judge the machine …
+   3.0s  judge the machine: asking
+   4.0s  judge the machine: its text  [2J and more than a terminal's line can hold, so it is cut
+   5.0s  judge the machine: done in 4.0s (machine 0123)
+   7.0s  init …
+   8.0s  init: failed after 2.0s
+`
+	if got != want {
+		t.Errorf("got\n%s", got)
+	}
+}
+
+func TestJSONIsOneObjectPerLine(t *testing.T) {
+	var kinds []string
+	for line := range strings.Lines(tell(progress.JSON)) {
+		var e struct{ Event, Step, Text string }
+		if err := json.Unmarshal([]byte(line), &e); err != nil {
+			t.Fatalf("%s: %v", line, err)
+		}
+		kinds = append(kinds, e.Event)
+	}
+	if got := strings.Join(kinds, " "); got != "step progress progress done step failed" {
+		t.Error(got)
+	}
+}
+
+func TestTheBarMovesAndLeavesTheStepsBehind(t *testing.T) {
+	got := tell(progress.Bar)
+	for _, want := range []string{"[····················] 0/2", "[██████████··········] 1/2", "✓ judge the machine", "✗ init", "…"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%q is missing in\n%q", want, got)
+		}
+	}
+	if strings.Contains(got, "\x1b[2J") {
+		t.Error("a machine's text reached the terminal as a command")
+	}
+	if !strings.HasSuffix(got, "\r\x1b[2K") {
+		t.Error("the moving line was left behind")
+	}
+}

@@ -1,0 +1,287 @@
+package owner
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"syscall"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// RecoverConfig says which machine to recover.
+type RecoverConfig struct {
+	// Dir is the owner's folder; nothing in it is changed.
+	Dir *ownerdir.Dir
+	// Addr is HOST:PORT of the machine's recovery server.
+	Addr string
+	// Machine is the one that is expected there; nil: the one that the folder knows, on which the cluster
+	// was made.
+	Machine *attest.MachineID
+	// Disk is the disk that the machine must have; nil: the one that the cluster said last.
+	Disk *keys.DiskID
+	// AcceptEpoch is the epoch that the owner has accepted already, for a machine whose disk is an older copy; nil: none.
+	AcceptEpoch *uint64
+	// Ask lets the owner decide whether a machine goes on with what its disk has; nil: nobody is there to ask.
+	Ask func(Revival) (bool, error)
+	// Report is told of each step.
+	Report progress.Reporter
+	// DialContext opens TCP connections; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// RecoverSteps is how many steps [Recover] reports.
+const RecoverSteps = 2
+
+// Recovery is what came of it.
+type Recovery struct {
+	// Machine and DiskID say whose disk is open now.
+	Machine string `json:"machine"`
+	DiskID  string `json:"diskID"`
+	// Already says that it was open before this key was tried.
+	Already bool `json:"already"`
+	// Revived is what a machine goes on with whose disk, open already, is an older copy; nil: it is the newest.
+	Revived *Revival `json:"revived,omitempty"`
+}
+
+// Recover gives a control plane that waits for its disk's key that key, and nothing that another would follow from. The
+// machine is judged first by the folder's policy, on the very connection that the key goes over (A6), and so is its disk by what the cluster said
+// last (J2).
+func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
+	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
+		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
+	}
+	r := &recoverer{RecoverConfig: cfg}
+	if err := r.load(); err != nil {
+		return nil, err
+	}
+	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.judge(ctx) }); err != nil {
+		return nil, err
+	}
+	if r.revival != nil {
+		err := step(cfg.Report, "accept what its state disk has", func() (string, error) { return r.revive(ctx) })
+		return &Recovery{Machine: r.Machine.String(), Already: true, Revived: r.revival}, err
+	}
+	var out *Recovery
+	err := step(cfg.Report, "open its state disk", func() (_ string, err error) {
+		if out, err = r.open(ctx); err != nil {
+			return "", err
+		}
+		if out.Already {
+			return "disk " + out.DiskID + " was open already", nil
+		}
+		return "disk " + out.DiskID + " is open", nil
+	})
+	return out, err
+}
+
+type recoverer struct {
+	RecoverConfig
+
+	root    *keys.Root
+	cluster keys.ClusterID
+	key     ed25519.PrivateKey
+	known   *ownerdir.Known
+	target  peerdial.Target
+	// older is the target if the machine's disk is open, and an older copy than its TPM says; revival is what it has, nil if it waits for its disk's key.
+	older   peerdial.Target
+	revival *Revival
+	// disk is the machine's as it named it last; empty: it did not.
+	disk string
+	// trying says that a key was on trial when the machine was heard of last.
+	trying bool
+}
+
+func (r *recoverer) load() error {
+	c := r.Dir.Cluster()
+	if r.Machine == nil {
+		if c.FirstMachine == nil {
+			return withRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder.")
+		}
+		id, err := attest.ParseMachineID(c.FirstMachine.ID)
+		if err != nil {
+			return fmt.Errorf("cluster.json: %w", err)
+		}
+		r.Machine = &id
+	}
+	_, policy, json, err := folderPolicy(r.Dir)
+	if err != nil {
+		return err
+	}
+	if r.known, err = r.Dir.Known(); err != nil {
+		return err
+	}
+	if err := current(r.Dir, r.known, policy, json); err != nil {
+		return err
+	}
+	if r.key, err = r.Dir.OwnerKey(); err != nil {
+		return err
+	}
+	secrets, err := r.Dir.Secrets()
+	if err != nil {
+		return err
+	}
+	r.root = keys.NewRoot(secrets.Root, secrets.Salt)
+	r.cluster = r.root.ClusterID(secrets.MeasurementSalt)
+	// A6: the one machine, unlocked, as it is before its state is open.
+	r.target = peerdial.Target{
+		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
+	}
+	r.older = r.target
+	r.older.Locks = []attest.Lock{attest.LockedTo(r.cluster)}
+	return nil
+}
+
+// dial tells that there is a connection; whether it leads to the right machine is judged next.
+func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	dial := r.DialContext
+	if dial == nil {
+		dial = new(net.Dialer).DialContext
+	}
+	c, err := dial(ctx, network, addr)
+	if err == nil {
+		r.Report.Say("connected: " + addr)
+	}
+	return c, err
+}
+
+func (r *recoverer) judge(ctx context.Context) (string, error) {
+	err := again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		_, err = s.Exchange(ctx)
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+			return err
+		}
+		if lerr := r.look(ctx); lerr != nil { // it is locked: to this cluster, perhaps, with an older disk
+			return errors.Join(err, lerr)
+		}
+		return nil
+	})
+	if err != nil {
+		return "", r.explain(err)
+	}
+	return "judged: machine " + r.Machine.String(), nil
+}
+
+// open sends the key until the disk is open, or somebody decided otherwise.
+func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
+	var out *Recovery
+	var gone error
+	err := again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		if out, err = r.call(ctx, s); err != nil && r.trying && errors.Is(err, syscall.ECONNREFUSED) {
+			gone = err
+			return nil
+		}
+		return err
+	})
+	if gone != nil {
+		return nil, withRemedy(fmt.Errorf("the machine tried the key, and then the connection broke: %w", gone),
+			"It listens no longer, so its disk is probably open. Wait for its node (kubectl get nodes); if the machine's console says that it still waits, run the same command again.")
+	}
+	if err != nil {
+		return nil, r.explain(err)
+	}
+	return out, nil
+}
+
+// call makes one call and follows its stream. The transport judges before it lets the request out (A6).
+func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
+	client := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
+	if err != nil {
+		return nil, err
+	}
+	disk, err := keys.ParseDiskID(described.GetDiskId())
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
+	}
+	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
+		return nil, err
+	}
+	salt, err := KnownSalt(r.Dir, r.known, disk)
+	if err != nil {
+		return nil, err
+	}
+	key, err := r.root.Disk(disk, salt)
+	if err != nil {
+		return nil, err
+	}
+	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key}.Wire(r.key))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = stream.Close() }()
+	for stream.Receive() {
+		m := stream.Msg()
+		if m.GetDiskId() != disk.String() {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer is of another disk than %s", disk)
+		}
+		r.disk, r.trying = disk.String(), m.GetState() == recoverv1.State_STATE_TRYING
+		r.Report.Say(stateText(m.GetState(), r.disk))
+		if s := m.GetState(); s == recoverv1.State_STATE_OPENED || s == recoverv1.State_STATE_OPEN_ALREADY {
+			return &Recovery{Machine: r.Machine.String(), DiskID: r.disk, Already: s == recoverv1.State_STATE_OPEN_ALREADY}, nil
+		}
+	}
+	if err := stream.Err(); err != nil {
+		return nil, err
+	}
+	return nil, errors.New("the machine ended the stream without a result")
+}
+
+// stateText names a state and says what it means.
+func stateText(s recoverv1.State, disk string) string {
+	name := strings.ToLower(strings.TrimPrefix(s.String(), "STATE_"))
+	switch s {
+	case recoverv1.State_STATE_RECEIVED:
+		return name + ": the machine has the key"
+	case recoverv1.State_STATE_WAITING:
+		return name + ": others go first"
+	case recoverv1.State_STATE_TRYING:
+		return name + ": the key of disk " + disk
+	case recoverv1.State_STATE_OPENED, recoverv1.State_STATE_OPEN_ALREADY:
+		return name + ": disk " + disk
+	case recoverv1.State_STATE_UNSPECIFIED:
+	}
+	return name
+}
+
+// explain names the files of this owner where a refusal's general remedy can't.
+func (r *recoverer) explain(err error) error {
+	reason := rpc.ReasonFrom(err)
+	switch {
+	case reason == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0:
+		return withRemedy(err, "Look whether the address is right. If the machine there is another control plane of this cluster, name it by --machine-id: muster recover --drill listed them when the cluster was well.")
+	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
+		return withRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
+	case reason == attestv1.Reason_REASON_OWNER_SIGNATURE:
+		return withRemedy(err, "The machine's image has another owner's key than this folder: use the folder of the owner whose key is in the image.")
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return withRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
+	case connect.CodeOf(err) == connect.CodeUnimplemented:
+		return withRemedy(err, "Something else than a machine that waits for its recovery answers there; the port of recovery is 9999.")
+	}
+	return err
+}

@@ -1,0 +1,336 @@
+package owner
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+const (
+	waitingDisk = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
+	otherDisk   = "00000000-5b7e-4c1d-8a6f-0123456789ab"
+)
+
+// reaction is how a waiting machine answers one call of Recover.
+type reaction func(send func(recoverv1.State) error) error
+
+// waitingMachine serves recover.v1 over the real attested TLS with genuine evidence, and answers as a
+// test tells it.
+type waitingMachine struct {
+	*attesttest.Machine
+	addr string
+	l    *droppable
+	gone atomic.Bool // nobody listens any more
+
+	mu        sync.Mutex
+	disk      string
+	reactions []reaction
+	asked     int // for a recovery
+	described int
+	fits      func(*recoverv1.RecoverRequest) bool
+}
+
+// Describe implements [recoverv1connect.RecoverServiceHandler].
+func (w *waitingMachine) Describe(context.Context, *recoverv1.DescribeRequest) (*recoverv1.DescribeResponse, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.described++
+	return &recoverv1.DescribeResponse{DiskId: w.disk}, nil
+}
+
+// Recover implements [recoverv1connect.RecoverServiceHandler].
+func (w *waitingMachine) Recover(_ context.Context, req *recoverv1.RecoverRequest, stream *connect.ServerStream[recoverv1.RecoverResponse]) error {
+	w.mu.Lock()
+	w.asked++
+	if len(w.reactions) == 0 || w.fits != nil && !w.fits(req) {
+		w.mu.Unlock()
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "one call too many, or other secrets")
+	}
+	next, disk := w.reactions[0], w.disk
+	w.reactions = w.reactions[1:]
+	w.mu.Unlock()
+	return next(func(s recoverv1.State) error { return stream.Send(&recoverv1.RecoverResponse{State: s, DiskId: disk}) })
+}
+
+func (w *waitingMachine) calls() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.asked
+}
+
+func serveWaiting(t *testing.T, m *attesttest.Machine, reactions ...reaction) *waitingMachine {
+	t.Helper()
+	w := &waitingMachine{Machine: m, reactions: reactions, disk: waitingDisk, l: listen(t)}
+	w.addr = w.l.Addr().String()
+	serve(t, w.l, m.Attester(attest.PurposeMachine), rpc.Serve(recoverv1connect.RecoverServiceName, recoverv1connect.RecoverServiceHandler(w), recoverv1connect.NewRecoverServiceHandler))
+	return w
+}
+
+// opens is what a machine does whose disk the key opens.
+func opens(send func(recoverv1.State) error) error {
+	return errors.Join(send(recoverv1.State_STATE_RECEIVED), send(recoverv1.State_STATE_WAITING), send(recoverv1.State_STATE_TRYING), send(recoverv1.State_STATE_OPENED))
+}
+
+func refuses(r attestv1.Reason, after time.Duration) reaction {
+	return func(send func(recoverv1.State) error) error {
+		return errors.Join(send(recoverv1.State_STATE_RECEIVED), attest.RefuseFor(after, r, "cause"))
+	}
+}
+
+// knows makes the folder of a cluster that was made on machine m, with its disk.
+func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, policy []byte) *owned {
+	t.Helper()
+	o := own(t, &firstMachine{addr: w.addr}, "192.0.2.1:6443", policy)
+	c := o.Cluster()
+	c.Stage, c.ClusterID = ownerdir.StageInstalled, o.clusterID().String()
+	c.FirstMachine = &ownerdir.Machine{ID: m.ID().String(), DiskID: disk, DiskSalt: keys.DiskSalt{3}.String()}
+	if err := o.Save(c); err != nil {
+		t.Fatal(err)
+	}
+	w.fits = func(r *recoverv1.RecoverRequest) bool {
+		id, err := keys.ParseDiskID(w.disk)
+		if err != nil {
+			return false
+		}
+		want, err := keys.NewRoot(o.secrets.Root, o.secrets.Salt).Disk(id, keys.DiskSalt{3})
+		if err != nil {
+			return false
+		}
+		own, err := o.OwnerKey()
+		if err != nil {
+			return false
+		}
+		have, err := ownerorder.ParseRecovery(r, id, own.Public().(ed25519.PublicKey))
+		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.clusterID()
+	}
+	return o
+}
+
+func (o *owned) recover(t *testing.T, w *waitingMachine, machine *attest.MachineID) (*Recovery, error) {
+	t.Helper()
+	return o.recoverDisk(t, w, machine, "")
+}
+
+// recoverDisk names the disk; empty: it doesn't.
+func (o *owned) recoverDisk(t *testing.T, w *waitingMachine, machine *attest.MachineID, disk string) (*Recovery, error) {
+	t.Helper()
+	var named *keys.DiskID
+	if disk != "" {
+		id, err := keys.ParseDiskID(disk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		named = &id
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	dial := func(ctx context.Context, network, addr string) (net.Conn, error) {
+		if w.gone.Load() {
+			return nil, &net.OpError{Op: "dial", Net: network, Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}
+		}
+		return new(net.Dialer).DialContext(ctx, network, addr)
+	}
+	return Recover(ctx, RecoverConfig{
+		Dir: o.Dir, Addr: w.addr, Machine: machine, Disk: named, DialContext: dial, Report: progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: RecoverSteps}),
+	})
+}
+
+func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m, opens, func(send func(recoverv1.State) error) error { return send(recoverv1.State_STATE_OPEN_ALREADY) })
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	r, err := o.recover(t, w, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if *r != (Recovery{Machine: m.ID().String(), DiskID: waitingDisk}) {
+		t.Errorf("%+v", r)
+	}
+	at := 0
+	for _, state := range []string{"connected: " + w.addr, "judged: machine " + m.ID().String(), "received: ", "waiting: ", "trying: the key of disk " + waitingDisk, "opened: disk " + waitingDisk} {
+		i := strings.Index(o.out.String()[at:], state)
+		if i < 0 {
+			t.Fatalf("%q is not told, or not in its order:\n%s", state, o.out)
+		}
+		at += i
+	}
+	if o.leaks([]byte(o.out.String())) {
+		t.Error("a secret is in the report")
+	}
+	if r, err = o.recover(t, w, nil); err != nil || !r.Already {
+		t.Errorf("%+v %v, want that it was open already", r, err)
+	}
+}
+
+// A6: what is sent is sent to the one machine, as it is before its state is open.
+func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	booted := attesttest.NewMachine(t, ca, attesttest.Options{})
+	booted.LockTo([32]byte{9})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first})
+	for name, tt := range map[string]struct {
+		there    *attesttest.Machine
+		expected *attesttest.Machine // by --machine-id; nil: the first one
+		want     attestv1.Reason
+		remedy   string
+	}{
+		"another control plane that nobody named":  {there: second, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "--machine-id"},
+		"the first one where another was named":    {there: first, expected: second, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "--machine-id"},
+		"another image":                            {there: attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "Don't trust"},
+		"a TPM that no root vouches for":           {there: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), want: attestv1.Reason_REASON_EK_UNTRUSTED, remedy: "ekRoots"},
+		"a machine whose state is open":            {there: booted, expected: booted, want: attestv1.Reason_REASON_LOCK_FOREIGN, remedy: "no recovery"},
+		"the first one, which the folder knows of": {there: first, want: attestv1.Reason_REASON_ACCEPTED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serveWaiting(t, tt.there, opens)
+			o := knows(t, w, first, waitingDisk, policy)
+			var expected *attest.MachineID
+			if tt.expected != nil {
+				id := tt.expected.ID()
+				expected = &id
+			}
+			_, err := o.recover(t, w, expected)
+			if got := rpc.ReasonFrom(err); got != tt.want {
+				t.Fatalf("%s: %v", attest.ReasonName(got), err)
+			}
+			if tt.want == attestv1.Reason_REASON_ACCEPTED {
+				return
+			}
+			if w.calls() != 0 {
+				t.Error("the machine was asked")
+			}
+			if remedy := Explain(err).Remedy; !strings.Contains(remedy, tt.remedy) {
+				t.Errorf("the remedy is %q", remedy)
+			}
+		})
+	}
+}
+
+func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
+	for name, tt := range map[string]struct {
+		known  string
+		answer reaction
+		remedy string
+	}{
+		"a key that opens nothing": {waitingDisk, refuses(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, 0), "Use the owner's folder"},
+		"another owner's image":    {waitingDisk, refuses(attestv1.Reason_REASON_OWNER_SIGNATURE, 0), "the owner whose key is in the image"},
+		"a damaged disk":           {waitingDisk, refuses(attestv1.Reason_REASON_STATE_DISK, 0), "docs/state-disk.md"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serveWaiting(t, m, tt.answer, opens)
+			o := knows(t, w, m, tt.known, policy)
+			_, err := o.recover(t, w, nil)
+			if err == nil || !strings.Contains(Explain(err).Remedy, tt.remedy) {
+				t.Errorf("%v; the remedy is %q", err, Explain(err).Remedy)
+			}
+			if w.calls() != 1 {
+				t.Errorf("asked %d times", w.calls())
+			}
+			if _, err := o.recover(t, w, nil); err != nil {
+				t.Errorf("repaired: %v", err)
+			}
+		})
+	}
+}
+
+// A machine that asks to come back is asked again; so is one whose connection breaks.
+func TestRecoverComesBack(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m, refuses(attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, 10*time.Millisecond), refuses(attestv1.Reason_REASON_BUSY, 10*time.Millisecond))
+	w.reactions = append(w.reactions, func(send func(recoverv1.State) error) error {
+		err := send(recoverv1.State_STATE_TRYING)
+		w.l.drop()
+		return err
+	}, opens)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	if _, err := o.recover(t, w, nil); err != nil {
+		t.Fatal(err)
+	}
+	if w.calls() != 4 {
+		t.Errorf("asked %d times, want 4", w.calls())
+	}
+}
+
+// The answer was lost with the connection, and nobody listens any more: the owner learns what that means.
+func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	w.reactions = []reaction{func(send func(recoverv1.State) error) error {
+		err := send(recoverv1.State_STATE_TRYING)
+		o.out.await(t, "trying") // what is sent and what has come in are two things
+		w.gone.Store(true)
+		w.l.drop()
+		return err
+	}}
+	_, err := o.recover(t, w, nil)
+	if err == nil || !strings.Contains(err.Error(), "tried the key") || !strings.Contains(Explain(err).Remedy, "kubectl get nodes") {
+		t.Errorf("%v: %s", err, Explain(err).Remedy)
+	}
+}
+
+func TestAMachineThatSaysNonsenseIsNotBelieved(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m, opens)
+	w.disk = "\x1b[2J not a disk"
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	if _, err := o.recover(t, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID {
+		t.Errorf("%v", err)
+	}
+}
+
+func TestAFolderThatKnowsNoMachineRecoversNoneUnnamed(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m, opens)
+	o := own(t, &firstMachine{addr: w.addr}, "192.0.2.1:6443", attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	if _, err := o.recover(t, w, nil); err == nil || w.calls() != 0 {
+		t.Errorf("%v, asked %d times", err, w.calls())
+	}
+	id := m.ID()
+	if _, err := o.recover(t, w, &id); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_MISMATCH || w.calls() != 0 {
+		t.Errorf("named, with a disk that nobody knows: %v", err)
+	}
+	if _, err := o.recoverDisk(t, w, &id, waitingDisk); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED || w.calls() != 0 { // K4
+		t.Errorf("both named, without the disk's salt: %v", err)
+	}
+}
+
+func TestEveryStateOfARecoveryHasAName(t *testing.T) {
+	for n := range recoverv1.State_name {
+		if text := stateText(recoverv1.State(n), waitingDisk); text == "" || strings.Contains(text, "STATE") {
+			t.Errorf("%d: %q", n, text)
+		}
+	}
+}

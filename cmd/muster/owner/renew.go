@@ -1,0 +1,186 @@
+package owner
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+)
+
+// RenewConfig says whose kubeconfig to renew, and how. All fields are required but Joinservices and DialContext.
+type RenewConfig struct {
+	// Dir is the owner's folder.
+	Dir *ownerdir.Dir
+	// Joinservices are HOST:PORT of joinservices that are sent the owner's order; none: the API server is asked while the kubeconfig is
+	// valid, and after its end those at the addresses that the folder knows.
+	Joinservices []string
+	// Now is the clock.
+	Now func() time.Time
+	// Report is told of each step.
+	Report progress.Reporter
+	// DialContext opens connections to joinservices; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// RenewSteps is how many steps [RenewKubeconfig] reports.
+const RenewSteps = 2
+
+// RenewKubeconfig replaces key and certificate in the kubeconfig of an owner's folder, for the same identity: with the certificate that it has
+// while that is valid, with an order by the owner's key after that. It returns when the new one ends. The old one is replaced once the API
+// server has accepted the new one.
+func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
+	if cfg.Dir == nil || cfg.Now == nil || cfg.Report == nil {
+		return time.Time{}, errors.New("owner: RenewKubeconfig needs Dir, Now and Report")
+	}
+	h, err := readHolder(cfg.Dir)
+	if err != nil {
+		return time.Time{}, err
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return time.Time{}, err
+	}
+	request, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: h.old.Subject}, key)
+	if err != nil {
+		return time.Time{}, err
+	}
+	var signed []byte
+	if len(cfg.Joinservices) == 0 && cfg.Now().Before(h.old.NotAfter) {
+		err = step(cfg.Report, "have the certificate signed, as its holder", func() (_ string, err error) {
+			signed, err = h.ask(ctx, request)
+			return "", err
+		})
+	} else {
+		err = step(cfg.Report, "have the certificate signed, by the owner's order", func() (_ string, err error) {
+			signed, err = orderCertificate(ctx, cfg, h, request)
+			return "", err
+		})
+	}
+	if err != nil {
+		return time.Time{}, err
+	}
+	var end time.Time
+	err = step(cfg.Report, "try it at the API server", func() (_ string, err error) {
+		end, err = h.replace(ctx, cfg, signed, key)
+		return "", err
+	})
+	return end, err
+}
+
+// holder is who the kubeconfig is for.
+type holder struct {
+	text      []byte
+	conf      *clientcmdapi.Config
+	user      *clientcmdapi.AuthInfo
+	authority []byte
+	old       *x509.Certificate
+}
+
+func readHolder(d *ownerdir.Dir) (*holder, error) {
+	text, err := d.Read(ownerdir.AdminConf)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkKubeconfig(text, d.Cluster().ControlPlaneEndpoint); err != nil {
+		return nil, err
+	}
+	conf, err := clientcmd.Load(text)
+	if err != nil {
+		return nil, errors.New("the kubeconfig cannot be read") // the cause could quote the key
+	}
+	current := conf.Contexts[conf.CurrentContext]
+	h := &holder{text: text, conf: conf, user: conf.AuthInfos[current.AuthInfo], authority: conf.Clusters[current.Cluster].CertificateAuthorityData}
+	pair, err := tls.X509KeyPair(h.user.ClientCertificateData, h.user.ClientKeyData)
+	if err != nil {
+		return nil, errors.New("the kubeconfig's certificate and key do not belong together")
+	}
+	h.old = pair.Leaf
+	if !slices.Equal(h.old.Subject.Organization, []string{ownerorder.Group}) {
+		return nil, withRemedy(fmt.Errorf("the kubeconfig is for %s, and control planes renew for the group %s", h.old.Subject, ownerorder.Group),
+			"Copy /etc/kubernetes/admin.conf from a control plane to "+d.File(ownerdir.AdminConf)+", mode 0600.")
+	}
+	return h, nil
+}
+
+// ask has a control plane's machine sign the request, with the kubeconfig that is still valid.
+func (h *holder) ask(ctx context.Context, request []byte) ([]byte, error) {
+	kube, err := clusterapi.Connect(h.text)
+	if err != nil {
+		return nil, err
+	}
+	signed, err := kube.SignAdministrator(ctx, request)
+	if err != nil {
+		return nil, withRemedy(err, "Look at journalctl -u muster-renewal on the control planes: one of them has to run, of this version of Muster or a newer one.")
+	}
+	return signed, nil
+}
+
+// replace writes the kubeconfig with the renewed certificate, once the API server has accepted it.
+func (h *holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, key *ecdsa.PrivateKey) (time.Time, error) {
+	leaf, err := renewed(signed, key, h.old, h.authority, cfg.Now())
+	if err != nil {
+		return time.Time{}, fmt.Errorf("what the cluster has signed is not the renewed certificate: %w", err)
+	}
+	private, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return time.Time{}, err
+	}
+	h.user.ClientCertificateData, h.user.ClientKeyData = signed, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})
+	text, err := clientcmd.Write(*h.conf)
+	if err != nil {
+		return time.Time{}, err
+	}
+	if err := checkKubeconfig(text, cfg.Dir.Cluster().ControlPlaneEndpoint); err != nil {
+		return time.Time{}, err
+	}
+	kube, err := clusterapi.Connect(text)
+	if err != nil {
+		return time.Time{}, err
+	}
+	if err := kube.Administers(ctx); err != nil {
+		return time.Time{}, fmt.Errorf("the API server does not accept the renewed certificate, so the old one stays: %w", err)
+	}
+	return leaf.NotAfter, cfg.Dir.Write(ownerdir.AdminConf, text)
+}
+
+// renewed returns the certificate in text if it is for the key, the identity and the authority of the old one, and lives longer.
+func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authority []byte, now time.Time) (*x509.Certificate, error) {
+	block, rest := pem.Decode(text)
+	if block == nil || block.Type != "CERTIFICATE" || len(rest) > 0 {
+		return nil, errors.New("it is not one certificate in PEM")
+	}
+	leaf, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return nil, err
+	}
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(authority)
+	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: now}); err != nil {
+		return nil, err
+	}
+	switch {
+	case !key.PublicKey.Equal(leaf.PublicKey):
+		return nil, errors.New("it is for another key")
+	case leaf.Subject.String() != old.Subject.String():
+		return nil, fmt.Errorf("it is for %s", leaf.Subject)
+	case !leaf.NotAfter.After(old.NotAfter):
+		return nil, fmt.Errorf("it ends at %s, no later than the old one", leaf.NotAfter.UTC().Format(time.RFC3339))
+	}
+	return leaf, nil
+}

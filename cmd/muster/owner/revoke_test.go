@@ -1,0 +1,123 @@
+package owner
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// After a clone, a banned control plane is revoked before it is forgotten: one edit of the policy removes it from controlPlanes and revokes its TPM's key. With
+// the ban gone first, the copy could join again for as long as its key is accepted (A7).
+func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
+	defined(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
+	defer cancel()
+	clean := func() {
+		ctx := context.WithoutCancel(t.Context())
+		var nodes v1alpha1.AttestedNodeList
+		if err := shared.Client.List(ctx, &nodes); err != nil {
+			t.Error(err)
+		}
+		for _, n := range nodes.Items {
+			unenroll(ctx, n.Name)
+		}
+		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
+	}
+	clean() // another test's policy is not the folder's, and its control planes are not listed
+	t.Cleanup(clean)
+	access(t, nil)
+	ca := attesttest.NewCA(t)
+	cloned := attesttest.NewMachine(t, ca, attesttest.Options{})
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{cloned}))
+	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
+		t.Fatal(err)
+	}
+	seen, err := attesttest.Claims(ctx, cloned.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, other := seen.Machine(), attest.MachineID{2}
+	for name, id := range map[string]attest.MachineID{"cp5": one, "cp6": other} {
+		if _, err := Enroll(ctx, o.Dir, name, v1alpha1.AttestedNodeSpec{MachineID: id.String(), Role: v1alpha1.RoleControlPlane}, func(string) {}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// revoke edits policy.yaml as an owner does, and applies it, where no service says that it is in force.
+	revoke := func(serial uint64, unlist bool) error {
+		t.Helper()
+		text, err := o.Read(ownerdir.PolicyFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := text
+		if unlist {
+			if text, err = policyfile.ListControlPlanes(text, serial, nil, []attest.MachineID{one}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var fields map[string]any
+		if err := yaml.Unmarshal(text, &fields); err != nil {
+			t.Fatal(err)
+		}
+		fields["serial"] = serial
+		fields["tpm2"].(map[string]any)["revoked"] = map[string]any{"keys": []string{one.String()}}
+		if text, err = yaml.Marshal(fields); err == nil {
+			err = o.Write(ownerdir.PolicyFile, text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		waiting, cancel := context.WithTimeout(ctx, 2*time.Second)
+		defer cancel()
+		_, err = ApplyPolicy(waiting, o.Dir)
+		if errors.Is(err, context.DeadlineExceeded) {
+			return nil
+		}
+		if err := o.Write(ownerdir.PolicyFile, before); err != nil {
+			t.Fatal(err)
+		}
+		return err
+	}
+	if p := Explain(revoke(4, false)); p.Reason != "POLICY_INVALID" || !strings.Contains(p.Message, "in the same edit") {
+		t.Errorf("revoked and listed: %+v", p)
+	}
+	if p := Explain(revoke(4, true)); p.Reason != "SERVER_NOT_LISTED" {
+		t.Errorf("without a ban: %+v", p)
+	}
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "cp5"}}
+	if err := shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"banned":true}}`))); err != nil {
+		t.Fatal(err)
+	}
+	if err := revoke(4, true); err != nil {
+		t.Fatal(err)
+	}
+	o.listed(t, 4, other)
+	_, p, _, err := folderPolicy(o.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.leave(ctx, t, "cp5", nil)
+	o.listed(t, 4, other) // forgetting it changes no policy any more
+	if err := shared.Client.Get(ctx, client.ObjectKey{Name: "cp5"}, n); !apierrors.IsNotFound(err) {
+		t.Errorf("the enrollment: %v", err)
+	}
+	// What has the key of its TPM gets nothing, with or without an enrollment.
+	if _, err := p.Appraise(seen, attest.Unlocked()); attest.ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+		t.Errorf("the copy: %v, want EK_UNTRUSTED", err)
+	}
+}

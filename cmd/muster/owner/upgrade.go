@@ -1,0 +1,293 @@
+package owner
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	releasev1 "helm.sh/helm/v4/pkg/release/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// UpgradeConfig says what to upgrade to. Dir, Report and Log are required.
+type UpgradeConfig struct {
+	// Dir is the owner's folder; the backup goes there.
+	Dir *ownerdir.Dir
+	// Values that change; the release keeps those that are not named. The owner's key is added.
+	Values clusterapi.Values
+	// AllowDowngrade goes back to an older chart. Definitions stay as they are then.
+	AllowDowngrade bool
+	// Patience is how long the services may take to get ready, on the way forward and on the way back.
+	Patience time.Duration
+	// Report is told of each step.
+	Report progress.Reporter
+	// Log takes what helm and client-go say.
+	Log *slog.Logger
+	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// UpgradeSteps is how many steps [Upgrade] reports at most.
+const UpgradeSteps = 6
+
+// Upgraded is what an upgrade did.
+type Upgraded struct {
+	// Plan is what it found to change.
+	Plan *clusterapi.Plan `json:"plan"`
+	// Backup is the folder of the backup; empty if there was nothing to change.
+	Backup string `json:"backup,omitempty"`
+	// Revision of the release that runs now.
+	Revision int `json:"revision"`
+}
+
+type upgrader struct {
+	UpgradeConfig
+
+	kube        *clusterapi.Client
+	init        *initialiser
+	definitions []*unstructured.Unstructured
+	last        *releasev1.Release
+	values      map[string]any
+	plan        *clusterapi.Plan
+	formerList  bool // an earlier version has left its list of nodes
+}
+
+// PlanUpgrade says what [Upgrade] would change, and changes nothing of it. Where an earlier version has listed the nodes that may write, it makes the list of
+// those that may not, which the chart needs and no service uses before the upgrade.
+func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, error) {
+	u, err := newUpgrader(cfg)
+	if err != nil {
+		return nil, err
+	}
+	return u.plan, u.look(ctx)
+}
+
+// Upgrade backs up what Muster has in the cluster, and brings definitions and services to the state
+// that this program carries. If the services don't get ready, or a joinservice would not be trusted,
+// helm rolls the release back: the error then wraps a [clusterapi.RolledBack]. An upgrade that was
+// interrupted is taken up by the next.
+func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
+	u, err := newUpgrader(cfg)
+	if err != nil {
+		return nil, err
+	}
+	err = u.init.step("look at the cluster", func() (string, error) {
+		if err := u.look(ctx); err != nil {
+			return "", err
+		}
+		return u.summary(), nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	out := &Upgraded{Plan: u.plan, Revision: u.last.Version}
+	if u.plan.Empty() {
+		err := u.init.step("judge Muster's services", func() (string, error) {
+			ctx, cancel := deadline(ctx, u.Patience, "Muster's services are not ready")
+			defer cancel()
+			return "", u.ready(ctx)
+		})
+		return out, errors.Join(err, u.takeOverAccess(ctx), u.listControlPlanes(ctx))
+	}
+	steps := []struct {
+		name string
+		do   func() (string, error)
+	}{
+		{"back up", func() (_ string, err error) {
+			out.Backup, err = u.backup(ctx)
+			return out.Backup, err
+		}},
+		{"define Muster's objects", func() (string, error) {
+			return fmt.Sprintf("%d definitions", len(u.definitions)), u.kube.Apply(ctx, u.definitions, u.Report.Say)
+		}},
+		{"roll Muster's services", func() (string, error) {
+			r, err := u.kube.UpgradeChart(ctx, clusterapi.Rollout{Values: u.values, Ready: u.ready, Patience: u.Patience}, u.Log)
+			if err != nil {
+				return "", u.explain(err)
+			}
+			out.Revision = r.Version
+			return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
+		}},
+	}
+	for _, s := range steps {
+		if err := u.init.step(s.name, s.do); err != nil {
+			return out, err
+		}
+	}
+	return out, errors.Join(u.takeOverAccess(ctx), u.listControlPlanes(ctx))
+}
+
+// takeOverAccess takes over what services of an earlier version have written into their list of nodes until they ended, and deletes that list.
+func (u *upgrader) takeOverAccess(ctx context.Context) error {
+	if !u.formerList {
+		return nil
+	}
+	return u.init.step("take over the list of nodes", func() (string, error) {
+		_, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, true)
+		return "from the list of an earlier version, which is deleted", err
+	})
+}
+
+// listControlPlanes puts the folder's policy into the cluster if the one there lists nobody, as policies were before they listed control planes:
+// services of then refuse the new one, those of now serve nobody by the old one, so it follows the services.
+func (u *upgrader) listControlPlanes(ctx context.Context) error {
+	have, err := u.kube.Policy(ctx)
+	if err != nil {
+		return err
+	}
+	if p, err := attest.ParsePolicy([]byte(have.Spec.Policy)); err == nil && len(p.ControlPlanes()) > 0 {
+		return nil
+	}
+	return u.init.step("set the policy", func() (string, error) {
+		p, signed, err := SignedPolicy(u.Dir)
+		if err != nil {
+			return "", err
+		}
+		if err := higher(u.Dir, have, p, string(signed.GetPolicy())); err != nil {
+			return "", err
+		}
+		return fmt.Sprintf("serial %d", p.Serial()), u.kube.PutPolicy(ctx, signed)
+	})
+}
+
+func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
+	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil || cfg.Patience <= 0 {
+		return nil, errors.New("owner: Upgrade needs Dir, Report, Log and Patience")
+	}
+	u := &upgrader{
+		UpgradeConfig: cfg, plan: &clusterapi.Plan{},
+		init: &initialiser{InitConfig: InitConfig{Dir: cfg.Dir, Report: cfg.Report, Log: cfg.Log, DialContext: cfg.DialContext}},
+	}
+	if err := u.init.load(); err != nil {
+		return nil, err
+	}
+	var err error
+	if u.definitions, err = Definitions(); err != nil {
+		return nil, err
+	}
+	u.kube, err = Connect(cfg.Dir)
+	return u, err
+}
+
+// look finds out what there is and what would change.
+func (u *upgrader) look(ctx context.Context) error {
+	var err error
+	if u.last, err = u.kube.Newest(u.Log); err != nil {
+		if errors.Is(err, clusterapi.ErrNoRelease) {
+			err = withRemedy(err, "Run the command muster init of this cluster again: it installs what is missing.")
+		}
+		return err
+	}
+	err = clusterapi.CheckDirection(u.last)
+	switch {
+	case errors.Is(err, clusterapi.ErrDowngrade) && u.AllowDowngrade:
+		u.definitions = nil // what newer services have stored must stay readable
+	case errors.Is(err, clusterapi.ErrDowngrade):
+		return withRemedy(err, "Use the muster of that version or a newer one. If you want to go back all the same, read docs/upgrade.md and give --allow-downgrade.")
+	case err != nil:
+		return err
+	}
+	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
+		return err
+	}
+	if u.formerList, err = u.kube.MigrateAccess(ctx, u.init.dir().Adopted, false); err != nil {
+		return err
+	}
+	key, err := u.Dir.OwnerKey()
+	if err != nil {
+		return err
+	}
+	public, ok := key.Public().(ed25519.PublicKey)
+	if !ok {
+		return errors.New("the owner's key is no Ed25519 key")
+	}
+	v := u.Values
+	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
+	u.values = u.kube.NextValues(u.last, v)
+	plan, err := u.kube.Plan(ctx, u.last, u.values, u.definitions, u.Log)
+	if errors.Is(err, clusterapi.ErrIncompatible) {
+		return withRemedy(err, "Nothing was changed. Upgrade through the versions between, as docs/upgrade.md says.")
+	}
+	if err != nil {
+		return err
+	}
+	*u.plan = *plan
+	return nil
+}
+
+func (u *upgrader) summary() string {
+	p := u.plan
+	if p.Empty() {
+		return fmt.Sprintf("revision %d is what this program would make of it", p.Revision)
+	}
+	text := fmt.Sprintf("chart %s to %s: %d values, %d definitions, %d objects change", p.Chart.From, p.Chart.To, len(p.Values), len(p.Definitions), len(p.Objects))
+	if u.last.Info.Status.IsPending() {
+		text += fmt.Sprintf("; revision %d was interrupted and is taken up", p.Revision)
+	}
+	return text
+}
+
+func (u *upgrader) backup(ctx context.Context) (string, error) {
+	all, err := Definitions()
+	if err != nil {
+		return "", err
+	}
+	files, err := u.kube.Backup(ctx, u.last, all)
+	if err != nil {
+		return "", err
+	}
+	return u.Dir.Backup(time.Now(), files)
+}
+
+// ready waits until all of Muster's pods are ready, and until every control plane's joinservice has
+// answered and was judged as a machine that joins will do it.
+func (u *upgrader) ready(ctx context.Context) error {
+	if err := u.kube.ServicesReady(ctx, u.Report.Say); err != nil {
+		return err
+	}
+	planes, err := u.kube.ControlPlanes(ctx)
+	if err != nil {
+		return err
+	}
+	port := strconv.Itoa(clusterapi.Values{More: u.values}.JoinPort())
+	for _, p := range planes {
+		id, err := attest.ParseMachineID(p.MachineID)
+		if err != nil {
+			return fmt.Errorf("enrollment of %s: %w", p.Name, err)
+		}
+		next := 0
+		err = u.init.retry(ctx, func() error {
+			at := net.JoinHostPort(p.Addresses[next%len(p.Addresses)], port)
+			next++
+			u.Report.Say("judging the joinservice at " + at)
+			return u.init.askJoinservice(ctx, at, id)
+		})
+		if err != nil {
+			return fmt.Errorf("joinservice of %s: %w", p.Name, err)
+		}
+	}
+	return nil
+}
+
+func (u *upgrader) explain(err error) error {
+	if back, ok := errors.AsType[*clusterapi.RolledBack](err); ok {
+		return withRemedy(err, fmt.Sprintf("The cluster runs as before, by revision %d. The cause stands above; %s helps where a pod did not start. Repair it and run the command again.",
+			back.Now, "kubectl -n "+clusterapi.Namespace+" get events"))
+	}
+	if strings.Contains(err.Error(), "another operation") {
+		return withRemedy(err, "Another helm or muster is at work on the release. Wait for it.")
+	}
+	return err
+}

@@ -1,0 +1,208 @@
+package owner
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Sight is what a machine said of itself in one exchange, and what a policy makes of it.
+type Sight struct {
+	Endpoint string `json:"endpoint"`
+	Purpose  string `json:"purpose"`
+	// Accepted is the verdict. Problem says why not.
+	Accepted bool     `json:"accepted"`
+	Problem  *Problem `json:"problem,omitempty"`
+	// Err is the refusal itself; nil if the machine was accepted.
+	Err error `json:"-"`
+	// What follows is empty if the evidence was not genuine: then nothing it says is worth showing.
+	Machine         string `json:"machine,omitempty"`
+	Lock            string `json:"lock,omitempty"`
+	Bank            string `json:"bank,omitempty"`
+	PCRs            []PCR  `json:"pcrs,omitempty"`
+	Root            string `json:"ekRoot,omitempty"`
+	EKKind          string `json:"ekKind,omitempty"`
+	AKName          string `json:"akName,omitempty"`
+	ResetCount      uint32 `json:"resetCount,omitempty"`
+	RestartCount    uint32 `json:"restartCount,omitempty"`
+	FirmwareVersion string `json:"firmwareVersion,omitempty"`
+	// Chain are the certificates from the endorsement key's to the root's, as tpm2.revoked of a policy names them.
+	Chain []EKCertificate `json:"ekChain,omitempty"`
+	// Image and Class are the names, in the policy, of what it is, or resembles most; Firmware says in words what its firmware measured.
+	Image          string    `json:"image,omitempty"`
+	Class          string    `json:"class,omitempty"`
+	Firmware       []string  `json:"firmware,omitempty"`
+	SecureBoot     string    `json:"secureBoot,omitempty"`
+	EvidenceDigest string    `json:"evidenceDigest,omitempty"`
+	PolicySerial   uint64    `json:"policySerial,omitempty"`
+	Events         []string  `json:"events,omitempty"`
+	At             time.Time `json:"time"`
+}
+
+// EKCertificate is one certificate of an endorsement key's chain.
+type EKCertificate struct {
+	Subject string `json:"subject"`
+	// Key is SHA-256 of its SubjectPublicKeyInfo, Serial its serial number, both in hexadecimal digits.
+	Key    string `json:"key"`
+	Serial string `json:"serial"`
+}
+
+// PCR is one register beside what the policy expects of it.
+type PCR struct {
+	Index    int    `json:"index"`
+	Seen     string `json:"seen"`
+	Expected string `json:"expected,omitempty"`
+	// Match is nil for a register that the policy does not judge.
+	Match *bool `json:"match,omitempty"`
+	// Why says what is wrong in words, if the event log tells.
+	Why string `json:"why,omitempty"`
+}
+
+// VerifyConfig says whom to look at.
+type VerifyConfig struct {
+	peerdial.Target
+	// ClusterID tells the owner's cluster from others in what is shown of the lock; nil if it is not known.
+	ClusterID *[32]byte
+}
+
+// Look runs one exchange, and returns what the machine has shown. An error means that it was refused.
+func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Sight, error) {
+	s, j, err := look(ctx, cfg)
+	switch {
+	case err != nil:
+		return attest.Claims{}, nil, err
+	case s.Err != nil:
+		return attest.Claims{}, nil, s.Err
+	}
+	return j.Claims, s, nil
+}
+
+// Verify runs one exchange. The error is nil whenever there is something to show, also if
+// the machine is refused.
+func Verify(ctx context.Context, cfg VerifyConfig) (*Sight, error) {
+	s, _, err := look(ctx, cfg)
+	return s, err
+}
+
+func look(ctx context.Context, cfg VerifyConfig) (*Sight, peerdial.Judgement, error) {
+	s, err := peerdial.Open(cfg.Target)
+	if err != nil {
+		return nil, peerdial.Judgement{}, err
+	}
+	defer func() { _ = s.Close() }()
+	out := &Sight{Endpoint: cfg.Addr, Purpose: string(cfg.Purpose), At: time.Now().UTC()}
+	_, err = s.Exchange(ctx)
+	if err != nil {
+		if _, refused := errors.AsType[*attest.Refusal](err); !refused {
+			return nil, peerdial.Judgement{}, fmt.Errorf("%s: %w", cfg.Addr, err)
+		}
+		p := Explain(err)
+		out.Problem = &p
+	}
+	out.Accepted, out.Err = err == nil, err
+	j, ok := s.Judged()
+	if ok {
+		out.show(j, cfg)
+	}
+	return out, j, nil
+}
+
+func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
+	c := j.Claims
+	digest, clock := c.EvidenceDigest(), c.Clock()
+	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
+	s.Lock = lockText(c, cfg.ClusterID)
+	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
+	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
+	s.FirmwareVersion = attest.FormatFirmwareVersion(c.FirmwareVersion())
+	for _, e := range c.EKChain() {
+		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
+	}
+	s.PolicySerial = j.Appraisal.PolicySerial
+	if r := c.EKRoot(); r != nil {
+		s.Root = r.Subject.String()
+	}
+	s.firmware(c)
+	var differs []attest.Mismatch
+	expected := map[int][]byte{}
+	for _, cmp := range cfg.Policy.Compare(c) {
+		if cmp.Kind == "image" {
+			s.Image = cmp.Name
+		} else {
+			s.Class = cmp.Name
+		}
+		maps.Copy(expected, cmp.Values)
+		differs = append(differs, cmp.Mismatches...)
+	}
+	for i := range 16 {
+		p := PCR{Index: i, Seen: hex.EncodeToString(c.PCR(i)), Expected: hex.EncodeToString(expected[i])}
+		if expected[i] != nil {
+			p.Match = new(bool)
+			*p.Match = p.Seen == p.Expected
+		}
+		for _, m := range differs {
+			if m.PCR != i {
+				continue
+			}
+			p.Match = new(bool)
+			if m.Why != "" && p.Why != "" {
+				p.Why += "; "
+			}
+			p.Why += m.Why
+		}
+		s.PCRs = append(s.PCRs, p)
+	}
+	for _, e := range c.Events() {
+		s.Events = append(s.Events, fmt.Sprintf("PCR %2d  %s  %s", e.PCR, e.Type, e.Text))
+	}
+}
+
+// firmware says in words what the event log has of the time before the boot loader.
+func (s *Sight) firmware(c attest.Claims) {
+	s.SecureBoot = "unknown"
+	fw, err := c.Firmware()
+	if err != nil {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("nothing is known about it: %v", err))
+		return
+	}
+	s.SecureBoot = "off"
+	if fw.SecureBoot {
+		s.SecureBoot = "on"
+	}
+	for _, e := range c.Events() {
+		if e.PCR == 0 && e.Type == "EV_S_CRTM_VERSION" {
+			s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 0  version %s (as the log says)", e.Text))
+		}
+	}
+	for _, e := range slices.Concat(fw.Drivers, fw.DriverConfig) {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("PCR %d  %s %q, digest %x", e.PCR, e.Type, e.Text, e.Digest))
+	}
+	if len(fw.Drivers) == 0 {
+		s.Firmware = append(s.Firmware, "PCR 2  no drivers from outside the firmware")
+	}
+	for _, name := range []string{"PK", "KEK", "db", "dbx"} {
+		s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 7  %s, digest %x", name, fw.Keys[name]))
+	}
+}
+
+// lockText tells what PCR 15 says.
+func lockText(c attest.Claims, clusterID *[32]byte) string {
+	if attest.CheckLock(c, attest.Unlocked()) == nil {
+		return "unlocked"
+	}
+	switch {
+	case clusterID == nil:
+		return "locked to a cluster"
+	case attest.CheckLock(c, attest.LockedTo(*clusterID)) == nil:
+		return "locked to this cluster"
+	default:
+		return "locked to another cluster"
+	}
+}

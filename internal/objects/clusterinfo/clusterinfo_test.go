@@ -1,0 +1,94 @@
+package clusterinfo_test
+
+import (
+	"reflect"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/versions"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func good() *clusterinfo.Info {
+	return &clusterinfo.Info{
+		ClusterID: [32]byte{1}, MeasurementSalt: [32]byte{2}, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "[2001:db8::1]:6443",
+		APIServerSANs: []string{"api.example.com"},
+		Components:    []versions.Component{{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}}, Images: images(),
+	}
+}
+
+func images() (refs []string) {
+	for _, name := range versions.ImageNames() {
+		refs = append(refs, "registry.example/"+name+":v1@sha256:"+strings.Repeat("1", 64))
+	}
+	return refs
+}
+
+func TestWhatIsWrittenIsReadBack(t *testing.T) {
+	b, err := good().Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := clusterinfo.Parse(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(got, good()) {
+		t.Errorf("%+v, want %+v", got, good())
+	}
+}
+
+func TestIncompleteInformationIsRefused(t *testing.T) {
+	b, err := good().Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, change := range map[string][2]string{
+		"a short cluster ID":    {`"clusterID":"01`, `"clusterID":"`},
+		"no measurement salt":   {`"measurementSalt"`, `"clusterID"`},
+		"no endpoint":           {"[2001:db8::1]:6443", ""},
+		"an endpoint sans port": {"[2001:db8::1]:6443", "example.com"},
+		"port 0":                {":6443", ":0"},
+		"another version":       {"1.36.1", "1.2.3"},
+		"an empty SAN":          {"api.example.com", ""},
+		"an unknown field":      {`"components"`, `"secrets":[],"components"`},
+		"an image by tag":       {"/pause:v1@sha256:" + strings.Repeat("1", 64), "/pause:v1"},
+		"an image too few":      {`,"registry.example/pause:v1@sha256:` + strings.Repeat("1", 64) + `"`, ""},
+		"no JSON":               {"{", "["},
+	} {
+		t.Run(name, func(t *testing.T) {
+			text := strings.Replace(string(b), change[0], change[1], 1)
+			if text == string(b) {
+				t.Fatal("nothing was changed")
+			}
+			if i, err := clusterinfo.Parse([]byte(text)); err == nil {
+				t.Errorf("accepted %+v", i)
+			}
+		})
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	b, err := good().Marshal()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Fuzz(func(t *testing.T, b []byte) {
+		i, err := clusterinfo.Parse(b)
+		if err != nil {
+			return
+		}
+		again, err := i.Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if back, err := clusterinfo.Parse(again); err != nil || back.ClusterID != i.ClusterID {
+			t.Errorf("%q is not read back: %v", again, err)
+		}
+	})
+}

@@ -1,0 +1,109 @@
+package discovery
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// policyOf returns the policy of an owner with that serial; 0: none.
+func policyOf(owner byte, serial uint64, digest byte) *journal.Policy {
+	if serial == 0 {
+		return nil
+	}
+	return &journal.Policy{OwnerKey: bytes.Repeat([]byte{owner}, 32), Serial: serial, Digest: bytes.Repeat([]byte{digest}, 32)}
+}
+
+// A state disk that was opened under an older policy than this machine has accepted before, at whichever of its
+// places that stands, is refused; else the machine knows the newest of all.
+func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
+	for name, tt := range map[string]struct {
+		journaled, attested, unlocked *journal.Policy
+		want                          uint64 // 0: refused
+	}{
+		"older than the journal's":                {policyOf(1, 5, 1), nil, policyOf(1, 4, 1), 0},
+		"older than the attester's":               {policyOf(1, 3, 1), policyOf(1, 5, 1), policyOf(1, 4, 1), 0},
+		"older than the attester's, no journal's": {nil, policyOf(1, 5, 1), policyOf(1, 4, 1), 0},
+		"the same serial with other bytes":        {policyOf(1, 5, 1), nil, policyOf(1, 5, 2), 0},
+		"the same":                                {policyOf(1, 5, 1), policyOf(1, 5, 1), policyOf(1, 5, 1), 5},
+		"newer":                                   {policyOf(1, 5, 1), policyOf(1, 6, 1), policyOf(1, 7, 1), 7},
+		"opened by a recovery":                    {policyOf(1, 5, 1), policyOf(1, 6, 1), nil, 6},
+		"a machine that accepted none":            {nil, nil, policyOf(1, 2, 1), 2},
+		"another owner's serials":                 {policyOf(1, 5, 1), nil, policyOf(2, 1, 1), 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := t.TempDir()
+			for path, p := range map[string]*journal.Policy{journal.AttesterPolicy: tt.attested, journal.UnlockPolicy: tt.unlocked} {
+				if err := journal.Open(filepath.Join(root, path)).Save(journal.Record{Policy: p}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err := Accepted(root, tt.journaled)
+			if tt.want == 0 {
+				if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+					t.Errorf("got %v", err)
+				}
+				return
+			}
+			got, rerr := Recall(root, tt.journaled)
+			if err = errors.Join(err, rerr); err != nil || got.Serial != tt.want {
+				t.Errorf("got %+v, %v, want serial %d", got, err, tt.want)
+			}
+		})
+	}
+	root := t.TempDir()
+	if got, err := Recall(root, nil); got != nil || err != nil || Accepted(root, nil) != nil {
+		t.Errorf("nothing was accepted: %+v, %v", got, err)
+	}
+	for _, path := range []string{journal.AttesterPolicy, journal.UnlockPolicy} {
+		at := filepath.Join(root, path)
+		if err := os.MkdirAll(filepath.Dir(at), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(at, []byte("{}"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, err := Recall(root, nil)
+		for _, err := range []error{err, Accepted(root, nil)} {
+			if attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_LOCKED {
+				t.Errorf("%s is damaged: %v", path, err)
+			}
+		}
+		if err := os.Remove(at); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// As a memory, over any number of lives: nothing older than what was kept, or than what another process knows, is accepted.
+func TestAFloorOutlivesItsProcess(t *testing.T) {
+	dir := t.TempDir()
+	rapid.Check(t, func(rt *rapid.T) {
+		file := journal.Open(filepath.Join(dir, "policy"))
+		if err := os.RemoveAll(file.Path()); err != nil {
+			rt.Fatal(err)
+		}
+		known := rapid.Uint64Range(0, 3).Draw(rt, "known")
+		newest, digest := known, byte(1)
+		for range rapid.IntRange(1, 30).Draw(rt, "policies") {
+			f := Floor{File: journal.Open(file.Path()), Known: policyOf(1, known, 1)}
+			serial, d, keep := rapid.Uint64Range(1, 5).Draw(rt, "serial"), rapid.ByteRange(1, 2).Draw(rt, "digest"), rapid.Bool().Draw(rt, "keep")
+			err := f.Newest(*policyOf(1, serial, d), keep)
+			fits := serial > newest || serial == newest && d == digest
+			if (err == nil) != fits || err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+				rt.Fatalf("serial %d, digest %d after %d, %d: %v", serial, d, newest, digest, err)
+			}
+			if fits && keep {
+				newest, digest = serial, d
+			}
+		}
+	})
+}

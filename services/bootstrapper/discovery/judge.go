@@ -1,0 +1,181 @@
+package discovery
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/sha256"
+	"crypto/x509"
+	"fmt"
+	"sync"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// Judges makes what a machine judges joinservices with before it asks them for anything. A
+// joinservice presents its cluster's signed policy with its evidence. A machine that knows the
+// owner's public key accepts what that policy accepts and lists as a control plane (A7). Serials only go up: an older
+// policy could accept what the owner has since shut out. A machine that doesn't know the key accepts nobody, unless its image says
+// insecure.noOwnerKey: then it accepts a machine that booted the same as itself, under the EK roots of its image.
+type Judges struct {
+	OwnerKey    ed25519.PublicKey // nil: unknown
+	NoOwnerKey  bool              // as [metadata.Image] has it
+	EKRoots     []*x509.Certificate
+	Bank        tpm.Bank
+	PCRs        PCRReader
+	NewVerifier func([]*x509.Certificate) (attest.Verifier, error)
+	// Lowest is the least serial that a policy may have, as [metadata.Image] has it; 0: any.
+	Lowest uint64
+	// Newest refuses a policy that is older than the newest that was accepted, and keeps it if keep.
+	Newest func(p journal.Policy, keep bool) error
+}
+
+// PCRReader reads this machine's own PCRs, which its own TPM need not prove to it.
+type PCRReader interface {
+	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+}
+
+// Of gives those for joinservices whose node lock is in the state.
+func (j Judges) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
+	if j.OwnerKey != nil {
+		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
+		v, err := j.NewVerifier(nil) // for its formats; each evidence brings its own roots
+		if err != nil {
+			return nil, nil, err
+		}
+		o.formats = v.Formats()
+		return o, o, nil
+	}
+	if !j.NoOwnerKey {
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", metadata.ErrNoOwner) // A3, A7
+	}
+	hash, ok := j.Bank.Hash()
+	if !ok {
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "unknown PCR %s", j.Bank)
+	}
+	own := make(map[int][]byte, attest.LockPCR)
+	for i := range attest.LockPCR {
+		v, err := j.PCRs.ReadPCR(ctx, j.Bank, i)
+		if err != nil {
+			return nil, nil, fmt.Errorf("read own PCR %d: %w", i, err)
+		}
+		own[i] = v
+	}
+	same, err := attest.NewSameBoot(hash, own, j.EKRoots)
+	if err != nil {
+		return nil, nil, err
+	}
+	v, err := j.NewVerifier(j.EKRoots)
+	return v, same.For(lock), err
+}
+
+// ownersPolicy verifies and appraises by the policy that comes with the evidence, if the
+// owner signed it.
+type ownersPolicy struct {
+	key         ed25519.PublicKey
+	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
+	lock        attest.Lock
+	formats     []attestv1.Format
+	lowest      uint64
+	// newest refuses policies that are older than what was accepted, and remembers p if asked.
+	newest func(p journal.Policy, keep bool) error
+}
+
+// Formats implements [attest.Verifier].
+func (o ownersPolicy) Formats() []attestv1.Format { return o.formats }
+
+// Verify implements [attest.Verifier] with the EK roots of the policy.
+func (o ownersPolicy) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.Statement, bind attest.Binding) (attest.Pending, error) {
+	p, err := o.open(ev.GetSignedPolicy())
+	if err != nil {
+		return nil, err
+	}
+	v, err := o.newVerifier(p.EKRoots())
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
+	}
+	return v.Verify(ctx, ev, s, bind)
+}
+
+// Appraise implements [attest.Appraiser].
+func (o ownersPolicy) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
+	p, err := o.open(c.SignedPolicy())
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	a, err := p.AppraiseServer(c, o.lock) // A7
+	if err != nil {
+		return attest.Appraisal{}, err
+	}
+	// On the disk before it is relied on, so that a crash cannot bring the old one back.
+	if err := o.newest(o.name(c.SignedPolicy(), p), true); err != nil {
+		return attest.Appraisal{}, err
+	}
+	return a, nil
+}
+
+func (o ownersPolicy) name(s *attestv1.SignedPolicy, p *attest.Policy) journal.Policy {
+	sum := sha256.Sum256(s.GetPolicy())
+	return journal.Policy{OwnerKey: journal.Hex(o.key), Serial: p.Serial(), Digest: sum[:]}
+}
+
+func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
+	if s == nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the joinservice presents no policy")
+	}
+	p, err := attest.OpenPolicy(o.key, s)
+	if err != nil {
+		return nil, err
+	}
+	if p.Serial() < o.lowest { // B7
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, and this machine's image accepts %d or more (lowestPolicySerial): the cluster was set back, or needs a policy with a higher serial", p.Serial(), o.lowest)
+	}
+	return p, o.newest(o.name(s, p), false)
+}
+
+// StateFolder is what holds the journal and the state disk's folder.
+const StateFolder = "/var/lib/muster"
+
+// NotOlder compares a policy with the newest that is known of the same owner; nil: none is.
+func NotOlder(known *journal.Policy, p journal.Policy) error {
+	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
+		return nil
+	}
+	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + StateFolder + " and reboot it"
+	switch {
+	case p.Serial < known.Serial:
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)
+	case p.Serial == known.Serial && !bytes.Equal(p.Digest, known.Digest):
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents another policy with the serial %d than this machine has accepted: %s", p.Serial, way)
+	}
+	return nil
+}
+
+// Memory is for machines that can't read their journal yet: it knows the newest policy of this life alone.
+// Its zero value knows none.
+type Memory struct {
+	mu     sync.Mutex
+	policy *journal.Policy
+}
+
+// Policy returns the newest policy; nil: there was none.
+func (m *Memory) Policy() *journal.Policy {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.policy
+}
+
+// Newest is for [Judges].
+func (m *Memory) Newest(p journal.Policy, keep bool) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := NotOlder(m.policy, p); err != nil || !keep {
+		return err
+	}
+	m.policy = &p
+	return nil
+}

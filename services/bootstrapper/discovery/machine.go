@@ -1,0 +1,31 @@
+package discovery
+
+import (
+	"context"
+	"crypto/x509"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// EndorsementKeyer reads the endorsement key of a TPM.
+type EndorsementKeyer interface {
+	EndorsementKey(ctx context.Context) (tpm.EK, error)
+}
+
+// MachineID reads the machine's own ID. It proves nothing to anybody else. Its errors are MACHINE_CONFIG.
+func MachineID(ctx context.Context, t EndorsementKeyer) (attest.MachineID, error) {
+	ek, err := t.EndorsementKey(ctx)
+	if err != nil {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
+	}
+	if len(ek.Certificates) == 0 {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no endorsement key certificate")
+	}
+	c, err := x509.ParseCertificate(ek.Certificates[0])
+	if err != nil {
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "endorsement key certificate: %w", err)
+	}
+	return attest.MachineIDOf(c.RawSubjectPublicKeyInfo), nil
+}

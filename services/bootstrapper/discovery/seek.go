@@ -1,0 +1,156 @@
+// Package seek is how a machine finds a joinservice and judges it, before it asks for anything.
+//
+// Think of it as the first half of every call that a machine makes to its cluster: somebody among those
+// that the metadata name must answer, and must be what the owner's policy accepts. What is then asked for
+// is the caller's: a ticket to join, the key of a disk, a new verdict.
+package discovery
+
+import (
+	"context"
+	"errors"
+	"net"
+	"slices"
+	"syscall"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+)
+
+// Errors of a search that found nobody.
+var (
+	ErrNobody      = errors.New("no joinservice is known yet")
+	ErrUnreachable = errors.New("no joinservice can be reached")
+)
+
+// maxKnock bounds the pause while nobody is there to be asked, and after an answer by a peer that has not proven to be a joinservice.
+const maxKnock = 5 * time.Second
+
+// Pauses are the waits between tries of one series. Its zero value is not useful.
+type Pauses struct{ refused, knock retry.Backoff }
+
+// NewPauses gives pauses from least to most.
+func NewPauses(least, most time.Duration) *Pauses {
+	return &Pauses{
+		refused: retry.Backoff{Min: least, Max: most},
+		// To find nobody costs nobody anything: a machine that waits for its cluster to be made looks again soon.
+		knock: retry.Backoff{Min: least, Max: min(most, maxKnock)},
+	}
+}
+
+// Next returns the pause after a try that failed with err. The server's hint in it wins, up to 5 s if the server has not proven what it is.
+func (p *Pauses) Next(err error) time.Duration {
+	// One that hung up without a reason may have limits that others reach from this machine's address.
+	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
+	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
+		p.refused.Reset()
+		return p.knock.Next(0)
+	}
+	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after they are gone.
+	if atls.Unproven(err) {
+		return min(p.knock.Next(rpc.RetryAfterFrom(err)), maxKnock)
+	}
+	if ReasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
+		p.refused.Reset() // others go first; its turn must not be slept through
+	}
+	p.knock.Reset()
+	return p.refused.Next(rpc.RetryAfterFrom(err))
+}
+
+// ReasonOf gives the reason of an error of ours or of a call.
+func ReasonOf(err error) attestv1.Reason {
+	if r := rpc.ReasonFrom(err); r != attestv1.Reason_REASON_UNSPECIFIED {
+		return r
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		return attestv1.Reason_REASON_DEADLINE
+	}
+	if e, ok := errors.AsType[net.Error](err); ok {
+		// A system call's number has the methods of a net.Error; the network's come within one.
+		if _, file := e.(syscall.Errno); !file {
+			return attestv1.Reason_REASON_NOT_READY
+		}
+	}
+	return attestv1.Reason_REASON_INTERNAL
+}
+
+// handOver gives a transport the connection that won the race, and dials from then on.
+func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
+	handed := make(chan net.Conn, 1)
+	handed <- first
+	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+		select {
+		case c := <-handed:
+			return c, nil
+		default:
+			return (&net.Dialer{Timeout: timeout}).DialContext(ctx, network, addr)
+		}
+	}
+}
+
+// Merge keeps the order of what is known, drops what is gone and appends what is new.
+func Merge(known, now []string) []string {
+	out := slices.DeleteFunc(slices.Clone(known), func(e string) bool { return !slices.Contains(now, e) })
+	for _, e := range now {
+		if !slices.Contains(out, e) {
+			out = append(out, e)
+		}
+	}
+	return out
+}
+
+// Demote puts an endpoint that failed behind the others.
+func Demote(order []string, e string) []string {
+	return append(slices.DeleteFunc(slices.Clone(order), func(o string) bool { return o == e }), e)
+}
+
+// Race connects to the endpoints happy-eyeballs style (RFC 8305): each gets a head start
+// before the next, a failure starts the next at once, and the first connection wins.
+func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duration) (string, net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	type outcome struct {
+		endpoint string
+		conn     net.Conn
+		err      error
+	}
+	results := make(chan outcome, len(endpoints))
+	next, open := 0, 0
+	var errs []error
+	head := time.NewTimer(0)
+	defer head.Stop()
+	defer func() { // the losers hang up
+		go func() {
+			for range open {
+				if o := <-results; o.conn != nil {
+					_ = o.conn.Close()
+				}
+			}
+		}()
+	}()
+	for {
+		select {
+		case <-head.C:
+			if next < len(endpoints) {
+				e := endpoints[next]
+				next, open = next+1, open+1
+				go func() {
+					c, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", e)
+					results <- outcome{e, c, err}
+				}()
+				head.Reset(stagger)
+			}
+		case o := <-results:
+			open--
+			if o.err == nil {
+				return o.endpoint, o.conn, nil
+			}
+			if errs = append(errs, o.err); len(errs) == len(endpoints) {
+				return "", nil, errors.Join(errs...)
+			}
+			head.Reset(0)
+		}
+	}
+}

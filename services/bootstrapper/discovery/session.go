@@ -1,0 +1,83 @@
+package discovery
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Session is a joinservice that is judged with the first call, and then asked over the same connection.
+type Session struct {
+	joinv1connect.JoinServiceClient
+	// Endpoint is where it is, HOST:PORT.
+	Endpoint string
+
+	transport *atls.Transport
+	mu        sync.Mutex
+	peers     []attest.Peer // whose machines were judged
+}
+
+// SessionConfig lists what a Session needs. All fields are required.
+type SessionConfig struct {
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// Judges are what the joinservice is judged with, Lock is what its node lock must show.
+	Judges Judges
+	Lock   attest.Lock
+	// Dial bounds the wait for a further connection.
+	Dial time.Duration
+	// Log is told of the joinservice's machine once it was judged.
+	Log *slog.Logger
+}
+
+// Open gives a session over the connection that won a [Race].
+func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Conn) (*Session, error) {
+	verifier, appraiser, err := cfg.Judges.Of(ctx, cfg.Lock)
+	if err != nil {
+		return nil, err
+	}
+	s := &Session{Endpoint: endpoint}
+	s.transport, err = atls.NewTransport(atls.ClientConfig{
+		Attester: cfg.Attester, Verifier: verifier, Appraiser: appraiser, PeerPurpose: attest.PurposeJoinservice,
+		DialContext: handOver(first, cfg.Dial),
+		OnPeer: func(p attest.Peer) {
+			s.mu.Lock()
+			s.peers = append(s.peers, p)
+			s.mu.Unlock()
+			cfg.Log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", cfg.Judges.OwnerKey != nil)
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	s.JoinServiceClient = joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport), "https://"+endpoint, rpc.ClientOptions()...)
+	return s, nil
+}
+
+// Belongs says whether the joinservice is of the cluster that its answer speaks of: the node lock of its machine,
+// as quoted, has that cluster's value. Otherwise it refuses with LOCK_FOREIGN. An owner's policy is that of
+// several clusters, maybe, and none of them speaks for another one.
+func (s *Session) Belongs(clusterID [32]byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.peers) == 0 {
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was judged")
+	}
+	for _, p := range s.peers {
+		if err := attest.CheckLock(p.Claims(), attest.LockedTo(clusterID)); err != nil {
+			return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the joinservice speaks for cluster %x, to which its own machine does not belong: %w", clusterID, err)
+		}
+	}
+	return nil
+}
+
+// Close ends it.
+func (s *Session) Close() { _ = s.transport.Close() } // nothing is left to be told

@@ -1,0 +1,271 @@
+// Package reattest attests a node's machine to the joinservices of its cluster again and again, since its kubelet's certificates are renewed on a recent
+// attestation result only (J7).
+package reattestation
+
+import (
+	"context"
+	"crypto/ed25519"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/required"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/tpm"
+)
+
+// maxInterval is the longest pause that a joinservice may ask for.
+const maxInterval = time.Hour
+
+// Timing are the waits of an [Attester]. [DefaultTiming] are those of
+// production.
+type Timing struct {
+	// Interval is the pause after a success if the joinservice names none that is above zero
+	// and at most 1 h.
+	Interval time.Duration
+	// RetryMin and RetryMax bound the pause after a failure.
+	RetryMin, RetryMax time.Duration
+	// Stagger is the head start of one joinservice before the next, Dial bounds the wait for a
+	// connection, Call one whole try.
+	Stagger, Dial, Call time.Duration
+}
+
+// DefaultTiming are the waits of production.
+var DefaultTiming = Timing{
+	Interval: 5 * time.Minute, RetryMin: 10 * time.Second, RetryMax: 2 * time.Minute,
+	Stagger: 250 * time.Millisecond, Dial: 10 * time.Second, Call: 30 * time.Second,
+}
+
+// Config lists what an [Attester] needs. All fields are required.
+type Config struct {
+	// Image is the image's measured configuration.
+	Image *metadata.Image
+	// Metadata reads the machine's metadata, Journal its memory; both are called for each try.
+	Metadata func() (*metadata.Machine, error)
+	Journal  func() (journal.Record, error)
+	// Root stands for the root of the file system: "/" on a machine. When the kubelet's certificates below it end is reported.
+	Root string
+	// Policy keeps the newest policy that a joinservice was accepted by: [journal.AttesterPolicy].
+	Policy nodelock.Journal
+	// TPM is the machine's.
+	TPM discovery.PCRReader
+	// Attester makes evidence of the purpose machine.
+	Attester attest.Attester
+	// NewVerifier gives a verifier that trusts the roots.
+	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
+	// Timing are the waits.
+	Timing Timing
+	// Metrics takes muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds,
+	// muster_insecure_config and muster_state_disk_findings.
+	Metrics prometheus.Registerer
+	Log     *slog.Logger
+}
+
+// Attester attests a node's machine to the joinservices of its cluster again and again, since
+// its kubelet's certificates are renewed on a recent verdict only (J7).
+type Attester struct {
+	cfg   Config
+	bank  tpm.Bank
+	total *prometheus.CounterVec
+	last  prometheus.Gauge
+	order []string // endpoints, those that failed last
+
+	verifiers oneVerifier
+}
+
+// New returns a Reattester, or says which part of cfg is missing or wrong.
+func New(cfg Config) (*Attester, error) {
+	if err := required.Fields("reattest.New", cfg); err != nil {
+		return nil, err
+	}
+	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
+	}
+	r := &Attester{
+		cfg: cfg, bank: bank, verifiers: oneVerifier{make: cfg.NewVerifier},
+		total: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_reattestations_total", Help: "Tries to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
+		}, []string{"reason"}),
+		last: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "muster_reattestation_last_success_timestamp_seconds", Help: "When this machine was last accepted, in seconds since 1970; 0: not since the attester started.",
+		}),
+	}
+	changed := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or written anew in this boot, since the cluster does not list them.",
+	}, func() float64 { return machine.Findings(cfg.Root) })
+	for _, c := range []prometheus.Collector{r.total, r.last, changed} {
+		if err := cfg.Metrics.Register(c); err != nil {
+			return nil, fmt.Errorf("bootstrapper: %w", err)
+		}
+	}
+	return r, metadata.ReportInsecure(cfg.Metrics, cfg.Image, cfg.Log)
+}
+
+// errNoNode says that there is nothing to attest yet: the bootstrapper is not done.
+var errNoNode = errors.New("this machine is no node yet")
+
+// Run attests until ctx ends. No failure ends it: the services of this machine need its process for
+// their own evidence.
+func (r *Attester) Run(ctx context.Context) error {
+	t := r.cfg.Timing
+	pauses := discovery.NewPauses(t.RetryMin, t.RetryMax)
+	for {
+		interval, err := r.once(ctx)
+		var wait time.Duration
+		switch {
+		case ctx.Err() != nil:
+			return nil //nolint:nilerr // it was told to end
+		case err == nil:
+			pauses = discovery.NewPauses(t.RetryMin, t.RetryMax)
+			wait = interval - rand.N(interval/5+1) //nolint:gosec // spreads load, protects nothing
+			r.total.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
+			r.last.SetToCurrentTime()
+		case errors.Is(err, errNoNode):
+			wait = t.RetryMin
+		default:
+			reason := attest.ReasonName(discovery.ReasonOf(err))
+			r.total.WithLabelValues(labelOf(err)).Inc()
+			wait = pauses.Next(err)
+			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
+		}
+		if retry.Wait(ctx, wait) != nil {
+			return nil //nolint:nilerr // it was told to end
+		}
+	}
+}
+
+// refusesNode are the reasons with which a cluster says that a machine is not fit to be a node.
+var refusesNode = map[attestv1.Reason]bool{
+	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_NOT_ENROLLED: true,
+	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_MACHINE_CLONED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
+}
+
+// labelOf gives the metric's reason. Alerts take a bare name of [refusesNode] for the cluster's word about this machine, so nobody
+// else can cause one: with UNPROVEN_ before it, it is the word of somebody who had not proven to be a joinservice, and with
+// JOINSERVICE_ it is what this machine says of whoever answered.
+func labelOf(err error) string {
+	reason := discovery.ReasonOf(err)
+	name := attest.ReasonName(reason)
+	refusal, ok := errors.AsType[*attest.Refusal](err)
+	switch {
+	case atls.UnprovenRefusal(err):
+		return "UNPROVEN_" + name
+	case ok && !refusal.Remote && refusesNode[reason]:
+		return "JOINSERVICE_" + name
+	}
+	return name
+}
+
+// oneVerifier keeps the verifier of the latest roots, and with it the attestation keys that it knows. A joinservice whose key is known need not answer a
+// challenge, which it does for machines alone that it has accepted: so it has proven itself before it refuses.
+type oneVerifier struct {
+	make func(roots []*x509.Certificate) (attest.Verifier, error)
+
+	mu    sync.Mutex
+	roots []*x509.Certificate
+	made  attest.Verifier // nil: none yet
+}
+
+func (o *oneVerifier) of(roots []*x509.Certificate) (attest.Verifier, error) {
+	if len(roots) == 0 { // it verifies nothing
+		return o.make(nil)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.made != nil && slices.EqualFunc(o.roots, roots, (*x509.Certificate).Equal) {
+		return o.made, nil
+	}
+	v, err := o.make(roots)
+	if err == nil {
+		o.roots, o.made = roots, v
+	}
+	return v, err
+}
+
+// once makes one try, and says after what pause the joinservice wants the next.
+func (r *Attester) once(ctx context.Context) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.Timing.Call)
+	defer cancel()
+	rec, err := r.cfg.Journal()
+	if err != nil {
+		return 0, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
+	}
+	if rec.Step != journal.StepDone {
+		return 0, errNoNode
+	}
+	meta, err := r.cfg.Metadata()
+	if err != nil {
+		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
+	}
+	r.order = discovery.Merge(r.order, discovery.Endpoints(meta))
+	if len(r.order) == 0 {
+		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: joinEndpoints names no joinservice: list one, or the node's certificates will not be renewed")
+	}
+	endpoint, first, err := discovery.Race(ctx, r.order, r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
+	}
+	defer first.Close()
+	interval, err := r.by(ctx, endpoint, first, rec)
+	if err != nil {
+		r.order = discovery.Demote(r.order, endpoint)
+		return 0, fmt.Errorf("%s: %w", endpoint, err)
+	}
+	return interval, nil
+}
+
+// by attests to one joinservice, over a connection that is made for it: what it records is a
+// verdict of now.
+func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec journal.Record) (time.Duration, error) {
+	owner := r.cfg.Image.OwnerKey
+	if owner == nil && r.cfg.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
+		owner = ed25519.PublicKey(rec.OwnerKey)
+	}
+	client, err := discovery.Open(ctx, discovery.SessionConfig{
+		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
+		Judges: discovery.Judges{
+			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
+			Newest: discovery.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
+		},
+	}, endpoint, first)
+	if err != nil {
+		return 0, err
+	}
+	defer client.Close()
+	req := kubelet.Report(r.cfg.Root)
+	secret, err := bootsecret.Load(r.cfg.Root)
+	if err != nil {
+		return 0, err
+	}
+	req.BootSecret = secret.Expose() // J11
+	resp, err := client.Reattest(ctx, req)
+	if err != nil {
+		return 0, err
+	}
+	interval := resp.GetInterval().AsDuration()
+	if !resp.GetInterval().IsValid() || interval <= 0 || interval > maxInterval {
+		interval = r.cfg.Timing.Interval
+	}
+	r.cfg.Log.InfoContext(ctx, "this machine has attested to its cluster", "endpoint", endpoint, "policy_serial", resp.GetPolicySerial(), "interval", interval.String())
+	return interval, nil
+}

@@ -1,0 +1,70 @@
+package atls_test
+
+import (
+	"context"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// slow is a verifier that takes its time.
+type slow struct {
+	attest.Verifier
+	began chan<- struct{}
+	goes  <-chan struct{}
+}
+
+func (s slow) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.Statement, b attest.Binding) (attest.Pending, error) {
+	s.began <- struct{}{}
+	<-s.goes
+	return s.Verifier.Verify(ctx, ev, st, b)
+}
+
+// While the server checks a machine's evidence, which takes long if many machines come at one time, newcomers do not take the machine's place.
+func TestAMachineWhoseEvidenceIsCheckedKeepsItsPlace(t *testing.T) {
+	w := newWorld(t)
+	sc := w.serverConfig(t)
+	sc.Limits.SetUp, sc.Limits.Total = 1, 100000
+	began, goes := make(chan struct{}, 1), make(chan struct{})
+	sc.Verifier = slow{sc.Verifier, began, goes}
+	var full atomic.Int64
+	sc.Observe = func(s atls.SetUp) {
+		if s.Dropped == "setup_full" {
+			full.Add(1)
+		}
+	}
+	s := serve(t, sc, whoami)
+	cc := w.clientConfig(t)
+	from(&cc, "127.0.5.1")
+	client := dial(t, cc)
+	answer := make(chan error, 1)
+	go func() {
+		_, err := get(t.Context(), client, s.url)
+		answer <- err
+	}()
+	<-began
+	// A place of which the peer makes nothing is its own for 2 s.
+	tries := int64(0)
+	for start := time.Now(); time.Since(start) < 2500*time.Millisecond; tries++ {
+		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP("127.0.7.1")}}
+		conn, err := d.DialContext(t.Context(), "tcp", strings.TrimPrefix(s.url, "https://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = conn.Read(make([]byte, 1)) // until the server has closed it
+		_ = conn.Close()
+	}
+	close(goes)
+	if err := <-answer; err != nil {
+		t.Errorf("the machine: %v", err)
+	}
+	if got := full.Load(); got != tries {
+		t.Errorf("%d of %d newcomers found no place", got, tries)
+	}
+}
