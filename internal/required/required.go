@@ -8,13 +8,16 @@ import (
 	"strings"
 )
 
-// Fields returns an error that names the exported fields of the struct cfg that have their zero value, except for the optional ones; nil if
-// there are none. Fields of embedded structs are checked as well. where is the constructor that cfg is for, as "joinservice.New".
+// Fields returns an error that names the exported fields of the struct cfg, or of the one that it points to, that have their zero value or are empty, except for the
+// optional ones; nil if there are none. Fields of embedded structs are checked as well. where is the constructor that cfg is for, as "joinservice.New".
 func Fields(where string, cfg any, optional ...string) error {
 	var missing []string
-	v := reflect.ValueOf(cfg)
+	v := reflect.Indirect(reflect.ValueOf(cfg))
 	for _, f := range reflect.VisibleFields(v.Type()) {
-		if f.IsExported() && !f.Anonymous && !slices.Contains(optional, f.Name) && v.FieldByIndex(f.Index).IsZero() {
+		if !f.IsExported() || f.Anonymous || slices.Contains(optional, f.Name) {
+			continue
+		}
+		if field := v.FieldByIndex(f.Index); field.IsZero() || field.Kind() == reflect.Slice && field.Len() == 0 {
 			missing = append(missing, f.Name)
 		}
 	}

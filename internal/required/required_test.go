@@ -17,6 +17,7 @@ type config struct {
 	base
 	Hook     func()
 	Any      any
+	List     []int
 	Optional *int
 	hidden   int
 }
@@ -26,13 +27,13 @@ func TestMissingFieldsAreNamed(t *testing.T) {
 		cfg  config
 		want string
 	}{
-		"all":          {config{base: base{"/", 1}, Hook: func() {}, Any: 1}, ""},
-		"of the outer": {config{base: base{"/", 1}, Hook: func() {}}, "x.New: required fields are not set: Any"},
-		"of the inner": {config{base: base{Limit: 1}, Hook: func() {}, Any: 1, hidden: 1}, "x.New: required fields are not set: Root"},
-		"nothing set":  {config{}, "x.New: required fields are not set: Root, Limit, Hook, Any"},
+		"all":          {config{base: base{"/", 1}, Hook: func() {}, Any: 1, List: []int{0}}, ""},
+		"of the outer": {config{base: base{"/", 1}, Hook: func() {}, List: []int{}}, "x.New: required fields are not set: Any, List"},
+		"of the inner": {config{base: base{Limit: 1}, Hook: func() {}, Any: 1, List: []int{0}, hidden: 1}, "x.New: required fields are not set: Root"},
+		"nothing set":  {config{}, "x.New: required fields are not set: Root, Limit, Hook, Any, List"},
 	} {
 		got := ""
-		if err := Fields("x.New", tt.cfg, "Optional"); err != nil {
+		if err := Fields("x.New", &tt.cfg, "Optional"); err != nil {
 			got = err.Error()
 		}
 		if got != tt.want {

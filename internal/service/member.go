@@ -7,7 +7,6 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/base64"
-	"errors"
 	"fmt"
 	"log/slog"
 	"time"
@@ -18,6 +17,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
@@ -71,8 +71,8 @@ type Member struct {
 
 // New returns a Member that does nothing yet, or says which part of cfg is missing.
 func New(cfg Config) (*Member, error) {
-	if cfg.Attester == nil || cfg.API == nil || cfg.Log == nil || cfg.Service == "" || cfg.Audit == nil {
-		return nil, errors.New("member: every field of Config but LowestSerial is required")
+	if err := required.Fields("service.New", cfg, "LowestSerial", "Owner"); err != nil {
+		return nil, err
 	}
 	m := &Member{Registry: prometheus.NewRegistry(), Health: rpc.NewHealth()}
 	m.Registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

@@ -44,6 +44,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/internal/versions"
@@ -107,8 +108,8 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Policy == nil || cfg.Judge == nil || cfg.Members == nil || cfg.Rejoiners == nil || cfg.Interval <= 0 || len(cfg.Owner) != ed25519.PublicKeySize || cfg.Kube == nil || cfg.Cluster == nil || cfg.Credential == "" || cfg.CA == nil || cfg.Keys == nil || cfg.PKI == "" || cfg.Audit == nil || cfg.Rations == nil || cfg.Strangers == nil || cfg.Log == nil || cfg.Metrics == nil {
-		return nil, errors.New("joinservice: every field of Config is required")
+	if err := required.Fields("joinservice.New", cfg); err != nil {
+		return nil, err
 	}
 	s := &Service{
 		cfg: cfg, now: time.Now, limits: newLimits(time.Now()),

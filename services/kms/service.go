@@ -11,7 +11,6 @@ package kms
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -22,6 +21,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -86,8 +86,8 @@ type Service struct {
 
 // New returns a Service, or says which part of cfg is missing.
 func New(cfg Config) (*Service, error) {
-	if cfg.Root == nil || cfg.Review == nil || cfg.Node == nil || cfg.Judge == nil || cfg.Audit == nil || cfg.Rations == nil || cfg.Log == nil || cfg.Metrics == nil {
-		return nil, errors.New("kms: every field of Config is required")
+	if err := required.Fields("kms.New", cfg); err != nil {
+		return nil, err
 	}
 	calls := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "muster_kms_calls_total", Help: "Calls to the key service by purpose and outcome.",

@@ -316,7 +316,9 @@ func (x *exchange) attest(ctx context.Context) error {
 		return err
 	}
 	start := time.Now()
+	done := x.peers.works()
 	ev, err := x.attester.Attest(ctx, x.gives, newBinding(x.role, x.ekm, x.offers))
+	done()
 	x.times.Attest = time.Since(start)
 	if err != nil {
 		return ownFault(err, "make evidence")

@@ -26,13 +26,40 @@ func (s slow) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.State
 	return s.Verifier.Verify(ctx, ev, st, b)
 }
 
-// While the server checks a machine's evidence, which takes long if many machines come at one time, newcomers do not take the machine's place.
-func TestAMachineWhoseEvidenceIsCheckedKeepsItsPlace(t *testing.T) {
+// slowAttester is an attester that takes its time.
+type slowAttester struct {
+	attest.Attester
+	began chan<- struct{}
+	goes  <-chan struct{}
+}
+
+func (s slowAttester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	s.began <- struct{}{}
+	<-s.goes
+	return s.Attester.Attest(ctx, f, b)
+}
+
+// While the server makes its evidence or checks a machine's, which takes long if many machines come at one time, newcomers do not take the machine's place.
+func TestAMachineKeepsItsPlaceWhileTheServerWorks(t *testing.T) {
+	for name, slowed := range map[string]func(sc *atls.ServerConfig, began chan<- struct{}, goes <-chan struct{}){
+		"making evidence": func(sc *atls.ServerConfig, b chan<- struct{}, g <-chan struct{}) {
+			sc.Attester = slowAttester{sc.Attester, b, g}
+		},
+		"checking evidence": func(sc *atls.ServerConfig, b chan<- struct{}, g <-chan struct{}) {
+			sc.Verifier = slow{sc.Verifier, b, g}
+		},
+	} {
+		t.Run(name, func(t *testing.T) { keepsItsPlace(t, slowed) })
+	}
+}
+
+func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<- struct{}, goes <-chan struct{})) {
+	t.Helper()
 	w := newWorld(t)
 	sc := w.serverConfig(t)
 	sc.Limits.SetUp, sc.Limits.Total = 1, 100000
 	began, goes := make(chan struct{}, 1), make(chan struct{})
-	sc.Verifier = slow{sc.Verifier, began, goes}
+	slowed(&sc, began, goes)
 	var full atomic.Int64
 	sc.Observe = func(s atls.SetUp) {
 		if s.Dropped == "setup_full" {

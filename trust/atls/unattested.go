@@ -70,14 +70,21 @@ func (u *unattested) got(size int) {
 	u.held[len(u.held)-1].Shrink(2 * int64(size))
 }
 
-// verify checks the peer's evidence when it is its source's turn. The peer keeps its place meanwhile: the time that the server takes is
-// no reason to prefer another peer. If newcomers could take it, a server that needs more than 2 s for a check, since many machines come at
-// one time, would finish none.
+// works keeps the peer's place until done is called: the time that the server takes is no reason to prefer another peer. If newcomers could take the
+// place, a server that needs more than 2 s, since many machines come at one time, would finish none. Then it is as young as a new one.
+func (u *unattested) works() (done func()) {
+	if u == nil {
+		return func() {}
+	}
+	return u.conn.setUp.Pin()
+}
+
+// verify checks the peer's evidence when it is its source's turn.
 func (u *unattested) verify(ctx context.Context, check func() error) error {
 	if u == nil {
 		return check()
 	}
-	defer u.conn.setUp.Pin()() // and it is as young as a new one then: what the peer's TPM needs next may take as long again
+	defer u.works()() // what the peer's TPM needs next may take as long again
 	return queued(u.limiters.verify.Do(ctx, u.conn.source, check))
 }
 

@@ -14,6 +14,7 @@ import (
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -57,8 +58,8 @@ const (
 
 // Wait serves on l until the owner has accepted what the disk has. It returns nil once that is so.
 func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
-	if w.Keeper.TPM == nil || w.Keeper.Dir == "" || w.Cluster == (keys.ClusterID{}) || w.Machine == (attest.MachineID{}) || w.Attester == nil || w.Calls == nil || w.Log == nil {
-		return errors.Join(errors.New("epoch: every field of Waiting but Owner is required"), l.Close())
+	if err := required.Fields("epoch.Waiting", w, "Owner"); err != nil {
+		return errors.Join(err, l.Close())
 	}
 	w.accepted = make(chan struct{})
 	health := rpc.NewHealth()

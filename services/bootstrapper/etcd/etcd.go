@@ -31,6 +31,8 @@ import (
 	"go.uber.org/zap"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
+
+	"github.com/muster-k8s/muster/internal/required"
 )
 
 // Ports that kubeadm gives etcd: for clients, and for other members.
@@ -82,8 +84,8 @@ func (m Member) String() string {
 // Clean removes members of this machine and learners of anybody, and gives those it removed. It
 // changes nothing if there is nobody to ask.
 func Clean(ctx context.Context, t Target) ([]Member, error) {
-	if len(t.ControlPlanes) == 0 || len(t.Own) == 0 {
-		return nil, errors.New("etcd: Clean: every field of Target is required")
+	if err := required.Fields("etcd.Clean", t, "Learners"); err != nil {
+		return nil, err
 	}
 	conf, err := clientTLS(t.CACert, t.CAKey)
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -66,8 +67,11 @@ type Renewer struct {
 
 // New returns a Renewer, or an error that says that a part of cfg is missing.
 func New(cfg Config) (*Renewer, error) {
-	if !filepath.IsAbs(cfg.Root) || cfg.Cluster == (keys.ClusterID{}) || cfg.Epoch == nil || cfg.Connect == nil || cfg.Timing == (Timing{}) || cfg.Now == nil || cfg.Log == nil {
-		return nil, errors.New("renewal: New: every field of Config is required")
+	if err := required.Fields("renewal.New", cfg, "Owner", "Kubeadm"); err != nil {
+		return nil, err
+	}
+	if !filepath.IsAbs(cfg.Root) {
+		return nil, fmt.Errorf("renewal.New: Root %q is not an absolute path", cfg.Root)
 	}
 	return &Renewer{Config: cfg, plane: newPlane(cfg.Root, cfg.Kubeadm)}, nil
 }

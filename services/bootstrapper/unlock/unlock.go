@@ -24,6 +24,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
@@ -143,8 +144,8 @@ type Unlocker struct {
 
 // New returns an Unlocker, or says which part of cfg is missing or wrong.
 func New(cfg Config) (*Unlocker, error) {
-	if cfg.Image == nil || cfg.Metadata == nil || cfg.Root == "" || cfg.Disk == nil || cfg.Policy == nil || cfg.Desired == "" || cfg.TPM == nil || cfg.Attester == nil || cfg.NewVerifier == nil || cfg.Timing == (Timing{}) || cfg.Metrics == nil || cfg.Log == nil {
-		return nil, errors.New("unlock: New: every field of Config but Recovery and Console is required")
+	if err := required.Fields("unlock.New", cfg, "Recovery", "Console"); err != nil {
+		return nil, err
 	}
 	bank, err := tpm.ParseBank(cfg.Image.TPM.Bank)
 	if err != nil {
