@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/joinlease"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -79,7 +79,7 @@ func (c *controlPlane) renew(t *testing.T, ticket []byte, done bool) (*joinv1.Re
 func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
 	t.Helper()
 	l := &coordinationv1.Lease{}
-	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: kube.JoinLease}, l); err != nil {
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: joinlease.Name}, l); err != nil {
 		t.Fatal(err)
 	}
 	return l
@@ -121,14 +121,14 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 	two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
 	three := s.controlPlane(t, "cp3", disk2, "192.168.77.13")
 	ticket := two.ticket(t)
-	if life := ticket.GetLeaseLifetime().AsDuration(); life != kube.LeaseLife {
+	if life := ticket.GetLeaseLifetime().AsDuration(); life != joinlease.Life {
 		t.Errorf("the turn lasts %s", life)
 	}
 	if got := ticket.GetControlPlaneAddresses(); len(got) != 1 || got[0] != "192.168.77.11" {
 		t.Errorf("other control planes: %v", got)
 	}
 	l := s.lease(t)
-	if want := two.ID().String() + "/cp2"; *l.Spec.HolderIdentity != want || *l.Spec.LeaseDurationSeconds != int32(kube.LeaseLife/time.Second) {
+	if want := two.ID().String() + "/cp2"; *l.Spec.HolderIdentity != want || *l.Spec.LeaseDurationSeconds != int32(joinlease.Life/time.Second) {
 		t.Errorf("lease %+v, want %s", l.Spec, want)
 	}
 	s.known(t, three)
@@ -150,7 +150,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 		other := *two
 		other.JoinServiceClient = s.dial(t, two.Attester(attest.PurposeMachine))
 		resp, err := other.renew(t, ticket.GetTicketId(), false)
-		if err != nil || resp.GetLifetime().AsDuration() != kube.LeaseLife {
+		if err != nil || resp.GetLifetime().AsDuration() != joinlease.Life {
 			t.Fatalf("%v %v", resp, err)
 		}
 		if !before.Before(s.lease(t).Spec.RenewTime) {
@@ -231,7 +231,7 @@ func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 			if waited := time.Since(renewed); waited < 3*time.Second {
 				t.Errorf("it went to another machine after %s (%s after it was taken)", waited, time.Since(began))
 			}
-			if !s.join.Logged("level", "WARN", "lease", kube.JoinLease, "from", two.ID().String()+"/cp2") {
+			if !s.join.Logged("level", "WARN", "lease", joinlease.Name, "from", two.ID().String()+"/cp2") {
 				t.Error("the log does not say that a turn was lost")
 			}
 			if _, err := two.renew(t, ticket.GetTicketId(), false); rpc.ReasonFrom(err) != attestv1.Reason_REASON_CONTROL_PLANE_BUSY {

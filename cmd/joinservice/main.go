@@ -19,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -43,10 +44,10 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	flags.SetOutput(stderr)
 	common := service.NewFlags(flags, attest.PurposeJoinservice, ":9090")
 	kms := flags.String("kms", "https://muster-kms.muster-system.svc:9001", "URL of the key service")
-	token := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
+	kmsToken := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
 	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times within this time, and at least every 5m")
-	credential := flags.String("join-credential", string(kube.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialize")
+	credential := flags.String("join-credential", string(token.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialize")
 	life := flags.Duration("certificate-life", kube.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
@@ -61,7 +62,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	join, err := kube.ParseJoinCredential(*credential)
+	join, err := token.ParseCredential(*credential)
 	if err != nil {
 		return fmt.Errorf("--join-credential: %w", err)
 	}
@@ -83,6 +84,6 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	defer func() { _ = auditLog.Close() }()
 	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *token, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: kube.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *kmsToken, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: kube.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
 	})
 }

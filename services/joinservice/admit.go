@@ -14,8 +14,10 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/services/joinservice/joinlease"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -126,7 +128,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
 		return nil, err
 	}
-	turn, err := s.turn(ctx, a, claim)
+	lease, err := s.joinLease(ctx, a, claim)
 	if err != nil {
 		return nil, err
 	}
@@ -151,17 +153,17 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 		return nil, err
 	}
 	t := &ticket{id: a.id, disk: disk, salt: salt, info: info, ca: ca, files: files}
-	if turn != nil {
+	if lease != nil {
 		done = s.stage("lease")
-		if err := turn.Take(ctx); err != nil { // J8: before anything else is written
+		if err := lease.Take(ctx); err != nil { // J8: before anything else is written
 			return nil, err
 		}
 		done()
-		t.lease, t.controlPlanes = kube.LeaseLife, s.cfg.Kube.OtherControlPlanes(w.node)
+		t.lease, t.controlPlanes = joinlease.Life, s.cfg.Kube.OtherControlPlanes(w.node)
 	}
 	if err := s.admit(ctx, a, t, w, claim, peer); err != nil {
-		if turn != nil {
-			turn.Release(ctx)
+		if lease != nil {
+			lease.Release(ctx)
 		}
 		return nil, err
 	}
@@ -184,7 +186,7 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, cla
 		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all that takes time
 	}
 	if err != nil && t.token != nil {
-		s.cfg.Kube.DropToken(ctx, t.id)
+		s.cfg.Tokens.Drop(ctx, t.id)
 	}
 	return err
 }
@@ -275,12 +277,12 @@ func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, cl
 	if err := both.Wait(); err != nil {
 		return err
 	}
-	if s.cfg.Credential == kube.CredentialToken {
-		token, err := s.cfg.Kube.IssueToken(ctx, t.id)
+	if s.cfg.Credential == token.CredentialToken {
+		issued, err := s.cfg.Tokens.Issue(ctx, t.id)
 		if err != nil {
 			return err
 		}
-		t.token = &token
+		t.token = &issued
 	}
 	if err := e.Record(ctx, claim, status, t.client.Leaf, t.serving.Leaf); err != nil { // J4, J11
 		return err

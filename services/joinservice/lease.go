@@ -9,16 +9,17 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/joinlease"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// turn gives a control plane its turn, if it is free; nil for a worker.
-func (s *Service) turn(ctx context.Context, a *attempt, c kube.Claim) (*kube.Turn, error) {
+// joinLease returns the join Lease for a control plane, if it is free; nil for a worker.
+func (s *Service) joinLease(ctx context.Context, a *attempt, c kube.Claim) (*joinlease.Acquisition, error) {
 	if c.Role != v1alpha1.RoleControlPlane {
 		return nil, nil //nolint:nilnil // workers join whenever they want
 	}
-	return s.cfg.Kube.Turn(ctx, c.Machine, c.Node, a.id)
+	return s.cfg.JoinLease.Check(ctx, c.Machine, c.Node, a.id)
 }
 
 // RenewJoinLease implements the RPC.
@@ -35,7 +36,7 @@ func (s *Service) RenewJoinLease(ctx context.Context, req *joinv1.RenewJoinLease
 		return &joinv1.RenewJoinLeaseResponse{}, nil
 	}
 	s.cfg.Log.DebugContext(ctx, "a control plane's turn goes on", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
-	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(kube.LeaseLife)}, nil
+	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(joinlease.Life)}, nil
 }
 
 func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLeaseRequest) error {
@@ -58,10 +59,10 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 	}
 	var err error
 	if !req.GetDone() {
-		a.record.Node, err = s.cfg.Kube.RenewTurn(ctx, peer.Machine(), a.id)
+		a.record.Node, err = s.cfg.JoinLease.Renew(ctx, peer.Machine(), a.id)
 		return err
 	}
-	if a.record.Node, err = s.cfg.Kube.EndTurn(ctx, peer.Machine(), a.id); err != nil {
+	if a.record.Node, err = s.cfg.JoinLease.End(ctx, peer.Machine(), a.id); err != nil {
 		return err
 	}
 	a.record.Role = string(v1alpha1.RoleControlPlane)

@@ -33,6 +33,7 @@ import (
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -77,16 +78,16 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	}
 	t.Cleanup(func() { _ = log.Close() })
 	l.log, l.done = log, path
-	url, token := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // there is none
+	url, tokenFile := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // there is none
 	for _, serve := range kms {
-		url, token = serve(ca, cp1)
+		url, tokenFile = serve(ca, cp1)
 	}
 	service := membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return run(ctx, Options{
 			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: shared.Public, API: api,
-			KMS: url, Token: token,
+			KMS: url, Token: tokenFile,
 			VerdictMaxAge: 15 * time.Minute, CertificateLife: kube.DefaultCertificateLife, VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour,
-			Credential: kube.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(stderr, nil)),
+			Credential: token.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(stderr, nil)),
 		}, func() time.Time {
 			if frozen {
 				return l.began.Add(time.Duration(l.ahead.Load()))

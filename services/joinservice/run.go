@@ -21,7 +21,9 @@ import (
 	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/internal/service/evidence"
 	"github.com/muster-k8s/muster/internal/service/policy"
+	"github.com/muster-k8s/muster/services/joinservice/joinlease"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -50,7 +52,7 @@ type Options struct {
 	// certificates are renewed; at least 1 min.
 	VerdictMaxAge time.Duration
 	// Credential is what tickets carry for kubeadm to discover the cluster by.
-	Credential kube.JoinCredential
+	Credential token.Credential
 	// CertificateLife is how long nodes' certificates live, at least [kube.MinCertificateLife] and what
 	// the cluster's signer gives when a kubelet renews.
 	CertificateLife time.Duration
@@ -104,13 +106,13 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	parts := m.Parts()
-	if o.Credential == kube.CredentialToken {
-		tokens, err := k.NewTokenSweeper()
+	parts, tokens := m.Parts(), token.NewIssuer(m.Cluster, o.Log)
+	if o.Credential == token.CredentialToken {
+		sweeper, err := tokens.NewSweeper()
 		if err != nil {
 			return err
 		}
-		parts = append(parts, serve.Part{Name: "tokens", Run: tokens.Serve})
+		parts = append(parts, serve.Part{Name: "tokens", Run: sweeper.Serve})
 	}
 	members, err := m.JudgeMembers()
 	if err != nil {
@@ -145,7 +147,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
+		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
 		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Strangers: m.Strangers, Log: o.Log, Metrics: m.Registry,
 	})

@@ -48,7 +48,9 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/joinservice/joinlease"
 	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -73,10 +75,14 @@ type Config struct {
 	Owner ed25519.PublicKey
 	// Kube knows and writes enrollments, and gets certificates signed.
 	Kube *kube.Kube
-	// Cluster gives the cluster's description.
+	// JoinLease is the Lease by which machines become control planes one after another.
+	JoinLease *joinlease.Manager
+	// Tokens makes bootstrap tokens.
+	Tokens *token.Issuer
+	// Cluster returns the cluster's description.
 	Cluster func() (*clusterinfo.Info, error)
 	// Credential is what tickets carry for kubeadm to discover the cluster by.
-	Credential kube.JoinCredential
+	Credential token.Credential
 	// CA gives the cluster's certificate authority as it is now, X.509 in PEM.
 	CA func() ([]byte, error)
 	// Keys is the key service.
@@ -180,7 +186,7 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 		return err
 	}
 	// A control plane's turn ends with its ticket; a worker has none.
-	if _, err := s.cfg.Kube.EndTurn(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
+	if _, err := s.cfg.JoinLease.End(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
 		return err
 	}
 	node, err := s.cfg.Kube.Withdraw(ctx, peer.Machine(), a.id)
@@ -188,8 +194,8 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 	if err != nil {
 		return err
 	}
-	if s.cfg.Credential == kube.CredentialToken {
-		s.cfg.Kube.DropToken(ctx, a.id)
+	if s.cfg.Credential == token.CredentialToken {
+		s.cfg.Tokens.Drop(ctx, a.id)
 	}
 	if err := s.write(a, "ticket returned"); err != nil {
 		// It is gone already, which is what its machine wants: only the record is missing.
@@ -253,7 +259,7 @@ type ticket struct {
 	ca              []byte
 	client, serving kube.Certificate
 	files           []*joinv1.ControlPlaneFile
-	token           *kube.Token   // nil: the certificate does
+	token           *token.Token  // nil: the certificate does
 	lease           time.Duration // of a control plane's turn; 0 for a worker
 	controlPlanes   []string      // the others
 }

@@ -14,6 +14,7 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/go-logr/logr"
 	"golang.org/x/sync/errgroup"
@@ -32,7 +33,9 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Cluster is a client and the informers of one service.
@@ -249,4 +252,20 @@ func (c *Cluster) checkers() []toolscache.DoneChecker {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.synced)
+}
+
+// How long a client waits after API_UNAVAILABLE, and for how long clean-up goes on.
+const (
+	retryAPI       = 2 * time.Second
+	outliveTimeout = 10 * time.Second
+)
+
+// Unavailable returns a refusal with API_UNAVAILABLE for an answer of the API server that the caller can do nothing about.
+func Unavailable(what string, err error) error {
+	return attest.RefuseFor(retryAPI, attestv1.Reason_REASON_API_UNAVAILABLE, "%s: %w", what, err)
+}
+
+// Outlive returns a context for clean-up: it outlives ctx, by 10 s at most.
+func Outlive(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), outliveTimeout)
 }

@@ -18,6 +18,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -140,7 +141,7 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 			full, nodes = err, nodes[1:]
 			continue
 		case err != nil:
-			return unavailable("write", err)
+			return clusterview.Unavailable("write", err)
 		}
 		nodes = nodes[len(some):]
 		for _, node := range some {
@@ -154,7 +155,7 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 		}
 	}
 	if full != nil {
-		return unavailable("write", full)
+		return clusterview.Unavailable("write", full)
 	}
 	return nil
 }
@@ -198,7 +199,7 @@ func (k *Kube) revoke(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		return nil // without the list no node writes
 	}
 	if err != nil {
-		return unavailable("write", err)
+		return clusterview.Unavailable("write", err)
 	}
 	if changed {
 		k.log.InfoContext(ctx, "an enrollment is being removed: its certificates are revoked", "node", n.Name, "machine", n.Spec.MachineID)
@@ -215,7 +216,7 @@ func (k *Kube) allow(ctx context.Context, n *v1alpha1.AttestedNode, c *x509.Cert
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), now); apierrors.IsNotFound(err) {
 			return taken
 		} else if err != nil {
-			return unavailable("read AttestedNode "+n.Name, err)
+			return clusterview.Unavailable("read AttestedNode "+n.Name, err)
 		}
 		if now.UID != n.UID || now.ShutOut() || now.Spec.MachineID != n.Spec.MachineID {
 			return taken
@@ -229,7 +230,7 @@ func (k *Kube) allow(ctx context.Context, n *v1alpha1.AttestedNode, c *x509.Cert
 	case apierrors.IsNotFound(err):
 		return nil // without the list no node writes
 	case err != nil:
-		return unavailable("write", err)
+		return clusterview.Unavailable("write", err)
 	}
 	return nil
 }
@@ -254,7 +255,7 @@ func (k *Kube) setPaused(ctx context.Context, node string, paused bool) error {
 		return nil
 	})
 	if err != nil && !apierrors.IsNotFound(err) {
-		return unavailable("write", err)
+		return clusterview.Unavailable("write", err)
 	}
 	return nil
 }

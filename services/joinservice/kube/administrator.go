@@ -14,6 +14,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -26,7 +27,7 @@ func (k *Kube) Ordered(ctx context.Context, order ownerorder.Signed) (cert Certi
 		if apierrors.IsNotFound(err) {
 			return Certificate{}, false, nil
 		}
-		return Certificate{}, false, unavailable("get CertificateSigningRequest", err)
+		return Certificate{}, false, clusterview.Unavailable("get CertificateSigningRequest", err)
 	}
 	for _, c := range object.Status.Conditions {
 		if c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied {
@@ -63,7 +64,7 @@ func (k *Kube) FileOrder(ctx context.Context, order ownerorder.Signed) error {
 	case apierrors.IsInvalid(err):
 		return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "order.csr: %w", err)
 	case err != nil:
-		return unavailable("create CertificateSigningRequest", err)
+		return clusterview.Unavailable("create CertificateSigningRequest", err)
 	}
 	return nil
 }

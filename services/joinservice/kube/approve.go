@@ -218,7 +218,7 @@ func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []k
 func (a *Approver) drop(ctx context.Context, o kubelets) error {
 	err := a.kube.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID})
 	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
-		return unavailable("delete CertificateSigningRequest "+o.Name, err)
+		return clusterview.Unavailable("delete CertificateSigningRequest "+o.Name, err)
 	}
 	if o.decided.IsZero() && err == nil {
 		reason := attest.ReasonName(attestv1.Reason_REASON_BUSY)
@@ -240,11 +240,11 @@ func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err erro
 	if err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: open.Name}, o); apierrors.IsNotFound(err) || err == nil && (o.UID != open.UID || decided(o)) {
 		return false, nil // the informer will tell
 	} else if err != nil {
-		return false, unavailable("read CertificateSigningRequest "+open.Name, err)
+		return false, clusterview.Unavailable("read CertificateSigningRequest "+open.Name, err)
 	}
 	node, err := a.enrollment(ctx, filer(o))
 	if err != nil {
-		return false, unavailable("read AttestedNode "+filer(o), err)
+		return false, clusterview.Unavailable("read AttestedNode "+filer(o), err)
 	}
 	err = a.judge(o, node)
 	later, waits := errors.AsType[*notYet](err)
@@ -416,7 +416,7 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 		return nil // another replica was faster, or it is gone: the informer will tell
 	}
 	if err != nil {
-		return unavailable("decide on CertificateSigningRequest "+o.Name, err)
+		return clusterview.Unavailable("decide on CertificateSigningRequest "+o.Name, err)
 	}
 	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
 	if refusal != nil {

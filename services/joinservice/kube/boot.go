@@ -14,6 +14,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -139,7 +140,7 @@ func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, f
 	}
 	ended := !unproven(s, later) || b.over != nil && *b.over == idOf(s.Boot)
 	if forKey && !ended {
-		return unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
+		return clusterview.Unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
 	}
 	hash := b.Secret.Hash()
 	next := v1alpha1.Boot{
@@ -166,7 +167,7 @@ func (k *Kube) ReportClone(ctx context.Context, c *Clone) {
 	if was := meta.FindStatusCondition(n.Status.Conditions, next.Type); was != nil && was.Status == next.Status && was.Message == next.Message {
 		return
 	}
-	ctx, cancel := outlive(ctx)
+	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
 		meta.SetStatusCondition(&s.Conditions, next)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -57,7 +58,7 @@ func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, er
 	case apierrors.IsNotFound(err):
 		return Salt{}, false, nil
 	case err != nil:
-		return Salt{}, false, unavailable("read AttestedDisk "+c.Disk, err)
+		return Salt{}, false, clusterview.Unavailable("read AttestedDisk "+c.Disk, err)
 	case d.Spec.Erased: // K4
 		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: nobody gets its key any more", c.Disk)
 	case d.Spec.MachineID != c.Machine.String(): // J2
@@ -97,19 +98,19 @@ func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 			return nil
 		}
 		if !apierrors.IsAlreadyExists(err) {
-			return unavailable("create AttestedDisk "+c.Disk, err)
+			return clusterview.Unavailable("create AttestedDisk "+c.Disk, err)
 		}
 		have, held, err := k.holdsDisk(ctx, c)
 		switch {
 		case err != nil:
 			return err
 		case held && have != salt: // K4: the key that was derived is not the disk's
-			return unavailable("create AttestedDisk "+c.Disk, errors.New("another ticket of the machine did so meanwhile, with another salt"))
+			return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("another ticket of the machine did so meanwhile, with another salt"))
 		case held:
 			return nil
 		}
 	}
-	return unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
+	return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
 }
 
 // StillHas says whether the disk has its salt still, and is the machine's: the last thing to be asked before its key leaves, so that

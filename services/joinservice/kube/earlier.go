@@ -15,6 +15,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -66,7 +67,7 @@ func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, n); apierrors.IsNotFound(err) {
 		return c, nil
 	} else if err != nil {
-		return c, unavailable("read AttestedNode "+c.Node, err)
+		return c, clusterview.Unavailable("read AttestedNode "+c.Node, err)
 	}
 	if n.Spec.MachineID != c.Machine.String() || k.vacant(n) {
 		return c, nil // whoever writes the claim judges that
@@ -109,7 +110,7 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 	for {
 		select {
 		case <-ctx.Done():
-			return unavailable("read Lease "+n.Name, ctx.Err())
+			return clusterview.Unavailable("read Lease "+n.Name, ctx.Err())
 		case <-tick.C:
 		}
 		asked := time.Since(began)
@@ -150,7 +151,7 @@ func (k *Kube) nodeLease(ctx context.Context, node string) (*coordinationv1.Leas
 	case apierrors.IsNotFound(err):
 		return nil, took, nil
 	case err != nil:
-		return nil, took, unavailable("read Lease "+node, err)
+		return nil, took, clusterview.Unavailable("read Lease "+node, err)
 	default:
 		return l, took, nil
 	}
@@ -190,7 +191,7 @@ func (r *Rejoining) AwaitEarlier(ctx context.Context) error {
 // change of the enrollment since makes it fail. Its errors are refusals.
 func (r *Rejoining) Record(ctx context.Context) error {
 	if r.claim.Boot.over == nil {
-		return unavailable("record the boot of node "+r.node.Name, errors.New("nobody has looked whether the one before has ended"))
+		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("nobody has looked whether the one before has ended"))
 	}
 	return r.kube.writeStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
 		return r.claim.Boot.record(r.node, s, true)

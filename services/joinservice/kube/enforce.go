@@ -220,11 +220,11 @@ func (k *Kube) dropKeepNode(ctx context.Context, node string) error {
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) || err == nil && !keepsNode(n) {
 		return nil
 	} else if err != nil {
-		return unavailable("read AttestedNode "+node, err)
+		return clusterview.Unavailable("read AttestedNode "+node, err)
 	}
 	delete(n.Annotations, v1alpha1.KeepNode)
 	if err := k.cluster.Client.Update(ctx, n); err != nil && !apierrors.IsNotFound(err) {
-		return unavailable("write AttestedNode "+node, err)
+		return clusterview.Unavailable("write AttestedNode "+node, err)
 	}
 	return nil
 }

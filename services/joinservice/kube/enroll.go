@@ -228,10 +228,10 @@ func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 		return nil, err
 	}
 	// Whoever asks may go away: what it has claimed meanwhile must not stay if it is another machine's.
-	ctx, cancel := outlive(ctx)
+	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
-		return nil, unavailable("enroll", err)
+		return nil, clusterview.Unavailable("enroll", err)
 	}
 	if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil { // J2, J4, A8: see the package's comment
 		e.giveUp(ctx)
@@ -243,7 +243,7 @@ func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 // giveUp removes the enrollment that lost a race for a value that must be unique, or gives it back what it had. Nothing was issued for it yet. If somebody has changed
 // it meanwhile, or the API server does not answer, it stays: another machine can't get the value before the owner has decided.
 func (e *Enrollment) giveUp(ctx context.Context) {
-	ctx, cancel := outlive(ctx)
+	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	k := e.kube
 	var err error
@@ -271,17 +271,17 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrollment, error) {
 			return e, nil
 		}
 		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) && !apierrors.IsNotFound(err) {
-			return nil, unavailable("write AttestedNode "+c.Node, err)
+			return nil, clusterview.Unavailable("write AttestedNode "+c.Node, err)
 		}
 		// Somebody was faster: look at what is really there, and decide again.
 		own = &v1alpha1.AttestedNode{}
 		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
 			own = nil
 		} else if err != nil {
-			return nil, unavailable("read AttestedNode "+c.Node, err)
+			return nil, clusterview.Unavailable("read AttestedNode "+c.Node, err)
 		}
 	}
-	return nil, unavailable("write AttestedNode "+c.Node, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+	return nil, clusterview.Unavailable("write AttestedNode "+c.Node, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
 func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrollment, error) {

@@ -72,13 +72,13 @@ func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, err
 	signed, forget := k.requests.await(object.Name)
 	defer forget()
 	if err := k.cluster.Client.Create(ctx, object); err != nil {
-		return Certificate{}, unavailable("create CertificateSigningRequest", err)
+		return Certificate{}, clusterview.Unavailable("create CertificateSigningRequest", err)
 	}
 	object.Status.Conditions = append(object.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
 		Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: approvedReason, Message: "join ticket for " + r.Node,
 	})
 	if err := k.cluster.Client.SubResource("approval").Update(ctx, object); err != nil {
-		return Certificate{}, unavailable("approve CertificateSigningRequest", err)
+		return Certificate{}, clusterview.Unavailable("approve CertificateSigningRequest", err)
 	}
 	select {
 	case done := <-signed:

@@ -32,12 +32,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-const (
-	// retryAPI is what a machine is told to wait for the Kubernetes API.
-	retryAPI = 2 * time.Second
-	// outliveTimeout bounds what goes on when its caller has hung up.
-	outliveTimeout = 10 * time.Second
-)
+const ()
 
 // Kube reads and writes for joinservice. Make it before [clusterview.Cluster.Serve] runs.
 type Kube struct {
@@ -51,7 +46,6 @@ type Kube struct {
 	requests  *requests
 	records   *records
 	clocks    clocks
-	turns     leaseView
 	waits     leaseWaits
 	services  serviceAddresses
 	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
@@ -115,16 +109,6 @@ func (k *Kube) tellAuditor(ctx context.Context, event, node, machine string, rea
 	if err := k.audit.Write(audit.Record{Service: "joinservice", Event: event, Reason: attest.ReasonName(reason), Node: node, Machine: machine}); err != nil {
 		k.log.ErrorContext(ctx, "an audit record cannot be written", "event", event, "node", node, "machine", machine, "err", err)
 	}
-}
-
-// unavailable is for whatever the API server answers that we cannot do anything about.
-func unavailable(what string, err error) error {
-	return attest.RefuseFor(retryAPI, attestv1.Reason_REASON_API_UNAVAILABLE, "%s: %w", what, err)
-}
-
-// outlive returns a context for clean-up: it outlives ctx, but not for long.
-func outlive(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), outliveTimeout)
 }
 
 // names are the Nodes that there are, by name.

@@ -18,6 +18,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
 // podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
@@ -40,16 +41,16 @@ func (k *Kube) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 			return nil
 		}
 		if !apierrors.IsConflict(err) {
-			return unavailable(what, err)
+			return clusterview.Unavailable(what, err)
 		}
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
-			return unavailable(what, err)
+			return clusterview.Unavailable(what, err)
 		}
 		if n.UID != uid {
-			return unavailable(what, errors.New("it was enrolled anew meanwhile"))
+			return clusterview.Unavailable(what, errors.New("it was enrolled anew meanwhile"))
 		}
 	}
-	return unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+	return clusterview.Unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
 // evictions work on the nodes that are shut out, one after another: writes are refused before that, by [Enforcer.pass]. Nothing is
@@ -153,7 +154,7 @@ func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alph
 		return nil, nil //nolint:nilnil // none is no error
 	}
 	if err != nil {
-		return nil, unavailable("read AttestedNode "+node, err)
+		return nil, clusterview.Unavailable("read AttestedNode "+node, err)
 	}
 	return n, nil
 }
@@ -176,7 +177,7 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		}
 		err := k.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}, client.Preconditions{UID: &o.uid}, background)
 		if ignoreGone(err) != nil {
-			return unavailable("delete Node "+n.Name, err)
+			return clusterview.Unavailable("delete Node "+n.Name, err)
 		}
 		if err == nil {
 			k.evicting.Store(n.UID, nil)
@@ -222,7 +223,7 @@ func (k *Kube) podsOf(ctx context.Context, node string, do func([]metav1.Partial
 	pods.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("PodList"))
 	for more := true; more; more = pods.Continue != "" {
 		if err := k.cluster.Client.List(ctx, pods, client.MatchingFields{"spec.nodeName": node}, client.Limit(podsAtOnce), client.Continue(pods.Continue)); err != nil {
-			return unavailable("list the pods of node "+node, err)
+			return clusterview.Unavailable("list the pods of node "+node, err)
 		}
 		if err := do(pods.Items); err != nil {
 			return err
@@ -248,7 +249,7 @@ func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []
 		g.Go(func() error {
 			err := k.cluster.Client.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}}, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), background)
 			if ignoreGone(err) != nil {
-				return unavailable("delete pod "+pod.Namespace+"/"+pod.Name, err)
+				return clusterview.Unavailable("delete pod "+pod.Namespace+"/"+pod.Name, err)
 			}
 			return nil
 		})
@@ -262,7 +263,7 @@ func (k *Kube) held(ctx context.Context, node string) (string, error) {
 	nodes := &metav1.PartialObjectMetadataList{}
 	nodes.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("NodeList"))
 	if err := k.cluster.Client.List(ctx, nodes, client.MatchingFields{"metadata.name": node}); err != nil {
-		return "", unavailable("read Node "+node, err)
+		return "", clusterview.Unavailable("read Node "+node, err)
 	}
 	var first string
 	count := 0
@@ -298,7 +299,7 @@ func ignoreGone(err error) error {
 func (k *Kube) deleteRequests(ctx context.Context, asked []kubelets) error {
 	for _, o := range asked {
 		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {
-			return unavailable("delete CertificateSigningRequest "+o.Name, err)
+			return clusterview.Unavailable("delete CertificateSigningRequest "+o.Name, err)
 		}
 	}
 	return nil
@@ -320,7 +321,7 @@ func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	}
 	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
 	if err := k.cluster.Client.Update(ctx, now); client.IgnoreNotFound(err) != nil {
-		return unavailable("write AttestedNode "+n.Name, err)
+		return clusterview.Unavailable("write AttestedNode "+n.Name, err)
 	}
 	k.log.InfoContext(ctx, "an enrollment has ended: its name is free", "node", n.Name, "machine", n.Spec.MachineID)
 	return nil

@@ -8,6 +8,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -23,7 +24,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
 		own = nil
 	} else if err != nil {
-		return nil, unavailable("read AttestedNode "+c.Node, err)
+		return nil, clusterview.Unavailable("read AttestedNode "+c.Node, err)
 	}
 	if k.vacant(own) || own != nil && k.begun(own) {
 		own = nil

@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -25,7 +26,7 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, boot Boot, stat
 	case len(own) == 0:
 		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
 	case len(own) > 1: // two replicas' writes of one moment: one of them is about to give up
-		return "", unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
+		return "", clusterview.Unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
 	}
 	if err := checkShutOut(own[0]); err != nil {
 		return own[0].Name, err
@@ -98,15 +99,15 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 			return nil
 		}
 		if !apierrors.IsConflict(err) {
-			return unavailable(what, err)
+			return clusterview.Unavailable(what, err)
 		}
 		uid := n.UID
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
-			return unavailable(what, err)
+			return clusterview.Unavailable(what, err)
 		}
 		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || retires && !n.Retires() { // J4: somebody is about to delete it
-			return unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
+			return clusterview.Unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
 		}
 	}
-	return unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+	return clusterview.Unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }

@@ -1,10 +1,12 @@
-package kube
+// Package token makes the bootstrap tokens that tickets carry where kubeadm discovers the cluster by one, and deletes each once its node is Ready.
+package token
 
 import (
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"fmt"
+	"log/slog"
 	"sync"
 	"time"
 
@@ -24,7 +26,7 @@ const tokenSecret = 16
 type Token struct{ id, secret string }
 
 // String keeps the secret out of logs.
-func (Token) String() string { return "kube.Token[secret]" }
+func (Token) String() string { return "token.Token[secret]" }
 
 // GoString does the same for %#v.
 func (t Token) GoString() string { return t.String() }
@@ -49,9 +51,18 @@ func tokenID(ticket string) string {
 	return spell(sum[:6])
 }
 
-// IssueToken creates a ticket's bootstrap token: a Secret of Kubernetes' own kind, which Kubernetes itself deletes after
+// Issuer makes and deletes tokens.
+type Issuer struct {
+	cluster *clusterview.Cluster
+	log     *slog.Logger
+}
+
+// NewIssuer returns an Issuer.
+func NewIssuer(c *clusterview.Cluster, log *slog.Logger) *Issuer { return &Issuer{c, log} }
+
+// Issue creates a ticket's bootstrap token: a Secret of Kubernetes' own kind, which Kubernetes itself deletes after
 // [jointoken.Life]. Its errors are refusals.
-func (k *Kube) IssueToken(ctx context.Context, ticket string) (Token, error) {
+func (k *Issuer) Issue(ctx context.Context, ticket string) (Token, error) {
 	b := make([]byte, tokenSecret)
 	_, _ = rand.Read(b) // never fails
 	t := Token{id: tokenID(ticket), secret: spell(b)}
@@ -63,7 +74,7 @@ func (k *Kube) IssueToken(ctx context.Context, ticket string) (Token, error) {
 		jointoken.GroupsKey: jointoken.Group, jointoken.ExpirationKey: time.Now().Add(jointoken.Life).UTC().Format(time.RFC3339),
 	}
 	if err := k.cluster.Client.Create(ctx, o); err != nil {
-		return Token{}, unavailable("create a bootstrap token", err)
+		return Token{}, clusterview.Unavailable("create a bootstrap token", err)
 	}
 	return t, nil
 }
@@ -72,37 +83,37 @@ func tokenObject(id string) *corev1.Secret {
 	return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: jointoken.Namespace, Name: "bootstrap-token-" + id}}
 }
 
-// DropToken deletes a ticket's token, if it is there. It goes on when ctx has ended; what fails is in the log, since the
+// Drop deletes a ticket's token, if it is there. It goes on when ctx has ended; what fails is in the log, since the
 // token ends by itself.
-func (k *Kube) DropToken(ctx context.Context, ticket string) {
-	ctx, cancel := outlive(ctx)
+func (k *Issuer) Drop(ctx context.Context, ticket string) {
+	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	if err := client.IgnoreNotFound(k.cluster.Client.Delete(ctx, tokenObject(tokenID(ticket)))); err != nil {
 		k.log.WarnContext(ctx, "a ticket's token could not be deleted; it ends by itself", "ticket", ticket, "within", jointoken.Life.String(), "err", err)
 	}
 }
 
-// TokenSweeper deletes the token of a ticket once its node is Ready. Each replica does so: the one that issued it may be
+// Sweeper deletes the token of a ticket once its node is Ready. Each replica does so: the one that issued it may be
 // gone by then.
-type TokenSweeper struct {
-	kube  *Kube
-	mu    sync.Mutex
-	due   map[string]bool      // tickets whose token goes now
-	seen  map[string]time.Time // tickets that were looked after, and when they were issued
-	nodes map[string]time.Time // since when a node is Ready
-	kick  chan struct{}
+type Sweeper struct {
+	issuer *Issuer
+	mu     sync.Mutex
+	due    map[string]bool      // tickets whose token goes now
+	seen   map[string]time.Time // tickets that were looked after, and when they were issued
+	nodes  map[string]time.Time // since when a node is Ready
+	kick   chan struct{}
 }
 
-// NewTokenSweeper returns a TokenSweeper. Call it before the informers run.
-func (k *Kube) NewTokenSweeper() (*TokenSweeper, error) {
-	s := &TokenSweeper{kube: k, due: map[string]bool{}, seen: map[string]time.Time{}, nodes: map[string]time.Time{}, kick: make(chan struct{}, 1)}
+// NewSweeper returns a Sweeper. Call it before the informers run.
+func (k *Issuer) NewSweeper() (*Sweeper, error) {
+	s := &Sweeper{issuer: k, due: map[string]bool{}, seen: map[string]time.Time{}, nodes: map[string]time.Time{}, kick: make(chan struct{}, 1)}
 	if err := clusterview.Watch(k.cluster, s.setNode, s.removeNode); err != nil {
 		return nil, err
 	}
 	return s, clusterview.Watch(k.cluster, s.setEnrollment, func(*v1alpha1.AttestedNode) {})
 }
 
-func (s *TokenSweeper) setNode(n *corev1.Node) {
+func (s *Sweeper) setNode(n *corev1.Node) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.nodes, n.Name)
@@ -111,25 +122,25 @@ func (s *TokenSweeper) setNode(n *corev1.Node) {
 			s.nodes[n.Name] = c.LastTransitionTime.Time
 		}
 	}
-	if own := s.kube.cluster.Nodes.ByName(n.Name); own != nil {
+	if own := s.issuer.cluster.Nodes.ByName(n.Name); own != nil {
 		s.look(own)
 	}
 }
 
-func (s *TokenSweeper) removeNode(n *corev1.Node) {
+func (s *Sweeper) removeNode(n *corev1.Node) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.nodes, n.Name)
 }
 
-func (s *TokenSweeper) setEnrollment(n *v1alpha1.AttestedNode) {
+func (s *Sweeper) setEnrollment(n *v1alpha1.AttestedNode) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.look(n)
 }
 
 // look is called with mu held. A node that was Ready before its ticket has yet to use the token.
-func (s *TokenSweeper) look(n *v1alpha1.AttestedNode) {
+func (s *Sweeper) look(n *v1alpha1.AttestedNode) {
 	t := n.Status.Ticket
 	since, ready := s.nodes[n.Name]
 	if t == nil || !ready || since.Before(t.IssuedAt.Time) || time.Since(t.IssuedAt.Time) > jointoken.Life {
@@ -151,14 +162,14 @@ func (s *TokenSweeper) look(n *v1alpha1.AttestedNode) {
 }
 
 // Serve deletes until ctx ends.
-func (s *TokenSweeper) Serve(ctx context.Context) error {
+func (s *Sweeper) Serve(ctx context.Context) error {
 	for {
 		s.mu.Lock()
 		due := s.due
 		s.due = map[string]bool{}
 		s.mu.Unlock()
 		for ticket := range due {
-			s.kube.DropToken(ctx, ticket)
+			s.issuer.Drop(ctx, ticket)
 		}
 		select {
 		case <-ctx.Done():
@@ -168,20 +179,20 @@ func (s *TokenSweeper) Serve(ctx context.Context) error {
 	}
 }
 
-// JoinCredential is what a ticket carries for `kubeadm join` to discover its cluster by.
-type JoinCredential string
+// Credential is what a ticket carries for `kubeadm join` to discover its cluster by.
+type Credential string
 
 // The join credentials.
 const (
 	// CredentialCertificate is the kubelet's own certificate, which every ticket has. The default.
-	CredentialCertificate JoinCredential = "certificate"
+	CredentialCertificate Credential = "certificate"
 	// CredentialToken is a bootstrap token beside it, for clusters that Muster did not initialise.
-	CredentialToken JoinCredential = jointoken.Credential
+	CredentialToken Credential = jointoken.Credential
 )
 
-// ParseJoinCredential reads one.
-func ParseJoinCredential(s string) (JoinCredential, error) {
-	switch c := JoinCredential(s); c {
+// ParseCredential reads one.
+func ParseCredential(s string) (Credential, error) {
+	switch c := Credential(s); c {
 	case CredentialCertificate, CredentialToken:
 		return c, nil
 	}

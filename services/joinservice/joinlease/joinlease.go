@@ -1,8 +1,10 @@
-package kube
+// Package joinlease keeps the Lease that lets machines become control planes one after another, since etcd takes one new member at a time (J8).
+package joinlease
 
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -15,18 +17,22 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-const (
-	// JoinLease is the Lease that gives machines their turn to become a control plane, one after
-	// another: etcd takes one new member at a time. A control plane that renews its certificates holds it as well.
-	JoinLease = clusterinfo.ControlPlaneLease
-	// LeaseLife is how long a turn lasts that is not renewed.
-	LeaseLife = 40 * time.Second
+// writeAttempts bounds how often a write is repeated that met another one.
+const writeAttempts = 4
 
-	// maxLeaseLife bounds what a Lease that somebody else wrote can make everybody wait.
-	maxLeaseLife = 10 * time.Minute
+const (
+	// Name is the Lease that gives machines their turn to become a control plane, one after
+	// another: etcd takes one new member at a time. A control plane that renews its certificates holds it as well.
+	Name = clusterinfo.ControlPlaneLease
+	// Life is how long a turn lasts that is not renewed.
+	Life = 40 * time.Second
+
+	// maxLife bounds what a Lease that somebody else wrote can make everybody wait.
+	maxLife = 10 * time.Minute
 	// retryTurn is what a machine is told to wait that is not next: short, so that of several that
 	// wait one begins soon after another has ended.
 	retryTurn = 3 * time.Second
@@ -53,33 +59,43 @@ func (v *leaseView) age(l *coordinationv1.Lease, now time.Time) time.Duration {
 	return now.Sub(v.since)
 }
 
-// Turn is a turn to become a control plane that is free for the machine that asked.
-type Turn struct {
-	kube           *Kube
+// Manager reads and writes the cluster's join Lease.
+type Manager struct {
+	cluster *clusterview.Cluster
+	log     *slog.Logger
+	view    leaseView
+}
+
+// New returns a Manager.
+func New(c *clusterview.Cluster, log *slog.Logger) *Manager { return &Manager{cluster: c, log: log} }
+
+// Acquisition is the join Lease that is free for the machine that asked.
+type Acquisition struct {
+	manager        *Manager
 	lease          *coordinationv1.Lease // as it was read; without a resource version: there is none
 	holder, ticket string
 	abandoned      string // who let it run out
 }
 
-// Turn looks whether the machine may have its turn to become a control plane; nothing is written
-// until [Turn.Take]. CONTROL_PLANE_BUSY if another machine has it. The machine that has it may have it
+// Check returns whether the machine may have the join Lease; nothing is written
+// until [Acquisition.Take]. It returns CONTROL_PLANE_BUSY if another machine has it. The machine that has it may have it
 // again, with another ticket.
-func (k *Kube) Turn(ctx context.Context, m attest.MachineID, node, ticket string) (*Turn, error) {
-	t := &Turn{kube: k, holder: m.String() + "/" + node, ticket: ticket}
+func (k *Manager) Check(ctx context.Context, m attest.MachineID, node, ticket string) (*Acquisition, error) {
+	t := &Acquisition{manager: k, holder: m.String() + "/" + node, ticket: ticket}
 	l, err := k.lease(ctx)
 	if apierrors.IsNotFound(err) {
 		t.lease = newLease()
 		return t, nil
 	}
 	if err != nil {
-		return nil, unavailable("read Lease "+JoinLease, err)
+		return nil, clusterview.Unavailable("read Lease "+Name, err)
 	}
 	t.lease = l
 	holder := holderOf(l)
 	if _, mine := nodeOf(holder, m); mine || holder == "" {
 		return t, nil
 	}
-	age, life := k.turns.age(l, time.Now()), lifeOf(l)
+	age, life := k.view.age(l, time.Now()), lifeOf(l)
 	if age <= life { // J8
 		return nil, attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
 	}
@@ -88,29 +104,29 @@ func (k *Kube) Turn(ctx context.Context, m attest.MachineID, node, ticket string
 }
 
 // Take takes the turn by compare-and-swap: CONTROL_PLANE_BUSY if another machine was faster.
-func (t *Turn) Take(ctx context.Context) error {
+func (t *Acquisition) Take(ctx context.Context) error {
 	l, now := t.lease.DeepCopy(), metav1.NowMicro()
 	if holderOf(l) != t.holder {
 		l.Spec.LeaseTransitions = new(transitions(l) + 1)
 		l.Spec.AcquireTime = &now
 	}
-	l.Spec.HolderIdentity, l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = &t.holder, &now, new(int32(LeaseLife/time.Second))
+	l.Spec.HolderIdentity, l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = &t.holder, &now, new(int32(Life/time.Second))
 	metav1.SetMetaDataAnnotation(&l.ObjectMeta, ticketAnnotation, t.ticket)
 	var err error
 	if l.ResourceVersion == "" {
-		err = t.kube.cluster.Client.Create(ctx, l)
+		err = t.manager.cluster.Client.Create(ctx, l)
 	} else {
-		err = t.kube.cluster.Client.Update(ctx, l) // J8: a compare-and-swap
+		err = t.manager.cluster.Client.Update(ctx, l) // J8: a compare-and-swap
 	}
 	switch {
 	case err == nil:
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
 		return attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
 	default:
-		return unavailable("write Lease "+JoinLease, err)
+		return clusterview.Unavailable("write Lease "+Name, err)
 	}
 	if t.abandoned != "" {
-		t.kube.log.WarnContext(ctx, "a machine's turn to become a control plane has run out and goes to another", "lease", JoinLease, "from", t.abandoned, "to", t.holder)
+		t.manager.log.WarnContext(ctx, "a machine's turn to become a control plane has run out and goes to another", "lease", Name, "from", t.abandoned, "to", t.holder)
 	}
 	t.lease = l
 	return nil
@@ -118,19 +134,19 @@ func (t *Turn) Take(ctx context.Context) error {
 
 // Release gives a turn back that came to nothing. It goes on when ctx has ended; a turn that cannot
 // be given back runs out.
-func (t *Turn) Release(ctx context.Context) {
-	ctx, cancel := outlive(ctx)
+func (t *Acquisition) Release(ctx context.Context) {
+	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	l := t.lease.DeepCopy()
 	free(l)
-	if err := t.kube.cluster.Client.Update(ctx, l); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
-		t.kube.log.WarnContext(ctx, "a turn to become a control plane could not be given back; it runs out", "lease", JoinLease, "holder", t.holder, "after", LeaseLife.String(), "err", err)
+	if err := t.manager.cluster.Client.Update(ctx, l); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+		t.manager.log.WarnContext(ctx, "a turn to become a control plane could not be given back; it runs out", "lease", Name, "holder", t.holder, "after", Life.String(), "err", err)
 	}
 }
 
-// RenewTurn prolongs the machine's turn by [LeaseLife], and gives its node's name. TICKET_UNKNOWN if
+// Renew prolongs the machine's turn by [Life], and gives its node's name. TICKET_UNKNOWN if
 // it has none with that ticket, CONTROL_PLANE_BUSY if another machine has it by now.
-func (k *Kube) RenewTurn(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+func (k *Manager) Renew(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
 	// Who was forgotten or banned since keeps no turn: it runs out.
 	mine := func(n *v1alpha1.AttestedNode) bool {
 		return n.Spec.MachineID == m.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut()
@@ -138,25 +154,25 @@ func (k *Kube) RenewTurn(ctx context.Context, m attest.MachineID, ticket string)
 	if !slices.ContainsFunc(k.cluster.Nodes.ByMachine(m), mine) {
 		return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s is enrolled as no control plane", m)
 	}
-	return k.changeTurn(ctx, m, ticket, func(l *coordinationv1.Lease) {
-		l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = new(metav1.NowMicro()), new(int32(LeaseLife/time.Second))
+	return k.update(ctx, m, ticket, func(l *coordinationv1.Lease) {
+		l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = new(metav1.NowMicro()), new(int32(Life/time.Second))
 	})
 }
 
-// EndTurn ends the machine's turn: the next machine may have it at once. Its errors are those of
-// [Kube.RenewTurn].
-func (k *Kube) EndTurn(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
-	return k.changeTurn(ctx, m, ticket, free)
+// End ends the machine's turn: the next machine may have it at once. Its errors are those of
+// [Manager.Renew].
+func (k *Manager) End(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+	return k.update(ctx, m, ticket, free)
 }
 
-func (k *Kube) changeTurn(ctx context.Context, m attest.MachineID, ticket string, change func(*coordinationv1.Lease)) (string, error) {
+func (k *Manager) update(ctx context.Context, m attest.MachineID, ticket string, change func(*coordinationv1.Lease)) (string, error) {
 	for range writeAttempts {
 		l, err := k.lease(ctx)
 		if apierrors.IsNotFound(err) {
-			return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "there is no Lease %s", JoinLease)
+			return "", attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "there is no Lease %s", Name)
 		}
 		if err != nil {
-			return "", unavailable("read Lease "+JoinLease, err)
+			return "", clusterview.Unavailable("read Lease "+Name, err)
 		}
 		holder := holderOf(l)
 		node, mine := nodeOf(holder, m)
@@ -171,19 +187,19 @@ func (k *Kube) changeTurn(ctx context.Context, m attest.MachineID, ticket string
 			return node, nil
 		}
 		if !apierrors.IsConflict(err) {
-			return node, unavailable("write Lease "+JoinLease, err)
+			return node, clusterview.Unavailable("write Lease "+Name, err)
 		}
 	}
-	return "", unavailable("write Lease "+JoinLease, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
+	return "", clusterview.Unavailable("write Lease "+Name, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
-func (k *Kube) lease(ctx context.Context) (*coordinationv1.Lease, error) {
+func (k *Manager) lease(ctx context.Context) (*coordinationv1.Lease, error) {
 	l := newLease()
 	return l, k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(l), l)
 }
 
 func newLease() *coordinationv1.Lease {
-	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: JoinLease}}
+	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: Name}}
 }
 
 // free is how client-go gives a lease back, too.
@@ -210,9 +226,9 @@ func nodeOf(holder string, m attest.MachineID) (string, bool) {
 
 func lifeOf(l *coordinationv1.Lease) time.Duration {
 	if l.Spec.LeaseDurationSeconds == nil || *l.Spec.LeaseDurationSeconds <= 0 {
-		return LeaseLife
+		return Life
 	}
-	return min(time.Duration(*l.Spec.LeaseDurationSeconds)*time.Second, maxLeaseLife)
+	return min(time.Duration(*l.Spec.LeaseDurationSeconds)*time.Second, maxLife)
 }
 
 func transitions(l *coordinationv1.Lease) int32 {
@@ -220,19 +236,4 @@ func transitions(l *coordinationv1.Lease) int32 {
 		return 0
 	}
 	return *l.Spec.LeaseTransitions
-}
-
-// maxControlPlanes bounds the list of [Kube.OtherControlPlanes].
-const maxControlPlanes = 64
-
-// OtherControlPlanes gives the addresses of the enrolled control planes but that one, sorted.
-func (k *Kube) OtherControlPlanes(node string) []string {
-	var out []string
-	for _, n := range k.cluster.Nodes.All() {
-		if n.Name != node && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut() && !k.vacant(n) {
-			out = append(out, n.Spec.Addresses...)
-		}
-	}
-	slices.Sort(out)
-	return out[:min(len(out), maxControlPlanes)]
 }

@@ -1,0 +1,22 @@
+package kube
+
+import (
+	"slices"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+)
+
+// maxControlPlanes bounds the list of [Kube.OtherControlPlanes].
+const maxControlPlanes = 64
+
+// OtherControlPlanes gives the addresses of the enrolled control planes but that one, sorted.
+func (k *Kube) OtherControlPlanes(node string) []string {
+	var out []string
+	for _, n := range k.cluster.Nodes.All() {
+		if n.Name != node && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut() && !k.vacant(n) {
+			out = append(out, n.Spec.Addresses...)
+		}
+	}
+	slices.Sort(out)
+	return out[:min(len(out), maxControlPlanes)]
+}
