@@ -193,23 +193,23 @@ func startKMS(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *slog.
 	}
 	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}).For(attest.LockedTo(sha256.Sum256(nil)))
 	records := audit.NewStream(t.Output())
-	strangers, err := audit.NewStrangers("kms", records, log, registry)
+	strangers, err := audit.NewUnattestedRefusals("kms", records, log, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	rations, err := audit.NewRations(strangers)
+	rations, err := audit.NewRefusalLimits(strangers)
 	if err != nil {
 		t.Fatal(err)
 	}
 	svc, err := kms.New(kms.Config{
-		Root:    kms.MountedRoot(t.TempDir()),
-		Review:  func(context.Context, string) (kms.Workload, error) { return kms.Workload{}, nil },
-		Node:    func(string) (kms.Enrolled, bool) { return kms.Enrolled{}, false },
-		Judge:   policy,
-		Audit:   records,
-		Rations: rations,
-		Log:     log,
-		Metrics: registry,
+		Root:          kms.MountedRoot(t.TempDir()),
+		Review:        func(context.Context, string) (kms.Workload, error) { return kms.Workload{}, nil },
+		Node:          func(string) (kms.Enrolled, bool) { return kms.Enrolled{}, false },
+		Appraiser:     policy,
+		Audit:         records,
+		RefusalLimits: rations,
+		Log:           log,
+		Metrics:       registry,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -73,7 +73,7 @@ func hearing(list []*ast.File) map[string]bool {
 					calls[fn.Name.Name] = append(calls[fn.Name.Name], f.Name)
 				case *ast.SelectorExpr:
 					if x, ok := f.X.(*ast.Ident); ok && x.Name == "refusaltest" {
-						hears[fn.Name.Name] = hears[fn.Name.Name] || slices.Contains([]string{"Refused", "Told", "EveryProcedure"}, f.Sel.Name)
+						hears[fn.Name.Name] = hears[fn.Name.Name] || slices.Contains([]string{"Refused", "Reported", "EveryProcedure"}, f.Sel.Name)
 						return true
 					}
 					calls[fn.Name.Name] = append(calls[fn.Name.Name], f.Sel.Name)

@@ -52,7 +52,7 @@ func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 	s.unenroll(t, "w1")
 
 	asks := s.dial(t, other.Attester(attest.PurposeMachine))
-	for name, w := range map[string]*wish{
+	for name, w := range map[string]*joinRequest{
 		"under the name of before": worker(t, encrypted),
 		"under its own":            worker(t, encrypted, named("w2", disk1, "192.168.77.13")),
 		"as a plain one":           worker(t),

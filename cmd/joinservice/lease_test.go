@@ -32,7 +32,7 @@ import (
 // controlPlane is a machine that the owner has enrolled as a control plane, and what it asks for.
 type controlPlane struct {
 	*attesttest.Machine
-	*wish
+	*joinRequest
 	joinv1connect.JoinServiceClient
 }
 
@@ -53,7 +53,7 @@ func (s *stage) controlPlane(t *testing.T, name, disk, address string) *controlP
 	s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	c := &controlPlane{
 		Machine: m, JoinServiceClient: s.dial(t, m.Attester(attest.PurposeMachine)),
-		wish: worker(t, named(name, disk, address), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
+		joinRequest: worker(t, named(name, disk, address), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
 	}
 	return c
 }
@@ -364,7 +364,7 @@ func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	s.seen(t, client, m)
-	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	s.refused(t, client, m, w, attestv1.Reason_REASON_SERVER_NOT_LISTED)
 	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || s.Access(t).Entry("cp2").ControlPlane {
 		t.Errorf("enrollment %+v, and it is listed as a control plane: %t", n.Spec, s.Access(t).Entry("cp2").ControlPlane)

@@ -81,7 +81,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		"one byte was changed":     {newer + " ", sign(newer), attestv1.Reason_REASON_POLICY_SIGNATURE},
 	} {
 		t.Run(name+" keeps the good one and says so", func(t *testing.T) {
-			refusaltest.Told(t, s.witnesses(t), tt.reason, refusaltest.Places{
+			refusaltest.Reported(t, s.witnesses(t), tt.reason, refusaltest.Places{
 				Metric: []string{"muster_policy_rejected"},
 				Log:    []string{"msg", "policy refused; what was in force before stays in force"},
 				Audit:  []string{"event", "policy refused"},

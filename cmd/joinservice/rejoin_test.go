@@ -28,7 +28,7 @@ import (
 )
 
 // encrypted is for a wish of a machine whose state disk is encrypted.
-func encrypted(w *wishes) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
+func encrypted(w *joinRequests) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
 
 // rebooted gives a machine that has joined as w1 with disk1, and has rebooted since.
 func (s *stage) rebooted(t *testing.T) *attesttest.Machine {

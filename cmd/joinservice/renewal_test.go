@@ -127,7 +127,7 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 	} {
 		t.Run(name+" is denied", func(t *testing.T) {
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"event", "certificate denied", "node", "w1"}, Audit: []string{"event", "certificate denied", "node", "w1"}}
-			refusaltest.Told(t, s.witnesses(t), tt.reason, places, func() {
+			refusaltest.Reported(t, s.witnesses(t), tt.reason, places, func() {
 				s.decided(t, s.file(t, tt.f), certificatesv1.CertificateDenied, attest.ReasonName(tt.reason))
 			})
 		})
@@ -207,7 +207,7 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 			var client, server string
 			// To wait is no decision, so there is no audit record.
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-			refusaltest.Told(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
+			refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
 				client, server = s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
 				s.waits(t, client, "VERDICT_OLD")
 				s.waits(t, server, "VERDICT_OLD")

@@ -25,10 +25,10 @@ import (
 // renewing is what a machine that was off for long asks for, with the keys that stay on it.
 type renewing struct {
 	*joinv1.RenewNodeCertificatesRequest
-	wish *wish
+	joinRequest *joinRequest
 }
 
-func renewingAs(t *testing.T, changes ...func(*wishes)) *renewing {
+func renewingAs(t *testing.T, changes ...func(*joinRequests)) *renewing {
 	t.Helper()
 	w := worker(t, changes...)
 	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr(), BootSecret: w.GetBootSecret()}, w}
@@ -77,7 +77,7 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 			t.Errorf("%s for %v, for %s", c.Subject, c.ExtKeyUsage, life)
 		}
 	}
-	if !r.wish.client.PublicKey.Equal(cert.PublicKey) || !r.wish.serving.PublicKey.Equal(serving.PublicKey) {
+	if !r.joinRequest.client.PublicKey.Equal(cert.PublicKey) || !r.joinRequest.serving.PublicKey.Equal(serving.PublicKey) {
 		t.Error("they are for other keys")
 	}
 	for _, event := range []string{"renewal decided", "certificates renewed"} { // J3
@@ -93,7 +93,7 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 		t.Errorf("verdict %+v", v)
 	}
 	s.settled(t, s.file(t, renewal("w1")))
-	again := s.asNode(t, r.wish, &joinv1.IssueJoinTicketResponse{CaCertificate: s.Admin.CAData, KubeletClientCertificate: resp.GetKubeletClientCertificate()})
+	again := s.asNode(t, r.joinRequest, &joinv1.IssueJoinTicketResponse{CaCertificate: s.Admin.CAData, KubeletClientCertificate: resp.GetKubeletClientCertificate()})
 	membertest.Eventually(t, func() error {
 		return again.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
 	})
@@ -144,7 +144,7 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 		}, attestv1.Reason_REASON_CSR_INVALID},
 		"an administrator's group": {nil, func(t *testing.T) *renewing {
 			t.Helper()
-			return renewingAs(t, func(w *wishes) {
+			return renewingAs(t, func(w *joinRequests) {
 				w.template = func(client, _ *x509.CertificateRequest) { client.Subject.Organization = []string{"system:masters"} }
 			})
 		}, attestv1.Reason_REASON_CSR_INVALID},

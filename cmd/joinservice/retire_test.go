@@ -82,7 +82,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 
 	// To wait is no decision, so there is no audit record.
 	places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-	refusaltest.Told(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
+	refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
 		s.revoke(t, "w1")
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})
@@ -109,7 +109,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 	if err := s.Client.Get(t.Context(), client.ObjectKeyFromObject(renewed), renewed); err != nil {
 		t.Fatal(err)
 	}
-	later := s.asNode(t, &wish{client: key}, &joinv1.IssueJoinTicketResponse{
+	later := s.asNode(t, &joinRequest{client: key}, &joinv1.IssueJoinTicketResponse{
 		CaCertificate: ticket.GetCaCertificate(), KubeletClientCertificate: renewed.Status.Certificate,
 	})
 	canWrite(t, later, "w1", true)

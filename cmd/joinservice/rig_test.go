@@ -278,7 +278,7 @@ func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisa
 }
 
 // wish is a request with the keys that stay on the machine.
-type wish struct {
+type joinRequest struct {
 	*joinv1.IssueJoinTicketRequest
 	client, serving *ecdsa.PrivateKey
 }
@@ -289,16 +289,16 @@ var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
 // worker is what a good worker w1 asks for; each change is made before its requests are signed.
-func worker(t *testing.T, changes ...func(*wishes)) *wish {
+func worker(t *testing.T, changes ...func(*joinRequests)) *joinRequest {
 	t.Helper()
-	w := &wishes{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
+	w := &joinRequests{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
 	for _, c := range changes {
 		c(w)
 	}
 	return w.sign(t)
 }
 
-type wishes struct {
+type joinRequests struct {
 	name, disk string
 	role       joinv1.Role
 	mode       joinv1.DiskMode
@@ -307,13 +307,13 @@ type wishes struct {
 	request    func(*joinv1.IssueJoinTicketRequest)
 }
 
-func named(name, disk string, addresses ...string) func(*wishes) {
-	return func(w *wishes) { w.name, w.disk, w.addresses = name, disk, addresses }
+func named(name, disk string, addresses ...string) func(*joinRequests) {
+	return func(w *joinRequests) { w.name, w.disk, w.addresses = name, disk, addresses }
 }
 
-func (w *wishes) sign(t *testing.T) *wish {
+func (w *joinRequests) sign(t *testing.T) *joinRequest {
 	t.Helper()
-	out := &wish{client: newKey(t), serving: newKey(t)}
+	out := &joinRequest{client: newKey(t), serving: newKey(t)}
 	subject := pkix.Name{CommonName: "system:node:" + w.name, Organization: []string{"system:nodes"}}
 	client := &x509.CertificateRequest{Subject: subject}
 	serving := &x509.CertificateRequest{Subject: subject, DNSNames: []string{w.name}}
@@ -356,7 +356,7 @@ func csr(t *testing.T, template *x509.CertificateRequest, key *ecdsa.PrivateKey)
 }
 
 // asNode gives the API as a node sees it with its ticket.
-func (s *stage) asNode(t *testing.T, w *wish, ticket *joinv1.IssueJoinTicketResponse) client.Client {
+func (s *stage) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTicketResponse) client.Client {
 	t.Helper()
 	der, err := x509.MarshalECPrivateKey(w.client)
 	if err != nil {
@@ -417,7 +417,7 @@ func leaf(t *testing.T, chain []byte) *x509.Certificate {
 }
 
 // ticketFor asks for a ticket that must be given.
-func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *wish) *joinv1.IssueJoinTicketResponse {
+func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *joinv1.IssueJoinTicketResponse {
 	t.Helper()
 	ticket, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 	if err != nil {

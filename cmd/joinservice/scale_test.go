@@ -323,7 +323,7 @@ func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, ser
 	t.Helper()
 	for i, m := range rivals {
 		m.name, m.disk, m.address = "rival-"+m.name, machines[i].disk, machines[i].address
-		m.wish = worker(t, named(m.name, m.disk, m.address))
+		m.joinRequest = worker(t, named(m.name, m.disk, m.address))
 	}
 	all := slices.Concat(machines, rivals)
 	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })

@@ -93,7 +93,7 @@ type newcomer struct {
 	*attesttest.Machine
 	name, disk, address string
 	from                net.IP
-	wish                *wish
+	joinRequest         *joinRequest
 }
 
 type crowd struct{ all []*newcomer }
@@ -116,7 +116,7 @@ func (s *stage) crowd(t *testing.T, n int) *crowd {
 				Machine: s.machine(t), name: fmt.Sprintf("n%05d", i), disk: fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-%012d", i+1000),
 				address: fmt.Sprintf("10.%d.%d.%d", 100+i/62500, i/250%250, i%250+2), from: net.IPv4(127, byte(1+i/62500), byte(i/250%250), byte(i%250+2)),
 			}
-			m.wish = worker(t, named(m.name, m.disk, m.address))
+			m.joinRequest = worker(t, named(m.name, m.disk, m.address))
 			c.all[i] = m
 			return nil
 		})
@@ -159,7 +159,7 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *di
 
 func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
 	return s.again(t, m, services, discovery.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
-		_, err := c.IssueJoinTicket(t.Context(), m.wish.IssueJoinTicketRequest)
+		_, err := c.IssueJoinTicket(t.Context(), m.joinRequest.IssueJoinTicketRequest)
 		return err
 	})
 }

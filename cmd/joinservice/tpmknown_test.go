@@ -23,7 +23,7 @@ func (s *stage) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine {
 }
 
 // asW2 is a request that could be another machine's.
-func asW2() func(*wishes) { return named("w2", disk2, "192.168.77.13") }
+func asW2() func(*joinRequests) { return named("w2", disk2, "192.168.77.13") }
 
 func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s := setUp(t)

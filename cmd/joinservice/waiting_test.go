@@ -54,14 +54,14 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
 	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	late := s.controlMachine(t)
-	ask := func(m *attesttest.Machine, w *wish) attestv1.Reason {
+	ask := func(m *attesttest.Machine, w *joinRequest) attestv1.Reason {
 		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return rpc.ReasonFrom(err)
 	}
-	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *wishes) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	for _, tt := range []struct {
 		m    *attesttest.Machine
-		w    *wish
+		w    *joinRequest
 		want attestv1.Reason
 	}{
 		{stranger, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},

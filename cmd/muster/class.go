@@ -91,7 +91,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bo
 }
 
 // showFirmware prints what the owner compares with what the machine's maker publishes.
-func (a *app) showFirmware(sight *owner.Sight, values map[string]string) {
+func (a *app) showFirmware(sight *owner.Report, values map[string]string) {
 	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\nBank         %s\n", sight.Machine, sight.SecureBoot, sight.Bank)
 	for _, i := range classPCRs {
 		fmt.Fprintf(a.stdout, "PCR %d        %s\n", i, values[strconv.Itoa(i)])

@@ -201,10 +201,10 @@ func verdict(n clusterapi.NodeStatus) string {
 }
 
 func age(n clusterapi.NodeStatus, now time.Time) string {
-	if n.JudgedAt == nil {
+	if n.AppraisedAt == nil {
 		return "-"
 	}
-	return now.Sub(*n.JudgedAt).Round(time.Second).String()
+	return now.Sub(*n.AppraisedAt).Round(time.Second).String()
 }
 
 func short(s string) string {

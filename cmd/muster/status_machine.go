@@ -52,20 +52,20 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	line("Phase", "%s", phase)
 	if s.Reason != "" {
 		when := ""
-		if s.LastTry != nil {
-			when = ", " + ago(*s.LastTry, now.Add(s.Skew)) + " ago"
+		if s.LastAttempt != nil {
+			when = ", " + ago(*s.LastAttempt, now.Add(s.Skew)) + " ago"
 		}
 		by := ""
 		if s.ReasonUnproven {
 			by = ", from a peer that has not proven to be a joinservice"
 		}
-		line("Last reason", "%s%s%s (failed tries: %d)", s.Reason, by, when, s.FailedTries)
+		line("Last reason", "%s%s%s (failed tries: %d)", s.Reason, by, when, s.FailedAttempts)
 		if s.Remedy != "" {
 			line("What to do", "%s", s.Remedy)
 		}
 	}
-	if s.NextTry != nil {
-		line("Next try", "in %s", max(0, s.NextTry.Sub(now.Add(s.Skew))).Round(time.Second))
+	if s.NextAttempt != nil {
+		line("Next try", "in %s", max(0, s.NextAttempt.Sub(now.Add(s.Skew))).Round(time.Second))
 	}
 	switch {
 	case len(s.JoinEndpoints) > 0:

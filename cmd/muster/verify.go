@@ -127,7 +127,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 }
 
 // show prints what was seen; a machine that was refused is an error.
-func (a *app) show(s *owner.Sight) error {
+func (a *app) show(s *owner.Report) error {
 	if a.output == outputJSON {
 		return errors.Join(a.json(s), s.Err)
 	}

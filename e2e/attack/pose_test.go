@@ -45,7 +45,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				c.ATLS.Attester, c.ATLS.Appraiser = presenting, atls.JudgeNobody // the attacker lets everybody in
+				c.ATLS.Attester, c.ATLS.Appraiser = presenting, atls.NoAppraiser // the attacker lets everybody in
 			})
 			x.server.LockTo(clusterID)
 			signed = attest.SignPolicy(owner, attesttest.Policy(t, x.ca, []*attesttest.Machine{x.server}, attesttest.ControlPlanes(tt.listed(x)...)))
@@ -58,7 +58,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 			memory := &discovery.Memory{}
 			s, err := discovery.Open(t.Context(), discovery.SessionConfig{
 				Attester: joiner.Attester(attest.PurposeMachine), Lock: attest.AnyLock(), Dial: 5 * time.Second, Log: slog.New(slog.DiscardHandler),
-				Judges: discovery.Judges{OwnerKey: public, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
+				Verification: discovery.Verification{OwnerKey: public, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
 					return attesttest.Verifier(t, x.ca), nil
 				}, Newest: memory.Newest},
 			}, x.addr, first)

@@ -93,7 +93,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	strangers, err := audit.NewStrangers("target", audit.NewStream(recorded), log, registry)
+	strangers, err := audit.NewUnattestedRefusals("target", audit.NewStream(recorded), log, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -178,7 +178,7 @@ func (b *buffer) bytes() []byte {
 // too (R1).
 func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv1.Reason) {
 	t.Helper()
-	refusaltest.Told(t, x.witnesses, want, refusaltest.Connection(), func() {
+	refusaltest.Reported(t, x.witnesses, want, refusaltest.Connection(), func() {
 		if got := play(); got != want {
 			t.Errorf("%v, want %v", got, want)
 		}

@@ -62,7 +62,7 @@ type Record struct {
 var ErrClosed = errors.New("the audit log is closed")
 
 // Log is an append-only file of records of what was done, and another one beside it of refusals. Whoever is refused can
-// have as many records made as their rates allow ([Rations], [Strangers]); since these rotate by themselves, none of them ever
+// have as many records made as their rates allow ([RefusalLimits], [UnattestedRefusals]); since these rotate by themselves, none of them ever
 // takes the place of a ticket's, a certificate's, a ban's or a policy's, and none waits for the other's disk.
 //
 // It is safe for concurrent use; several processes may append to one file.

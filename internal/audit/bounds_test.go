@@ -18,13 +18,13 @@ import (
 )
 
 // recorded returns what a refusal's record takes in the file.
-func recorded(t require, refuse func(s *Strangers, r *Rations)) string {
+func recorded(t require, refuse func(s *UnattestedRefusals, r *RefusalLimits)) string {
 	var out bytes.Buffer
-	s, err := NewStrangers("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	s, err := NewUnattestedRefusals("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 	if err != nil {
 		t.Fatalf("%v", err)
 	}
-	r, err := NewRations(s)
+	r, err := NewRefusalLimits(s)
 	if err != nil {
 		t.Fatalf("%v", err)
 	}
@@ -59,11 +59,11 @@ func TestARefusalsRecordIsSmallWhateverThePeerSends(t *testing.T) {
 		why, name, remote := texts.Draw(rt, "error"), texts.Draw(rt, "name"), texts.Draw(rt, "remote")
 		machine := rapid.SampledFrom([]string{"", strings.Repeat("m", 64)}).Draw(rt, "machine")
 		refusal := attest.Refuse(attestv1.Reason_REASON_SESSION_REQUIRED, "%s for %q", why, name)
-		check(rt, recorded(rt, func(s *Strangers, _ *Rations) {
+		check(rt, recorded(rt, func(s *UnattestedRefusals, _ *RefusalLimits) {
 			s.Connection(atls.SetUp{Remote: remote, Err: refusal}, machine)
 		}))
-		check(rt, recorded(rt, func(s *Strangers, _ *Rations) { s.Call(name, remote, machine, refusal) }))
-		check(rt, recorded(rt, func(_ *Strangers, r *Rations) {
+		check(rt, recorded(rt, func(s *UnattestedRefusals, _ *RefusalLimits) { s.Call(name, remote, machine, refusal) }))
+		check(rt, recorded(rt, func(_ *UnattestedRefusals, r *RefusalLimits) {
 			rec := Record{
 				Time: time.Date(9999, 12, 31, 23, 59, 59, 123456789, time.UTC), Service: name, Event: name, Reason: name, Detail: why, Machine: name, Node: name, Role: name, Disk: name,
 				Ticket: name, Request: name, Serials: []string{name, name}, Purpose: name, PolicySerial: 1<<64 - 1, PolicyGeneration: 1<<63 - 1, Evidence: name, Image: name, Class: name,
@@ -75,21 +75,21 @@ func TestARefusalsRecordIsSmallWhateverThePeerSends(t *testing.T) {
 	})
 
 	long := strings.Repeat(theirs, 4096)
-	for name, refuse := range map[string]func(s *Strangers, r *Rations){
-		"a connection": func(s *Strangers, _ *Rations) {
+	for name, refuse := range map[string]func(s *UnattestedRefusals, r *RefusalLimits){
+		"a connection": func(s *UnattestedRefusals, _ *RefusalLimits) {
 			s.Connection(atls.SetUp{Remote: "192.0.2.1:1", Err: attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, "%w", errors.New(long))}, "")
 		},
-		"an unknown procedure": func(s *Strangers, _ *Rations) {
+		"an unknown procedure": func(s *UnattestedRefusals, _ *RefusalLimits) {
 			s.Call("/"+long, "192.0.2.1:1", "", attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level", long))
 		},
-		"a machine's connection": func(s *Strangers, _ *Rations) {
+		"a machine's connection": func(s *UnattestedRefusals, _ *RefusalLimits) {
 			s.Connection(atls.SetUp{Remote: "192.0.2.1:1", Err: attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "it says %q and %q", long, long)}, "m1")
 		},
-		"a machine's request": func(_ *Strangers, r *Rations) {
+		"a machine's request": func(_ *UnattestedRefusals, r *RefusalLimits) {
 			node := strings.Repeat(theirs, 63)
 			_ = r.Write("m1", Record{Machine: "m1", Node: node, Detail: fmt.Sprintf("node name %q is another's; `muster forget %s` frees it; %q", node, node, long)})
 		},
-		"a node's certificate request": func(_ *Strangers, r *Rations) {
+		"a node's certificate request": func(_ *UnattestedRefusals, r *RefusalLimits) {
 			_ = r.Write("n1", Record{Node: strings.Repeat(theirs, 63), Request: long, Detail: fmt.Sprintf("usage %q", long)})
 		},
 	} {
@@ -131,7 +131,7 @@ func TestARefusalsRecordHasThePCRs(t *testing.T) {
 		mismatch.Mismatches = append(mismatch.Mismatches, m)
 		want = append(want, m.String())
 	}
-	line := recorded(t, func(s *Strangers, _ *Rations) {
+	line := recorded(t, func(s *UnattestedRefusals, _ *RefusalLimits) {
 		s.Connection(atls.SetUp{Remote: "[2001:db8:1111:2222:3333:4444:5555:6666]:65535", Err: attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%w", mismatch)}, strings.Repeat("a", 64))
 	})
 	for _, w := range want {

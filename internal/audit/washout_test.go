@@ -16,8 +16,8 @@ import (
 
 // flood is refusals at the highest rates that are recorded, by a clock of the test's own.
 type flood struct {
-	s   *Strangers
-	r   *Rations
+	s   *UnattestedRefusals
+	r   *RefusalLimits
 	now time.Time
 }
 
@@ -25,10 +25,10 @@ func newFlood(t *testing.T, l *Log) *flood {
 	t.Helper()
 	f := &flood{now: time.Unix(1000, 0)}
 	var err error
-	if f.s, err = NewStrangers("joinservice", l, slog.New(slog.DiscardHandler), prometheus.NewRegistry()); err != nil {
+	if f.s, err = NewUnattestedRefusals("joinservice", l, slog.New(slog.DiscardHandler), prometheus.NewRegistry()); err != nil {
 		t.Fatal(err)
 	}
-	if f.r, err = NewRations(f.s); err != nil {
+	if f.r, err = NewRefusalLimits(f.s); err != nil {
 		t.Fatal(err)
 	}
 	f.s.now, f.r.now = func() time.Time { return f.now }, func() time.Time { return f.now }

@@ -5,7 +5,7 @@
 // where its witnesses are, and does what must be refused; the helper hears all of them, and complains
 // of one that is silent as well as of one that tells of another reason.
 //
-// A test in docs looks for calls of [Refused] and [Told], and fails if a reason has none.
+// A test in docs looks for calls of [Refused] and [Reported], and fails if a reason has none.
 package refusaltest
 
 import (
@@ -66,9 +66,9 @@ func Refused(t testing.TB, s Service, want attestv1.Reason, p Places, do func() 
 	return err
 }
 
-// Told is [Refused] for what no caller asked for, and which may be tried again before anybody looks:
+// Reported is [Refused] for what no caller asked for, and which may be tried again before anybody looks:
 // a ticket that a machine does not take, a policy that is not signed.
-func Told(t testing.TB, s Service, want attestv1.Reason, p Places, do func()) {
+func Reported(t testing.TB, s Service, want attestv1.Reason, p Places, do func()) {
 	t.Helper()
 	watch(t, s, want, p, false, do)
 }

@@ -127,7 +127,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 		Metrics: metrics,
 		Log:     slog.New(slog.NewJSONHandler(r.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
-	strangers, err := audit.NewStrangers("test", audit.NewStream(r.audit), cfg.Log, r.registry)
+	strangers, err := audit.NewUnattestedRefusals("test", audit.NewStream(r.audit), cfg.Log, r.registry)
 	if err != nil {
 		t.Fatal(err)
 	}

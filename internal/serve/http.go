@@ -79,7 +79,7 @@ func (p Probes) Run(ctx context.Context) error {
 		return fmt.Errorf("serve: %w", err)
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", rationed(metricsRate, promhttp.HandlerFor(prometheus.Gatherers{ready, p.Metrics}, promhttp.HandlerOpts{
+	mux.Handle("GET /metrics", limited(metricsRate, promhttp.HandlerFor(prometheus.Gatherers{ready, p.Metrics}, promhttp.HandlerOpts{
 		ErrorLog:            errorLog,
 		MaxRequestsInFlight: 4,
 		Timeout:             probeTimeout,
@@ -91,7 +91,7 @@ func (p Probes) Run(ctx context.Context) error {
 		answer(w, p.failing(ctx))
 	})
 	srv := &http.Server{
-		Handler:           rationed(math.Inf(1), mux),
+		Handler:           limited(math.Inf(1), mux),
 		ReadHeaderTimeout: probeTimeout,
 		ReadTimeout:       probeTimeout,
 		WriteTimeout:      2 * probeTimeout,
@@ -127,7 +127,7 @@ func (p Probes) Run(ctx context.Context) error {
 }
 
 // rationed bounds what answers take of the processor, by source and in sum.
-func rationed(total float64, next http.Handler) http.Handler {
+func limited(total float64, next http.Handler) http.Handler {
 	rate := admission.NewRate(sourceRate, sourceBurst, total, time.Now())
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if rate.Allow(admission.SourceOfAddress(r.RemoteAddr), time.Now()) != nil {

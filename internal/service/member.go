@@ -60,11 +60,11 @@ type Member struct {
 	RPC      *rpc.Metrics
 	// Health is gRPC's view of readiness.
 	Health *rpc.Health
-	// Strangers keeps the records of who is refused before it reaches the service: its Connection is
+	// UnattestedRefusals keeps the records of who is refused before it reaches the service: its Connection is
 	// for the service's [atls.ServerConfig], and Refused for its [rpc.Config].
-	Strangers *audit.Strangers
-	// Rations keeps the records of what those are refused who reach the service.
-	Rations *audit.Rations
+	UnattestedRefusals *audit.UnattestedRefusals
+	// RefusalLimits keeps the records of what those are refused who reach the service.
+	RefusalLimits *audit.RefusalLimits
 
 	probe *evidence.Probe
 }
@@ -83,10 +83,10 @@ func New(cfg Config) (*Member, error) {
 	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
 		return nil, err
 	}
-	if m.Strangers, err = audit.NewStrangers(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
+	if m.UnattestedRefusals, err = audit.NewUnattestedRefusals(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
 		return nil, err
 	}
-	if m.Rations, err = audit.NewRations(m.Strangers); err != nil {
+	if m.RefusalLimits, err = audit.NewRefusalLimits(m.UnattestedRefusals); err != nil {
 		return nil, err
 	}
 	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: m.Policy.Roots, Now: time.Now})
@@ -118,16 +118,18 @@ func (cfg Config) record(r policy.Report) {
 }
 
 // Refused is for [rpc.Config].
-func (m *Member) Refused(r rpc.Refused) { m.Strangers.Call(r.Procedure, r.Remote, r.Machine, r.Err) }
-
-// JudgeMembers judges machines that belong to this cluster: those of its nodes.
-func (m *Member) JudgeMembers() (*policy.Judge, error) {
-	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, m.lockedToOurs)
+func (m *Member) Refused(r rpc.Refused) {
+	m.UnattestedRefusals.Call(r.Procedure, r.Remote, r.Machine, r.Err)
 }
 
-// JudgeServers judges the machines of this cluster's joinservices and kms, which the owner's policy lists (A7).
-func (m *Member) JudgeServers() (*policy.Judge, error) {
-	return m.Policy.NewServerJudge(m.Cluster.Nodes.Banned, m.lockedToOurs)
+// MemberAppraiser judges machines that belong to this cluster: those of its nodes.
+func (m *Member) MemberAppraiser() (*policy.Appraiser, error) {
+	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, m.lockedToOurs)
+}
+
+// ServerAppraiser judges the machines of this cluster's joinservices and kms, which the owner's policy lists (A7).
+func (m *Member) ServerAppraiser() (*policy.Appraiser, error) {
+	return m.Policy.NewServerAppraiser(m.Cluster.Nodes.Banned, m.lockedToOurs)
 }
 
 func (m *Member) lockedToOurs() ([]attest.Lock, error) {
@@ -138,10 +140,10 @@ func (m *Member) lockedToOurs() ([]attest.Lock, error) {
 	return []attest.Lock{attest.LockedTo(info.ClusterID)}, nil
 }
 
-// JudgeJoiners judges machines that ask to join: unlocked, or locked to this cluster by an attempt
+// JoinerAppraiser judges machines that ask to join: unlocked, or locked to this cluster by an attempt
 // that did not come to its end.
-func (m *Member) JudgeJoiners() (*policy.Judge, error) {
-	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
+func (m *Member) JoinerAppraiser() (*policy.Appraiser, error) {
+	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
 		info, err := m.Cluster.Info()
 		if err != nil {
 			return nil, err
@@ -150,10 +152,10 @@ func (m *Member) JudgeJoiners() (*policy.Judge, error) {
 	})
 }
 
-// JudgeRejoiners judges machines that ask for the key of their state disk: those that have rebooted,
+// RejoinerAppraiser judges machines that ask for the key of their state disk: those that have rebooted,
 // and whose bootstrapper has not yet locked them again. A machine that runs already has its disk open.
-func (m *Member) JudgeRejoiners() (*policy.Judge, error) {
-	return m.Policy.NewJudge(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
+func (m *Member) RejoinerAppraiser() (*policy.Appraiser, error) {
+	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
 		return []attest.Lock{attest.Unlocked()}, nil
 	})
 }
@@ -176,8 +178,8 @@ func (m *Member) Parts() []serve.Part {
 		{Name: "informers", Run: m.Cluster.Serve},
 		{Name: "own evidence", Run: m.probe.Serve},
 		{Name: "health", Run: m.followHealth},
-		{Name: "records of strangers", Run: m.Strangers.Serve},
-		{Name: "numbers of refusals", Run: m.Rations.Serve},
+		{Name: "records of strangers", Run: m.UnattestedRefusals.Serve},
+		{Name: "numbers of refusals", Run: m.RefusalLimits.Serve},
 	}
 }
 

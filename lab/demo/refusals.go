@@ -360,7 +360,7 @@ func (r *run) tokenGets(ctx context.Context, status string) error {
 
 // kubeadmByToken runs kubeadm join with the token.
 func (r *run) kubeadmByToken(ctx context.Context) error {
-	// Told the cluster's CA, kubeadm goes all the way to the kubelet's request for a certificate.
+	// Reported the cluster's CA, kubeadm goes all the way to the kubelet's request for a certificate.
 	for path, content := range map[string]string{
 		"/root/discovery.conf": "apiVersion: v1\nkind: Config\nclusters: [{name: \"\", cluster: {server: \"https://" + node1API + "\", certificate-authority: /root/ca.crt}}]\n",
 		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: " + bootstrapToken),

@@ -103,7 +103,7 @@ func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 		return log()
 	}
 	places := refusaltest.Places{Metric: []string{"muster_join_attempts_total"}, Log: []string{"msg", "this control plane does not start: its state disk is not the newest"}}
-	refusaltest.Told(t, s, want, places, func() { begun = true })
+	refusaltest.Reported(t, s, want, places, func() { begun = true })
 	eventually(t, "it waits for its owner", func() bool { return p.on() != "" })
 	if p.exists(mayStart) || p.did("start "+machine.UnitKubelet) || p.did("start "+machine.UnitAttester) || p.did("start "+machine.UnitRenewal) || !strings.Contains(p.logged.String(), "CLUSTER_ROLLED_BACK") {
 		t.Errorf("something was started: %v", p.steps)

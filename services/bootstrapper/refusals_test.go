@@ -72,7 +72,7 @@ func (w *world) start(want attestv1.Reason) *running {
 			return log()
 		}
 		places := refusaltest.Places{Metric: []string{"muster_join_attempts_total"}, Log: []string{"msg", "not joined yet"}}
-		refusaltest.Told(w.t, s, want, places, func() { begun = true })
+		refusaltest.Reported(w.t, s, want, places, func() { begun = true })
 	}
 	return r
 }

@@ -84,7 +84,7 @@ func Serve(ctx context.Context, o Options) error {
 		Listener: port, Health: health, Metrics: calls, Log: o.Log,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that
 		// it may by the init secret.
-		ATLS:       atls.ServerConfig{Attester: o.Attester, Appraiser: atls.JudgeNobody, Limits: InitLimits, Challenges: atls.NewChallengeQueue()},
+		ATLS:       atls.ServerConfig{Attester: o.Attester, Appraiser: atls.NoAppraiser, Limits: InitLimits, Challenges: atls.NewChallengeQueue()},
 		MaxRequest: maxInit,
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b.init, initv1connect.NewInitServiceHandler),

@@ -45,7 +45,7 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 	if meta, err := b.node.Metadata(); err == nil {
 		out.NodeName, out.Role, out.InitAllowed = meta.Name, meta.Role, meta.InitSecretHash != nil
 	} else {
-		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
+		out.LastReason, out.LastReasonUnproven, out.LastAttempt = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
 	out.Remedy = discovery.RemedyOf(out)
 	return out, nil

@@ -47,12 +47,12 @@ func TestAWaitingMachineSaysWhyItWaits(t *testing.T) {
 	defer r.kill(t)
 	c := asker(t, r)
 	var s *initv1.GetStatusResponse
-	eventually(t, "the machine says when it tries again", func() bool { s = statusOf(t, c); return s.GetNextTry() != nil })
-	if s.GetPhase() != initv1.Phase_PHASE_WAITING || s.GetTaker() != initv1.Taker_TAKER_UNSPECIFIED || s.GetLastReason() != attestv1.Reason_REASON_POLICY_REFUSED || s.GetFailedTries() != 1 {
+	eventually(t, "the machine says when it tries again", func() bool { s = statusOf(t, c); return s.GetNextAttempt() != nil })
+	if s.GetPhase() != initv1.Phase_PHASE_WAITING || s.GetTaker() != initv1.Taker_TAKER_UNSPECIFIED || s.GetLastReason() != attestv1.Reason_REASON_POLICY_REFUSED || s.GetFailedAttempts() != 1 {
 		t.Errorf("%v", s)
 	}
-	if !strings.Contains(s.GetRemedy(), "policy") || s.GetNextTry().AsTime().Sub(s.GetNow().AsTime()) < time.Minute || s.GetLastTry().AsTime().After(time.Now()) {
-		t.Errorf("remedy %q, now %v, next try %v", s.GetRemedy(), s.GetNow().AsTime(), s.GetNextTry().AsTime())
+	if !strings.Contains(s.GetRemedy(), "policy") || s.GetNextAttempt().AsTime().Sub(s.GetNow().AsTime()) < time.Minute || s.GetLastAttempt().AsTime().After(time.Now()) {
+		t.Errorf("remedy %q, now %v, next try %v", s.GetRemedy(), s.GetNow().AsTime(), s.GetNextAttempt().AsTime())
 	}
 	id := w.tpm.ID()
 	if !bytes.Equal(s.GetMachineId(), id[:]) || s.GetNodeName() != "node2" || s.GetRole() != "worker" || s.GetInitAllowed() || s.GetVersion() == "" || !slices.Equal(s.GetJoinEndpoints(), []string{j.addr}) {
@@ -87,14 +87,14 @@ func TestAMachineSaysItsPhaseWhileAnInitRunsAndWhyItFailed(t *testing.T) {
 	ended := make(chan outcome, 1)
 	go func() { ended <- w.init(t.Context(), r, w.request()) }()
 	<-reached
-	if s := statusOf(t, c); s.GetPhase() != initv1.Phase_PHASE_CONFIGURED || s.GetTaker() != initv1.Taker_TAKER_INIT || s.GetSince() == nil || s.GetNextTry() != nil {
+	if s := statusOf(t, c); s.GetPhase() != initv1.Phase_PHASE_CONFIGURED || s.GetTaker() != initv1.Taker_TAKER_INIT || s.GetSince() == nil || s.GetNextAttempt() != nil {
 		t.Errorf("while kubeadm runs: %v", s)
 	}
 	close(release)
 	if out := <-ended; out.err == nil {
 		t.Fatal("kubeadm failed, and the init did not")
 	}
-	if s := statusOf(t, c); s.GetLastReason() != attestv1.Reason_REASON_KUBEADM_FAILED || s.GetRemedy() == "" || s.GetFailedTries() != 0 {
+	if s := statusOf(t, c); s.GetLastReason() != attestv1.Reason_REASON_KUBEADM_FAILED || s.GetRemedy() == "" || s.GetFailedAttempts() != 0 {
 		t.Errorf("after: %v", s)
 	}
 	screen, err := os.ReadFile(w.screen)

@@ -91,7 +91,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			if tt.reason == "" {
 				return
 			}
-			if s.Remedy == "" || s.FailedTries == 0 || s.LastTry == nil {
+			if s.Remedy == "" || s.FailedAttempts == 0 || s.LastAttempt == nil {
 				t.Errorf("status %+v", s)
 			}
 			if !slices.ContainsFunc(strings.Split(w.logged.String(), "\n"), func(l string) bool {

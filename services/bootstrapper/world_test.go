@@ -295,7 +295,7 @@ func (w *world) boot() *running {
 	r.addr = l.Addr().String()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: log, Grace: time.Second,
-		ATLS: atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.JudgeNobody},
+		ATLS: atls.ServerConfig{Attester: w.tpm.Attester(attest.PurposeMachine), Appraiser: atls.NoAppraiser},
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, b.InitServer(), initv1connect.NewInitServiceHandler),
 			rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, b, initv1connect.NewMachineServiceHandler),

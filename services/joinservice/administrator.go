@@ -28,7 +28,7 @@ func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdmin
 	}
 	cert, err := s.administrator(ctx, remote, req.GetOrder())
 	if err != nil {
-		s.cfg.Strangers.Call(joinv1connect.JoinServiceRenewAdministratorProcedure, remote, "", err)
+		s.cfg.UnattestedRefusals.Call(joinv1connect.JoinServiceRenewAdministratorProcedure, remote, "", err)
 		return nil, err
 	}
 	if cert.Leaf == nil {

@@ -23,7 +23,7 @@ import (
 )
 
 // wish is a request that is well formed. Nothing in it says who asks (J1).
-type wish struct {
+type joinRequest struct {
 	node            string
 	role            v1alpha1.Role
 	disk            keys.DiskID
@@ -43,11 +43,11 @@ func roleName(r joinv1.Role) string {
 }
 
 // parse says what is wrong with the form of a request: REQUEST_INVALID or CSR_INVALID.
-func parse(req *joinv1.IssueJoinTicketRequest) (*wish, error) {
-	invalid := func(format string, args ...any) (*wish, error) {
+func parse(req *joinv1.IssueJoinTicketRequest) (*joinRequest, error) {
+	invalid := func(format string, args ...any) (*joinRequest, error) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
 	}
-	w := &wish{node: req.GetNodeName(), role: v1alpha1.Role(roleName(req.GetRole()))}
+	w := &joinRequest{node: req.GetNodeName(), role: v1alpha1.Role(roleName(req.GetRole()))}
 	if !nodecert.IsName(w.node) {
 		return invalid("node_name is no DNS label of at most 63 characters")
 	}
@@ -171,7 +171,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 }
 
 // admit enrolls the machine, gets its certificates signed, makes the disk its own and completes its ticket.
-func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, peer attest.Peer) error {
+func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinRequest, claim kube.Claim, peer attest.Peer) error {
 	done := s.stage("enroll")
 	enrolled, err := s.cfg.Kube.Enroll(ctx, claim)
 	if err != nil {
@@ -216,13 +216,13 @@ func (s *Service) confirmCluster(ctx context.Context, info *clusterinfo.Info) er
 }
 
 // decide compares what is asked for with the policy and with what is known of everybody.
-func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req *joinv1.IssueJoinTicketRequest) (*wish, kube.Claim, error) {
+func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req *joinv1.IssueJoinTicketRequest) (*joinRequest, kube.Claim, error) {
 	none := kube.Claim{}
 	a.record.Role = roleName(req.GetRole())
 	if nodecert.IsName(req.GetNodeName()) {
 		a.record.Node = req.GetNodeName()
 	}
-	appraisal, err := s.cfg.Judge.Appraise(ctx, peer.Claims())
+	appraisal, err := s.cfg.Appraiser.Appraise(ctx, peer.Claims())
 	if err != nil {
 		return nil, none, err
 	}
@@ -269,7 +269,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 }
 
 // finish gets the certificates signed and the ticket recorded.
-func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *wish, claim kube.Claim, e *kube.Enrollment, status v1alpha1.AttestedNodeStatus) error {
+func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *joinRequest, claim kube.Claim, e *kube.Enrollment, status v1alpha1.AttestedNodeStatus) error {
 	done := s.stage("certificates")
 	both, issueCtx := errgroup.WithContext(ctx)
 	both.Go(func() (err error) { t.client, err = s.cfg.Kube.Issue(issueCtx, w.client); return err }) // J5: for keys that never leave the machine

@@ -54,7 +54,7 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 		return err
 	}
 	// A machine that was banned, or that the policy accepts no more, keeps nobody waiting.
-	if _, err := s.cfg.Judge.Appraise(ctx, peer.Claims()); err != nil {
+	if _, err := s.cfg.Appraiser.Appraise(ctx, peer.Claims()); err != nil {
 		return err
 	}
 	var err error

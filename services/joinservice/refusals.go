@@ -26,7 +26,7 @@ const queueSize = 256
 type Refusals struct {
 	judge     attest.Appraiser
 	kube      *kube.Kube
-	strangers *audit.Strangers
+	strangers *audit.UnattestedRefusals
 	log       *slog.Logger
 	bad       chan badVerdict
 }
@@ -38,7 +38,7 @@ type badVerdict struct {
 
 // NewRefusals returns Refusals whose verdicts are those of judge. What is dropped is counted by
 // strangers.
-func NewRefusals(judge attest.Appraiser, k *kube.Kube, strangers *audit.Strangers, l *slog.Logger) (*Refusals, error) {
+func NewRefusals(judge attest.Appraiser, k *kube.Kube, strangers *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
 	if judge == nil || k == nil || strangers == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}

@@ -94,7 +94,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	approver, err := k.NewApprover(o.Audit, m.Rations, m.Policy, o.VerdictMaxAge, m.Registry)
+	approver, err := k.NewApprover(o.Audit, m.RefusalLimits, m.Policy, o.VerdictMaxAge, m.Registry)
 	if err != nil {
 		return err
 	}
@@ -114,23 +114,23 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		}
 		parts = append(parts, serve.Part{Name: "tokens", Run: sweeper.Serve})
 	}
-	members, err := m.JudgeMembers()
+	members, err := m.MemberAppraiser()
 	if err != nil {
 		return err
 	}
-	servers, err := m.JudgeServers()
+	servers, err := m.ServerAppraiser()
 	if err != nil {
 		return err
 	}
-	joiners, err := m.JudgeJoiners()
+	joiners, err := m.JoinerAppraiser()
 	if err != nil {
 		return err
 	}
-	rejoiners, err := m.JudgeRejoiners()
+	rejoiners, err := m.RejoinerAppraiser()
 	if err != nil {
 		return err
 	}
-	refusals, err := NewRefusals(joiners, k, m.Strangers, o.Log)
+	refusals, err := NewRefusals(joiners, k, m.UnattestedRefusals, o.Log)
 	if err != nil {
 		return err
 	}
@@ -147,9 +147,9 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Judge: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
+		Policy: m.Policy, Appraiser: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
-		PKI:  o.PKI, Audit: o.Audit, Rations: m.Rations, Strangers: m.Strangers, Log: o.Log, Metrics: m.Registry,
+		PKI:  o.PKI, Audit: o.Audit, RefusalLimits: m.RefusalLimits, UnattestedRefusals: m.UnattestedRefusals, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

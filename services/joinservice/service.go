@@ -62,9 +62,9 @@ const ticketIDSize = 16
 type Config struct {
 	// Policy is the policy in force.
 	Policy *policy.Store
-	// Judge judges a peer's claims again by the policy in force now, which may be another than the
+	// Appraiser judges a peer's claims again by the policy in force now, which may be another than the
 	// one that let the peer in.
-	Judge attest.Appraiser
+	Appraiser attest.Appraiser
 	// Members is Judge for machines that are nodes already: locked to this cluster.
 	Members attest.Appraiser
 	// Rejoiners is Judge for machines that have rebooted: unlocked.
@@ -90,11 +90,11 @@ type Config struct {
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
 	// Audit keeps the records, those of refusals by Rations, and of callers that did not attest by Strangers.
-	Audit     *audit.Log
-	Rations   *audit.Rations
-	Strangers *audit.Strangers
-	Log       *slog.Logger
-	Metrics   prometheus.Registerer
+	Audit              *audit.Log
+	RefusalLimits      *audit.RefusalLimits
+	UnattestedRefusals *audit.UnattestedRefusals
+	Log                *slog.Logger
+	Metrics            prometheus.Registerer
 }
 
 // Service implements the RPCs of joinservice.
@@ -236,7 +236,7 @@ func (s *Service) refuse(ctx context.Context, a *attempt, event string, err erro
 		s.cfg.Kube.ReportClone(ctx, c)
 	}
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
-	if werr := s.cfg.Rations.Write(r.Machine, r); werr != nil {
+	if werr := s.cfg.RefusalLimits.Write(r.Machine, r); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a refusal cannot be written", "err", werr)
 	}
 }

@@ -53,12 +53,12 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	judge, err := m.JudgeServers() // A7
+	judge, err := m.ServerAppraiser() // A7
 	if err != nil {
 		return err
 	}
 	svc, err := New(Config{
-		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Judge: judge,
+		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Appraiser: judge,
 		Node: func(name string) (Enrolled, bool) {
 			n := m.Cluster.Nodes.ByName(name)
 			if n == nil {
@@ -67,7 +67,7 @@ func Run(ctx context.Context, o Options) error {
 			id, err := attest.ParseMachineID(n.Spec.MachineID)
 			return Enrolled{Machine: id, Banned: n.ShutOut(), ControlPlane: n.Spec.Role == v1alpha1.RoleControlPlane}, err == nil
 		},
-		Audit: o.Audit, Rations: m.Rations, Log: o.Log, Metrics: m.Registry,
+		Audit: o.Audit, RefusalLimits: m.RefusalLimits, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err
@@ -77,7 +77,7 @@ func Run(ctx context.Context, o Options) error {
 		ATLS: atls.ServerConfig{
 			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
 			Generation: m.Policy.Generation, RefuseUnattested: true, Limits: Limits,
-			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.Strangers.Connection(s, "") },
+			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.UnattestedRefusals.Connection(s, "") },
 		},
 		Services: []rpc.Service{rpc.Serve(kmsv1connect.KeyServiceName, kmsv1connect.KeyServiceHandler(svc), kmsv1connect.NewKeyServiceHandler)},
 		Health:   m.Health, Metrics: m.RPC, Refused: m.Refused, Log: o.Log,

@@ -68,14 +68,14 @@ type Config struct {
 	Review func(ctx context.Context, token string) (Workload, error)
 	// Node gives the enrollment of a node; false if there is none.
 	Node func(name string) (Enrolled, bool)
-	// Judge judges the caller's claims by the policy in force now, which may be another than the
+	// Appraiser judges the caller's claims by the policy in force now, which may be another than the
 	// one that let the caller in.
-	Judge attest.Appraiser
+	Appraiser attest.Appraiser
 	// Audit keeps the records, those of refusals by Rations.
-	Audit   *audit.Log
-	Rations *audit.Rations
-	Log     *slog.Logger
-	Metrics prometheus.Registerer
+	Audit         *audit.Log
+	RefusalLimits *audit.RefusalLimits
+	Log           *slog.Logger
+	Metrics       prometheus.Registerer
 }
 
 // Service implements the key service's RPCs.
@@ -173,7 +173,7 @@ func (s *Service) authorize(ctx context.Context, c *call) error {
 		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "the key service serves attested joinservices only")
 	}
 	c.machine = peer.Machine().String()
-	appraisal, err := s.cfg.Judge.Appraise(ctx, peer.Claims())
+	appraisal, err := s.cfg.Appraiser.Appraise(ctx, peer.Claims())
 	if err != nil {
 		return err
 	}
@@ -231,7 +231,7 @@ func (s *Service) conclude(ctx context.Context, c call, err error) error {
 	}
 	write := s.cfg.Audit.Write
 	if err != nil {
-		write = func(r audit.Record) error { return s.cfg.Rations.Write(r.Machine, r) }
+		write = func(r audit.Record) error { return s.cfg.RefusalLimits.Write(r.Machine, r) }
 		record.Event, record.Detail = "key refused", err.Error()
 	}
 	record.Reason = attest.ReasonName(rpc.ReasonOf(err))

@@ -69,14 +69,14 @@ func (noAttester) Respond(context.Context, *attestv1.Challenge, attest.Binding) 
 	return nil, attest.Refuse(attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST, "this program has no key to show")
 }
 
-// JudgeNobody is for a server that asks no client for evidence, since what it serves is
+// NoAppraiser is for a server that asks no client for evidence, since what it serves is
 // open to every session: the init server, whose callers show a secret. Its connections
 // have no [attest.Peer]. As an appraiser it accepts nothing (A3).
-var JudgeNobody attest.Appraiser = judgeNobody{}
+var NoAppraiser attest.Appraiser = noAppraiser{}
 
-type judgeNobody struct{}
+type noAppraiser struct{}
 
-func (judgeNobody) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
+func (noAppraiser) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
 	return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "nobody is judged here, so nobody is accepted")
 }
 

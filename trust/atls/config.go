@@ -19,7 +19,7 @@ type ServerConfig struct {
 	Attester attest.Attester
 	// Verifier checks clients' evidence. Not needed with JudgeNobody.
 	Verifier attest.Verifier
-	// Appraiser decides which clients are acceptable. [JudgeNobody] asks no client for
+	// Appraiser decides which clients are acceptable. [NoAppraiser] asks no client for
 	// evidence.
 	Appraiser attest.Appraiser
 	// ClientPurpose is what a client's evidence must have been made for (A5). Not needed
@@ -70,11 +70,11 @@ type SetUp struct {
 	Times Times
 }
 
-func (c *ServerConfig) party() (party, error) {
-	p := party{
+func (c *ServerConfig) sideConfig() (sideConfig, error) {
+	p := sideConfig{
 		role:       roleServer,
 		attester:   c.Attester,
-		judges:     c.Appraiser != JudgeNobody,
+		judges:     c.Appraiser != NoAppraiser,
 		verifier:   c.Verifier,
 		appraiser:  c.Appraiser,
 		purpose:    c.ClientPurpose,
@@ -91,7 +91,7 @@ func (c *ServerConfig) party() (party, error) {
 }
 
 // check refuses every configuration that would check nothing (A3).
-func (p party) check() error {
+func (p sideConfig) check() error {
 	var errs []error
 	if p.attester == nil {
 		errs = append(errs, errors.New("atls: Attester is missing; NoAttester is for a program without evidence"))

@@ -19,7 +19,7 @@ import (
 )
 
 // party is one side's will: what it gives and what it asks for.
-type party struct {
+type sideConfig struct {
 	role     role
 	attester attest.Attester
 	// judges is false for a server with JudgeNobody: it asks for no evidence at all.
@@ -41,7 +41,7 @@ type party struct {
 // One goroutine reads and decides, another writes: two sides that first write a megabyte
 // each would otherwise stop each other.
 type exchange struct {
-	party
+	sideConfig
 	conn     *tls.Conn
 	ekm      [32]byte
 	deadline time.Time
@@ -105,16 +105,16 @@ func kindOf(f *attestv1.Frame) kind {
 // run exchanges until both verdicts are there. It gives the peer, nil if that was not
 // judged. After a refusal of ours the peer was told the reason; the connection is then of
 // no more use, as after any error, which is an [ExchangeError].
-func (p party) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.Peer, Times, error) {
+func (p sideConfig) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.Peer, Times, error) {
 	start := time.Now()
 	x := &exchange{
-		party:    p,
-		conn:     conn,
-		ekm:      ekm,
-		deadline: start.Add(exchangeTimeout),
-		out:      make(chan []byte, int(kindVerdict)+1),
-		written:  make(chan struct{}),
-		seen:     make(map[kind]bool),
+		sideConfig: p,
+		conn:       conn,
+		ekm:        ekm,
+		deadline:   start.Add(exchangeTimeout),
+		out:        make(chan []byte, int(kindVerdict)+1),
+		written:    make(chan struct{}),
+		seen:       make(map[kind]bool),
 	}
 	defer p.peers.release()
 	work := x.deadline.Add(-verdictReserve)

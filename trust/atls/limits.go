@@ -149,7 +149,7 @@ func newChallengeQueue(rest float64) *admission.Queue {
 const (
 	// strangersText is how much of an error of a peer that did not attest stands in the log, in bytes. Such a peer chooses parts of it, as the names in a
 	// certificate of 8 KiB, of which quoting makes eight times as much.
-	strangersText = 512
+	unattestedText = 512
 	// machinesText is the same of a genuine machine: the PCRs that differ from a policy fit.
 	machinesText = 4 << 10
 )
@@ -158,7 +158,7 @@ const (
 func LogText(err error, stranger bool) string {
 	text, limit := err.Error(), machinesText
 	if stranger {
-		limit = strangersText
+		limit = unattestedText
 	}
 	if len(text) <= limit {
 		return text

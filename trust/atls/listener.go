@@ -31,13 +31,13 @@ import (
 // UnencryptedHTTP2 alone and ConnContext [Listener.ConnContext]; the one for Plain has
 // HTTP1 and HTTP2. Set ReadHeaderTimeout at both.
 type Listener struct {
-	inner    net.Listener
-	cfg      ServerConfig
-	party    party
-	tls      *tls.Config
-	limiters *limiters
+	inner      net.Listener
+	cfg        ServerConfig
+	sideConfig sideConfig
+	tls        *tls.Config
+	limiters   *limiters
 
-	attested, plain *branch
+	attested, plain *endpoint
 
 	ctx    context.Context //nolint:containedctx // its own lifetime, which Close ends
 	cancel context.CancelFunc
@@ -58,7 +58,7 @@ type ban struct {
 
 // NewListener takes over inner and begins to accept. It says what of cfg is missing.
 func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
-	p, err := cfg.party()
+	p, err := cfg.sideConfig()
 	if err != nil {
 		return nil, err
 	}
@@ -79,17 +79,17 @@ func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 	// A listener lives until Close, as a net.Listener does.
 	ctx, cancel := context.WithCancel(context.Background())
 	l := &Listener{
-		inner:    inner,
-		cfg:      cfg,
-		party:    p,
-		tls:      conf,
-		limiters: newLimiters(cfg.Limits, cfg.Challenges),
-		attested: newBranch(inner.Addr()),
-		plain:    newBranch(inner.Addr()),
-		ctx:      ctx,
-		cancel:   cancel,
-		setUp:    make(map[net.Conn]struct{}),
-		sessions: make(map[*Conn]struct{}),
+		inner:      inner,
+		cfg:        cfg,
+		sideConfig: p,
+		tls:        conf,
+		limiters:   newLimiters(cfg.Limits, cfg.Challenges),
+		attested:   newEndpoint(inner.Addr()),
+		plain:      newEndpoint(inner.Addr()),
+		ctx:        ctx,
+		cancel:     cancel,
+		setUp:      make(map[net.Conn]struct{}),
+		sessions:   make(map[*Conn]struct{}),
 	}
 	l.wg.Go(l.accept)
 	return l, nil
@@ -375,7 +375,7 @@ func (l *Listener) forget(t *tracked) {
 
 // prepare runs the handshake and, if the client asks for it, the exchange. It says whom the
 // connection goes to.
-func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *branch) {
+func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *endpoint) {
 	began := time.Now()
 	tc := tls.Server(conn, l.tls)
 	ctx, cancel := context.WithTimeout(l.ctx, handshakeTimeout)
@@ -393,7 +393,7 @@ func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *branch) {
 		return tc, l.plain
 	}
 	conn.left.Store(exchangeBytes)
-	p := l.party
+	p := l.sideConfig
 	p.peers = &unattested{conn: conn, limiters: l.limiters}
 	ac, times, err := establish(l.ctx, tc, conn, p)
 	times.Handshake = s.Times.Handshake
@@ -426,7 +426,7 @@ func (l *Listener) register(ac *Conn, conn *tracked, began time.Time) error {
 }
 
 // establish checks the session and runs the exchange on it: the same at both ends.
-func establish(ctx context.Context, tc *tls.Conn, tcp *tracked, p party) (*Conn, Times, error) {
+func establish(ctx context.Context, tc *tls.Conn, tcp *tracked, p sideConfig) (*Conn, Times, error) {
 	cs := tc.ConnectionState()
 	if err := checkSession(cs); err != nil {
 		return nil, Times{}, &ExchangeError{Err: err}

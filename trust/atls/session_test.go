@@ -32,7 +32,7 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 		},
 		"a server that judges nobody makes no peers": {
 			server: func(c *atls.ServerConfig) {
-				c.Appraiser, c.Verifier, c.Generation, c.ClientPurpose = atls.JudgeNobody, nil, nil, ""
+				c.Appraiser, c.Verifier, c.Generation, c.ClientPurpose = atls.NoAppraiser, nil, nil, ""
 			},
 			want: "session",
 		},
@@ -344,7 +344,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		"no generation":                   func(c *atls.ServerConfig) { c.Generation = nil },
 		"no log":                          func(c *atls.ServerConfig) { c.Log = nil },
 		"nothing":                         func(c *atls.ServerConfig) { *c = atls.ServerConfig{} },
-		"nobody is judged, but no prover": func(c *atls.ServerConfig) { c.Appraiser, c.Attester = atls.JudgeNobody, nil },
+		"nobody is judged, but no prover": func(c *atls.ServerConfig) { c.Appraiser, c.Attester = atls.NoAppraiser, nil },
 	} {
 		cfg := w.serverConfig(t)
 		change(&cfg)
@@ -362,7 +362,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		"no attester":        func(c *atls.ClientConfig) { c.Attester = nil },
 		"no verifier":        func(c *atls.ClientConfig) { c.Verifier = nil },
 		"no appraiser":       func(c *atls.ClientConfig) { c.Appraiser = nil },
-		"nobody to judge":    func(c *atls.ClientConfig) { c.Appraiser = atls.JudgeNobody },
+		"nobody to judge":    func(c *atls.ClientConfig) { c.Appraiser = atls.NoAppraiser },
 		"no purpose":         func(c *atls.ClientConfig) { c.PeerPurpose = "" },
 		"the purpose public": func(c *atls.ClientConfig) { c.PeerPurpose = attest.PurposePublic },
 		"nothing":            func(c *atls.ClientConfig) { *c = atls.ClientConfig{} },
@@ -374,7 +374,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 			t.Errorf("a client with %s is made", name)
 		}
 	}
-	if _, err := atls.JudgeNobody.Appraise(t.Context(), attest.Claims{}); err == nil {
+	if _, err := atls.NoAppraiser.Appraise(t.Context(), attest.Claims{}); err == nil {
 		t.Error("JudgeNobody accepts")
 	}
 }

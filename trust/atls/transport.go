@@ -48,11 +48,11 @@ type ClientConfig struct {
 // [attest.Refusal] for [errors.As]; to try again at once does not help then. [Unproven] tells
 // whether the server had proven what it is before. Other errors are those of [http.Transport].
 type Transport struct {
-	cfg    ClientConfig
-	party  party
-	ctx    context.Context //nolint:containedctx // its own lifetime, which Close ends
-	cancel context.CancelFunc
-	dials  sync.WaitGroup
+	cfg        ClientConfig
+	sideConfig sideConfig
+	ctx        context.Context //nolint:containedctx // its own lifetime, which Close ends
+	cancel     context.CancelFunc
+	dials      sync.WaitGroup
 
 	mu      sync.Mutex
 	current *http.Transport
@@ -73,7 +73,7 @@ const refusalHold = 250 * time.Millisecond
 
 // NewTransport says what of cfg is missing.
 func NewTransport(cfg ClientConfig) (*Transport, error) {
-	p := party{
+	p := sideConfig{
 		role:      roleClient,
 		attester:  cfg.Attester,
 		judges:    true,
@@ -81,7 +81,7 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 		appraiser: cfg.Appraiser,
 		purpose:   cfg.PeerPurpose,
 	}
-	if cfg.Appraiser == JudgeNobody {
+	if cfg.Appraiser == NoAppraiser {
 		return nil, errors.New("atls: a client that judges nobody could talk to anybody: give an Appraiser")
 	}
 	if err := p.check(); err != nil {
@@ -96,12 +96,12 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 	// A transport lives until Close, as http.Transport does until its connections idle.
 	ctx, cancel := context.WithCancel(context.Background())
 	t := &Transport{
-		cfg:     cfg,
-		party:   p,
-		ctx:     ctx,
-		cancel:  cancel,
-		conns:   make(map[*tracked]struct{}),
-		refused: make(map[string]heldRefusal),
+		cfg:        cfg,
+		sideConfig: p,
+		ctx:        ctx,
+		cancel:     cancel,
+		conns:      make(map[*tracked]struct{}),
+		refused:    make(map[string]heldRefusal),
 	}
 	t.current = t.newHTTP()
 	return t, nil
@@ -301,7 +301,7 @@ func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s
 	s.Times.Handshake = time.Since(began)
 	// What ends the dial ends the exchange.
 	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-	ac, times, err := establish(ctx, tc, conn, t.party)
+	ac, times, err := establish(ctx, tc, conn, t.sideConfig)
 	times.Handshake = s.Times.Handshake
 	s.Times = times
 	if err != nil {

@@ -305,7 +305,7 @@ func TestWhatAnUnattestedConnectionSendsIsBounded(t *testing.T) {
 func TestFewSessionsSendMuch(t *testing.T) {
 	w := newWorld(t)
 	sc := w.serverConfig(t)
-	sc.Appraiser = atls.JudgeNobody
+	sc.Appraiser = atls.NoAppraiser
 	sc.Limits = atls.Limits{ConnBytes: 16 << 10, Large: 2, LargePerSource: 1, LargeBytes: 64 << 10}
 	read, answer := make(chan struct{}), make(chan struct{})
 	s := serve(t, sc, func(w http.ResponseWriter, r *http.Request) {

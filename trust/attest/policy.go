@@ -54,7 +54,7 @@ type ekRoot struct {
 }
 
 // vouchesFor says whether the claims' endorsement key is one of the root's.
-func (r ekRoot) vouchesFor(c Claims) bool {
+func (r ekRoot) certifies(c Claims) bool {
 	return r.cert.Equal(c.EKRoot()) && (r.kind == c.EKKind() || r.kind == anyEK)
 }
 
@@ -270,7 +270,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
 	}
-	root := slices.IndexFunc(p.roots, func(r ekRoot) bool { return r.vouchesFor(c) })
+	root := slices.IndexFunc(p.roots, func(r ekRoot) bool { return r.certifies(c) })
 	if root < 0 { // A8
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", c.EKKind(), c.EKRoot().Subject)
 	}

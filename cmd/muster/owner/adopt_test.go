@@ -33,7 +33,7 @@ func TestAMachineOfAClusterThatIsThereIsAdopted(t *testing.T) {
 			if err := o.machine(t); err != nil {
 				t.Fatal(err)
 			}
-			if c := o.Cluster(); c.Stage != ownerdir.StageInitialised || c.Adopted != adopted {
+			if c := o.Cluster(); c.Stage != ownerdir.StageInitialized || c.Adopted != adopted {
 				t.Errorf("%+v", c)
 			}
 		})
@@ -154,7 +154,7 @@ func TestAnAdoptedClusterOfOneMachineStaysOne(t *testing.T) {
 	if err := o.machine(t); err != nil {
 		t.Fatal(err)
 	}
-	kube, i := defined(t), &initialiser{InitConfig: o.config()}
+	kube, i := defined(t), &initializer{InitConfig: o.config()}
 	for _, name := range []string{"node1", "between"} {
 		add(t, name)
 		if _, err := i.noteNodes(t.Context(), kube); err != nil {

@@ -236,7 +236,7 @@ func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing
 var errNoFirst = errors.New("cluster.json names no first machine")
 
 // listFirst lists the first machine in the folder's policy, which nobody has signed yet: its serial stays.
-func (i *initialiser) listFirst() error {
+func (i *initializer) listFirst() error {
 	m := i.dir().FirstMachine
 	if m == nil {
 		return errNoFirst

@@ -66,7 +66,7 @@ func (d *Departure) planErase() {
 }
 
 // doErase deletes the salt from the cluster first (K4): what the folder has opens nothing that a joinservice would ask for.
-func (d *Departure) doErase(ctx context.Context, out *Departed, note func(string)) error {
+func (d *Departure) doErase(ctx context.Context, out *Removed, note func(string)) error {
 	again := "Finish it: muster forget --erase --disk " + d.erase + "."
 	if err := d.kube.EraseDisk(ctx, d.erase); err != nil {
 		return withRemedy(err, again)

@@ -66,7 +66,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil {
 		return errors.New("owner: Init needs Dir, Report and Log")
 	}
-	i := &initialiser{InitConfig: cfg}
+	i := &initializer{InitConfig: cfg}
 	if err := i.load(); err != nil {
 		return err
 	}
@@ -78,7 +78,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 	return i.install(ctx)
 }
 
-type initialiser struct {
+type initializer struct {
 	InitConfig
 
 	policy    *attest.Policy
@@ -87,9 +87,9 @@ type initialiser struct {
 	clusterID keys.ClusterID
 }
 
-func (i *initialiser) dir() ownerdir.Cluster { return i.Dir.Cluster() }
+func (i *initializer) dir() ownerdir.Cluster { return i.Dir.Cluster() }
 
-func (i *initialiser) load() error {
+func (i *initializer) load() error {
 	text, err := i.Dir.Read(ownerdir.PolicyFile)
 	if err != nil {
 		return err
@@ -106,7 +106,7 @@ func (i *initialiser) load() error {
 }
 
 // step reports f as one step.
-func (i *initialiser) step(name string, f func() (detail string, err error)) error {
+func (i *initializer) step(name string, f func() (detail string, err error)) error {
 	return step(i.Report, name, f)
 }
 
@@ -121,7 +121,7 @@ func step(report progress.Reporter, name string, f func() (detail string, err er
 }
 
 // machine has the first machine make the cluster.
-func (i *initialiser) machine(ctx context.Context) error {
+func (i *initializer) machine(ctx context.Context) error {
 	c := i.dir()
 	// A6: the machine must be unlocked; if it was asked before, it may be locked to this cluster, and
 	// must be the same.
@@ -148,7 +148,7 @@ func (i *initialiser) machine(ctx context.Context) error {
 
 // judge runs the exchange until there is a verdict, and writes down whom it accepted before
 // anything is sent.
-func (i *initialiser) judge(ctx context.Context, target *peerdial.Target) (string, error) {
+func (i *initializer) judge(ctx context.Context, target *peerdial.Target) (string, error) {
 	var peer attest.Peer
 	err := i.retry(ctx, func() error {
 		s, err := peerdial.Open(*target)
@@ -178,7 +178,7 @@ func (i *initialiser) judge(ctx context.Context, target *peerdial.Target) (strin
 }
 
 // explainVerdict names the files of this owner where a refusal's general remedy can't.
-func (i *initialiser) explainVerdict(err error) error {
+func (i *initializer) explainVerdict(err error) error {
 	c := i.dir()
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_LOCK_FOREIGN {
 		return withRemedy(err, "The machine is locked to another cluster, or was by an earlier attempt with another folder. Reboot it, and if it is to be used again, wipe its state first.")
@@ -206,7 +206,7 @@ func verdictOf(p attest.Peer) ownerdir.Verdict {
 }
 
 // request calls Init until there is a result, resuming after lost connections.
-func (i *initialiser) request(ctx context.Context, target peerdial.Target) (string, error) {
+func (i *initializer) request(ctx context.Context, target peerdial.Target) (string, error) {
 	var result *initv1.InitResult
 	err := i.retry(ctx, func() error {
 		s, err := peerdial.Open(target)
@@ -228,7 +228,7 @@ func (i *initialiser) request(ctx context.Context, target peerdial.Target) (stri
 
 // opened says whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
 // all of the disk. A machine that doesn't say is asked for the init itself.
-func (i *initialiser) opened(ctx context.Context, s *peerdial.Session) error {
+func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 	if err != nil {
 		return nil //nolint:nilerr // what is wrong, the init will meet too
@@ -249,7 +249,7 @@ func (i *initialiser) opened(ctx context.Context, s *peerdial.Session) error {
 
 // call makes one call and follows its stream. The client sends nothing before its verdict on the
 // server: the transport dials, judges, and only then lets the request out (A6).
-func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
+func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
 	ctx, peer := atls.CapturePeer(ctx)
 	c := i.dir()
 	list := versions.NewList(c.Components...)
@@ -291,7 +291,7 @@ func (i *initialiser) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 }
 
 // events calls Init, or Adopt, and gives what the machine streams. An error is the last.
-func (i *initialiser) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
+func (i *initializer) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
 	client := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
 	if i.dir().Adopted {
 		stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
@@ -320,7 +320,7 @@ func received[T any](stream *connect.ServerStreamForClient[T], err error, event 
 }
 
 // check compares the result with the machine that was judged, and with what the owner knows.
-func (i *initialiser) check(r *initv1.InitResult, p attest.Peer) error {
+func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	bad := func(format string, args ...any) error {
 		err := attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's result: "+format, args...)
 		return withRemedy(err, "Don't use this cluster. The machine's bootstrapper is faulty or of another version: wipe the machine, and begin a new cluster in another --directory.")
@@ -354,19 +354,19 @@ func (i *initialiser) check(r *initv1.InitResult, p attest.Peer) error {
 
 // keep writes the result down. The kubeconfig comes first: once the stage says that there is a
 // cluster, its key is there.
-func (i *initialiser) keep(r *initv1.InitResult) error {
+func (i *initializer) keep(r *initv1.InitResult) error {
 	if err := i.Dir.Write(ownerdir.AdminConf, r.GetKubeconfig()); err != nil {
 		return err
 	}
 	c := i.dir()
-	c.Stage = ownerdir.StageInitialised
+	c.Stage = ownerdir.StageInitialized
 	c.ClusterID = i.clusterID.String()
 	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
 	return i.Dir.Save(c)
 }
 
 // retry is again, for the first machine.
-func (i *initialiser) retry(ctx context.Context, try func() error) error {
+func (i *initializer) retry(ctx context.Context, try func() error) error {
 	return again(ctx, i.Report, try)
 }
 

@@ -133,7 +133,7 @@ func TestAMachineThatIsRefusedIsSentNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := o.Cluster()
-		if c.Stage != ownerdir.StageInitialised || c.FirstMachine.ID != good.ID().String() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" {
+		if c.Stage != ownerdir.StageInitialized || c.FirstMachine.ID != good.ID().String() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" {
 			t.Errorf("%+v", c)
 		}
 		if o.leaks([]byte(o.out.String())) {
@@ -170,7 +170,7 @@ func TestALostConnectionIsResumed(t *testing.T) {
 			t.Error("a call asked for something else")
 		}
 	}
-	if o.Cluster().Stage != ownerdir.StageInitialised {
+	if o.Cluster().Stage != ownerdir.StageInitialized {
 		t.Errorf("stage %s", o.Cluster().Stage)
 	}
 }
@@ -224,7 +224,7 @@ func TestAnotherRunRefusesAnotherMachine(t *testing.T) {
 			other := serveFirst(t, swap(t, m), succeed(m, kubeconfig(t), nil))
 			cfg := o.config()
 			cfg.DialContext = dialTo(other.addr)
-			i := &initialiser{InitConfig: cfg}
+			i := &initializer{InitConfig: cfg}
 			if err := i.load(); err != nil {
 				t.Fatal(err)
 			}
@@ -324,7 +324,7 @@ func TestAMachineThatIsNotUpYetIsWaitedFor(t *testing.T) {
 		}
 		return dial(ctx, network, addr)
 	}
-	i := &initialiser{InitConfig: cfg}
+	i := &initializer{InitConfig: cfg}
 	if err := i.load(); err != nil {
 		t.Fatal(err)
 	}
@@ -370,7 +370,7 @@ func TestAMachineWhoseStateDiskIsNotOpenIsWaitedForOrRecovered(t *testing.T) {
 				}
 				return dialTo(l.Addr().String())(ctx, network, addr)
 			}
-			i := &initialiser{InitConfig: cfg}
+			i := &initializer{InitConfig: cfg}
 			if err := i.load(); err != nil {
 				t.Fatal(err)
 			}

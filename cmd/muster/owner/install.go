@@ -39,7 +39,7 @@ const (
 //
 // The order matters: the first machine is enrolled before the chart's admission policies exist, which would keep its
 // node from writing.
-func (i *initialiser) install(ctx context.Context) error {
+func (i *initializer) install(ctx context.Context) error {
 	c := i.dir()
 	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
 	if err != nil {
@@ -97,7 +97,7 @@ func deadline(ctx context.Context, d time.Duration, what string) (context.Contex
 
 // noteNodes writes down which nodes an adopted cluster has before anything is done to it, once: a run that
 // goes on where an earlier one stopped takes nobody for one of before who came in between (J4).
-func (i *initialiser) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
+func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	c := i.dir()
 	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
 		names, err := kube.Present(ctx)
@@ -112,7 +112,7 @@ func (i *initialiser) noteNodes(ctx context.Context, kube *clusterapi.Client) (s
 	return fmt.Sprintf("%d beside the first machine", len(c.NodesBefore)), nil
 }
 
-func (i *initialiser) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	if err := kube.EnsureNamespace(ctx); err != nil {
 		return "", err
 	}
@@ -149,7 +149,7 @@ func Definitions() ([]*unstructured.Unstructured, error) {
 
 // enroll writes down the machine that this owner judged: its enrollment, what was seen of it, and
 // that its node may write.
-func (i *initialiser) enroll(ctx context.Context, kube *clusterapi.Client) error {
+func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error {
 	m := i.dir().FirstMachine
 	for _, a := range m.Addresses {
 		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
@@ -193,7 +193,7 @@ func (i *initialiser) enroll(ctx context.Context, kube *clusterapi.Client) error
 	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
 }
 
-func (i *initialiser) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
+func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
 	if err := i.listFirst(); err != nil { // A7
 		return err
 	}
@@ -204,7 +204,7 @@ func (i *initialiser) setPolicy(ctx context.Context, kube *clusterapi.Client) er
 	return kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
 }
 
-func (i *initialiser) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {
+func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	key, err := i.Dir.OwnerKey()
 	if err != nil {
 		return "", err
@@ -224,7 +224,7 @@ func (i *initialiser) chart(ctx context.Context, kube *clusterapi.Client) (strin
 
 // joinservice waits until a joinservice answers on one of the first machine's addresses, and
 // judges it as any machine that joins will.
-func (i *initialiser) joinservice(ctx context.Context) (string, error) {
+func (i *initializer) joinservice(ctx context.Context) (string, error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
 	m := i.dir().FirstMachine
@@ -242,7 +242,7 @@ func (i *initialiser) joinservice(ctx context.Context) (string, error) {
 	return at, err
 }
 
-func (i *initialiser) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
+func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
 	// The services serve a machine that is locked to this cluster, and no other state of it.
 	s, err := peerdial.Open(peerdial.Target{
 		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,

@@ -36,8 +36,8 @@ type Departure struct {
 	erase  string                  // the disk whose salt is deleted (K4); empty: none
 }
 
-// Departed is what was done.
-type Departed struct {
+// Removed is what was done.
+type Removed struct {
 	Name      string `json:"name"`
 	MachineID string `json:"machineID,omitempty"`
 	// Done are the steps, in their order.
@@ -239,8 +239,8 @@ func some(names []string) string {
 }
 
 // Do what was planned. It tells say each step; after an interruption the same command finishes.
-func (d *Departure) Do(ctx context.Context, say func(string)) (*Departed, error) {
-	out := &Departed{Name: d.found.Name, Done: []string{}}
+func (d *Departure) Do(ctx context.Context, say func(string)) (*Removed, error) {
+	out := &Removed{Name: d.found.Name, Done: []string{}}
 	if d.found.Enrollment != nil {
 		out.MachineID = d.found.Enrollment.Spec.MachineID
 	}

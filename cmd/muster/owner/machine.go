@@ -40,9 +40,9 @@ type MachineStatus struct {
 	// ReasonUnproven: it is the word of somebody who had not proven to be a joinservice.
 	ReasonUnproven bool       `json:"reasonUnproven,omitempty"`
 	Remedy         string     `json:"remedy,omitempty"`
-	LastTry        *time.Time `json:"lastTry,omitempty"`
-	NextTry        *time.Time `json:"nextTry,omitempty"`
-	FailedTries    uint32     `json:"failedTries"`
+	LastAttempt    *time.Time `json:"lastAttempt,omitempty"`
+	NextAttempt    *time.Time `json:"nextAttempt,omitempty"`
+	FailedAttempts uint32     `json:"failedAttempts"`
 	JoinEndpoints  []string   `json:"joinEndpoints,omitempty"`
 	Version        string     `json:"version"`
 	Machine        string     `json:"machine"`
@@ -112,8 +112,8 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 			s.Remedy = rpc.RemedyUnproven
 		}
 	}
-	s.Since, s.LastTry, s.NextTry = at(r.GetSince()), at(r.GetLastTry()), at(r.GetNextTry())
-	s.FailedTries, s.InitAllowed = r.GetFailedTries(), r.GetInitAllowed()
+	s.Since, s.LastAttempt, s.NextAttempt = at(r.GetSince()), at(r.GetLastAttempt()), at(r.GetNextAttempt())
+	s.FailedAttempts, s.InitAllowed = r.GetFailedAttempts(), r.GetInitAllowed()
 	s.JoinEndpoints = make([]string, 0, len(r.GetJoinEndpoints()))
 	for _, e := range r.GetJoinEndpoints()[:min(len(r.GetJoinEndpoints()), maxEndpoints)] {
 		s.JoinEndpoints = append(s.JoinEndpoints, printable(e))

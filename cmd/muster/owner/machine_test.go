@@ -24,7 +24,7 @@ func (w waiting) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.G
 	now := time.Now()
 	return &initv1.GetStatusResponse{
 		Phase: initv1.Phase_PHASE_WAITING, Now: timestamppb.New(now.Add(3 * time.Hour)), LastReason: attestv1.Reason_REASON_POLICY_REFUSED, LastReasonUnproven: true, Remedy: "send me money",
-		LastTry: timestamppb.New(now), NextTry: timestamppb.New(now.Add(time.Minute)), FailedTries: 3, JoinEndpoints: []string{"192.0.2.1:30090"},
+		LastAttempt: timestamppb.New(now), NextAttempt: timestamppb.New(now.Add(time.Minute)), FailedAttempts: 3, JoinEndpoints: []string{"192.0.2.1:30090"},
 		Version: "v1\x1b[2J", MachineId: w.id[:], NodeName: "node2", Role: "worker",
 	}, nil
 }
@@ -54,7 +54,7 @@ func TestAMachineIsAskedProvenOrNot(t *testing.T) {
 			if s.Proven != (tt.problem == "") || (s.Problem == nil) != s.Proven || s.Problem != nil && s.Problem.Reason != tt.problem {
 				t.Errorf("%+v, problem %+v", s, s.Problem)
 			}
-			if s.Phase != "waiting" || s.Reason != "POLICY_REFUSED" || s.NodeName != "node2" || s.Machine != tt.machine.ID().String() || s.FailedTries != 3 || s.NextTry == nil {
+			if s.Phase != "waiting" || s.Reason != "POLICY_REFUSED" || s.NodeName != "node2" || s.Machine != tt.machine.ID().String() || s.FailedAttempts != 3 || s.NextAttempt == nil {
 				t.Errorf("%+v", s)
 			}
 			if strings.Contains(s.Remedy, "money") || s.Remedy != rpc.RemedyUnproven || !s.ReasonUnproven || strings.Contains(s.Version, "\x1b") {

@@ -96,7 +96,7 @@ func serve(t *testing.T, l net.Listener, a attest.Attester, s rpc.Service) {
 	}
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, ATLS: atls.ServerConfig{Attester: a, Appraiser: atls.JudgeNobody}, Services: []rpc.Service{s},
+		Listener: l, ATLS: atls.ServerConfig{Attester: a, Appraiser: atls.NoAppraiser}, Services: []rpc.Service{s},
 		Health: health, Metrics: metrics, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
 	})
 	if err != nil {
@@ -196,7 +196,7 @@ func (o *owned) config() InitConfig {
 // machine runs the part of Init that talks to the first machine.
 func (o *owned) machine(t *testing.T) error {
 	t.Helper()
-	i := &initialiser{InitConfig: o.config()}
+	i := &initializer{InitConfig: o.config()}
 	if err := i.load(); err != nil {
 		t.Fatal(err)
 	}

@@ -56,7 +56,7 @@ type upgrader struct {
 	UpgradeConfig
 
 	kube        *clusterapi.Client
-	init        *initialiser
+	init        *initializer
 	definitions []*unstructured.Unstructured
 	last        *releasev1.Release
 	values      map[string]any
@@ -168,7 +168,7 @@ func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
 	}
 	u := &upgrader{
 		UpgradeConfig: cfg, plan: &clusterapi.Plan{},
-		init: &initialiser{InitConfig: InitConfig{Dir: cfg.Dir, Report: cfg.Report, Log: cfg.Log, DialContext: cfg.DialContext}},
+		init: &initializer{InitConfig: InitConfig{Dir: cfg.Dir, Report: cfg.Report, Log: cfg.Log, DialContext: cfg.DialContext}},
 	}
 	if err := u.init.load(); err != nil {
 		return nil, err

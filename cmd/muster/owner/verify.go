@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Sight is what a machine said of itself in one exchange, and what a policy makes of it.
-type Sight struct {
+// Report is what a machine said of itself in one exchange, and what a policy makes of it.
+type Report struct {
 	Endpoint string `json:"endpoint"`
 	Purpose  string `json:"purpose"`
 	// Accepted is the verdict. Problem says why not.
@@ -73,7 +73,7 @@ type VerifyConfig struct {
 }
 
 // Look runs one exchange, and returns what the machine has shown. An error means that it was refused.
-func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Sight, error) {
+func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Report, error) {
 	s, j, err := look(ctx, cfg)
 	switch {
 	case err != nil:
@@ -86,35 +86,35 @@ func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Sight, error) 
 
 // Verify runs one exchange. The error is nil whenever there is something to show, also if
 // the machine is refused.
-func Verify(ctx context.Context, cfg VerifyConfig) (*Sight, error) {
+func Verify(ctx context.Context, cfg VerifyConfig) (*Report, error) {
 	s, _, err := look(ctx, cfg)
 	return s, err
 }
 
-func look(ctx context.Context, cfg VerifyConfig) (*Sight, peerdial.Judgement, error) {
+func look(ctx context.Context, cfg VerifyConfig) (*Report, peerdial.Result, error) {
 	s, err := peerdial.Open(cfg.Target)
 	if err != nil {
-		return nil, peerdial.Judgement{}, err
+		return nil, peerdial.Result{}, err
 	}
 	defer func() { _ = s.Close() }()
-	out := &Sight{Endpoint: cfg.Addr, Purpose: string(cfg.Purpose), At: time.Now().UTC()}
+	out := &Report{Endpoint: cfg.Addr, Purpose: string(cfg.Purpose), At: time.Now().UTC()}
 	_, err = s.Exchange(ctx)
 	if err != nil {
 		if _, refused := errors.AsType[*attest.Refusal](err); !refused {
-			return nil, peerdial.Judgement{}, fmt.Errorf("%s: %w", cfg.Addr, err)
+			return nil, peerdial.Result{}, fmt.Errorf("%s: %w", cfg.Addr, err)
 		}
 		p := Explain(err)
 		out.Problem = &p
 	}
 	out.Accepted, out.Err = err == nil, err
-	j, ok := s.Judged()
+	j, ok := s.Result()
 	if ok {
 		out.show(j, cfg)
 	}
 	return out, j, nil
 }
 
-func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
+func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	c := j.Claims
 	digest, clock := c.EvidenceDigest(), c.Clock()
 	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
@@ -165,7 +165,7 @@ func (s *Sight) show(j peerdial.Judgement, cfg VerifyConfig) {
 }
 
 // firmware says in words what the event log has of the time before the boot loader.
-func (s *Sight) firmware(c attest.Claims) {
+func (s *Report) firmware(c attest.Claims) {
 	s.SecureBoot = "unknown"
 	fw, err := c.Firmware()
 	if err != nil {

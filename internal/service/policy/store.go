@@ -256,36 +256,36 @@ func (g guarded) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.St
 	return g.Verifier.Verify(ctx, ev, st, b)
 }
 
-// Judge is an [attest.Appraiser] by the policy in force.
-type Judge struct {
+// Appraiser is an [attest.Appraiser] by the policy in force.
+type Appraiser struct {
 	store    *Store
 	banned   func(attest.Claims) bool
 	locks    func() ([]attest.Lock, error)
 	appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)
 }
 
-// NewJudge gives a Judge that refuses banned machines, and those whose node lock is in none of
+// NewAppraiser gives a Judge that refuses banned machines, and those whose node lock is in none of
 // the states.
-func (s *Store) NewJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
-	return s.newJudge(banned, locks, (*attest.Policy).Appraise)
+func (s *Store) NewAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Appraiser, error) {
+	return s.newAppraiser(banned, locks, (*attest.Policy).Appraise)
 }
 
-// NewServerJudge is NewJudge for the machines of joinservices and kms: it also refuses those that the policy does not list
+// NewServerAppraiser is NewJudge for the machines of joinservices and kms: it also refuses those that the policy does not list
 // as control planes, with SERVER_NOT_LISTED (A7).
-func (s *Store) NewServerJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Judge, error) {
-	return s.newJudge(banned, locks, (*attest.Policy).AppraiseServer)
+func (s *Store) NewServerAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Appraiser, error) {
+	return s.newAppraiser(banned, locks, (*attest.Policy).AppraiseServer)
 }
 
-func (s *Store) newJudge(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error), appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)) (*Judge, error) {
+func (s *Store) newAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error), appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)) (*Appraiser, error) {
 	if banned == nil || locks == nil {
 		return nil, errors.New("policy: a judge needs to know bans and lock states")
 	}
-	return &Judge{store: s, banned: banned, locks: locks, appraise: appraise}, nil
+	return &Appraiser{store: s, banned: banned, locks: locks, appraise: appraise}, nil
 }
 
 // Appraise implements [attest.Appraiser]. Beside the refusals of [attest.Policy.Appraise] there
 // are BANNED and NOT_READY.
-func (j *Judge) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
+func (j *Appraiser) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
 	if j.banned(c) {
 		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned or its enrollment being deleted, or its TPM is as another machine", c.Machine())
 	}

@@ -74,7 +74,7 @@ func TestAJudgeAppliesThePolicyInForceNow(t *testing.T) {
 	o := newOwner(t)
 	s := o.store(t)
 	banned := false
-	judge, err := s.NewJudge(
+	judge, err := s.NewAppraiser(
 		func(c attest.Claims) bool { return banned && c.Machine() == o.machine.ID() },
 		func() ([]attest.Lock, error) { return []attest.Lock{attest.Unlocked()}, nil },
 	)
@@ -229,14 +229,14 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 		}
 	}
 	s := o.store(t)
-	if _, err := s.NewJudge(nil, func() ([]attest.Lock, error) { return nil, nil }); err == nil {
+	if _, err := s.NewAppraiser(nil, func() ([]attest.Lock, error) { return nil, nil }); err == nil {
 		t.Error("a judge that knows no bans was made")
 	}
-	if _, err := s.NewJudge(func(attest.Claims) bool { return false }, nil); err == nil {
+	if _, err := s.NewAppraiser(func(attest.Claims) bool { return false }, nil); err == nil {
 		t.Error("a judge that knows no locks was made")
 	}
 	s.Set(o.object(t, 1, 1))
-	judge, err := s.NewJudge(func(attest.Claims) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
+	judge, err := s.NewAppraiser(func(attest.Claims) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
 	if err != nil {
 		t.Fatal(err)
 	}

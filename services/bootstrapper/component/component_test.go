@@ -36,7 +36,7 @@ const (
 )
 
 func limits() Limits {
-	return Limits{Download: 1 << 20, Unpacked: 1 << 20, Entries: 20, Tries: 3, Pause: time.Millisecond, Try: 10 * time.Second}
+	return Limits{Download: 1 << 20, Unpacked: 1 << 20, Entries: 20, Attempts: 3, Pause: time.Millisecond, Try: 10 * time.Second}
 }
 
 // mirror serves content and counts how often it is asked.

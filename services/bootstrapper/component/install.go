@@ -32,15 +32,15 @@ type Limits struct {
 	Unpacked int64
 	// Entries is the largest number of an archive's entries.
 	Entries int
-	// Tries is how often a fetch is tried, and Pause the first pause between two.
-	Tries int
-	Pause time.Duration
+	// Attempts is how often a fetch is tried, and Pause the first pause between two.
+	Attempts int
+	Pause    time.Duration
 	// Try bounds one try, from dial to last byte.
 	Try time.Duration
 }
 
 // DefaultLimits are those of production.
-var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Tries: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
+var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Attempts: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
 
 // A try is given up when leastBytes of content (64 KiB) take longer than leastTime (30 s), about 2 KiB a second: at that rate a whole try
 // brings 2 MiB, and kubeadm alone has 70. A mirror that stalls, or whoever is in between, would hold the machine for all of every try, and a
@@ -175,7 +175,7 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 		if _, final := errors.AsType[*attest.Refusal](err); final {
 			return "", err
 		}
-		if try >= in.limits.Tries {
+		if try >= in.limits.Attempts {
 			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d tries: %w", c.Name(), c.where(), try, err)
 		}
 		in.log.WarnContext(ctx, "component not fetched, trying again", "component", c.Name(), "from", c.where(), "try", try, "err", err)

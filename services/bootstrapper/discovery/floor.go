@@ -73,7 +73,7 @@ type Floor struct {
 	Known *journal.Policy
 }
 
-// Newest is for [Judges]. What it is to keep is on the disk when it returns nil.
+// Newest is for [Verification]. What it is to keep is on the disk when it returns nil.
 func (f Floor) Newest(p journal.Policy, keep bool) error {
 	rec, err := f.File.Load()
 	if err != nil {

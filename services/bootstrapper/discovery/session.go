@@ -29,9 +29,9 @@ type Session struct {
 type SessionConfig struct {
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
-	// Judges are what the joinservice is judged with, Lock is what its node lock must show.
-	Judges Judges
-	Lock   attest.Lock
+	// Verification are what the joinservice is judged with, Lock is what its node lock must show.
+	Verification Verification
+	Lock         attest.Lock
 	// Dial bounds the wait for a further connection.
 	Dial time.Duration
 	// Log is told of the joinservice's machine once it was judged.
@@ -40,7 +40,7 @@ type SessionConfig struct {
 
 // Open gives a session over the connection that won a [Race].
 func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Conn) (*Session, error) {
-	verifier, appraiser, err := cfg.Judges.Of(ctx, cfg.Lock)
+	verifier, appraiser, err := cfg.Verification.Of(ctx, cfg.Lock)
 	if err != nil {
 		return nil, err
 	}
@@ -52,7 +52,7 @@ func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Con
 			s.mu.Lock()
 			s.peers = append(s.peers, p)
 			s.mu.Unlock()
-			cfg.Log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", cfg.Judges.OwnerKey != nil)
+			cfg.Log.InfoContext(ctx, "joinservice judged", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", cfg.Verification.OwnerKey != nil)
 		},
 	})
 	if err != nil {

@@ -137,7 +137,7 @@ func (l *LUKS) State() (State, error) {
 	if _, isNew := luks2.New(b); isNew {
 		return StateNew, nil
 	}
-	if _, err := l.judgeLocked(b); err != nil {
+	if _, err := l.checkLocked(b); err != nil {
 		return 0, err
 	}
 	return StateLocked, nil
@@ -177,7 +177,7 @@ func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	if err != nil {
 		return err
 	}
-	h, err := l.judgeLocked(b)
+	h, err := l.checkLocked(b)
 	if err != nil {
 		return err
 	}
@@ -285,7 +285,7 @@ func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
 }
 
 // judgeLocked judges the header, and with integrity what the kernel reads of the disk before any key is checked.
-func (l *LUKS) judgeLocked(b []byte) (*luks2.Header, error) {
+func (l *LUKS) checkLocked(b []byte) (*luks2.Header, error) {
 	h, err := l.judge(b)
 	if err != nil || l.integrity != luks2.HMACSHA256 {
 		return h, err

@@ -66,7 +66,7 @@ func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: health, Metrics: w.Calls, Log: w.Log, MaxRequest: maxRequest, Timeout: requestTimeout, IdleTimeout: idleTimeout, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by the owner's signature.
-		ATLS:     atls.ServerConfig{Attester: w.Attester, Appraiser: atls.JudgeNobody, Limits: recovery.Limits, Challenges: atls.NewChallengeQueue()},
+		ATLS:     atls.ServerConfig{Attester: w.Attester, Appraiser: atls.NoAppraiser, Limits: recovery.Limits, Challenges: atls.NewChallengeQueue()},
 		Services: []rpc.Service{w.Service()},
 	})
 	if err != nil {

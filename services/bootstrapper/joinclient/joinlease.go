@@ -87,12 +87,12 @@ func lost(err error) bool {
 }
 
 // endTries bounds how often the end of a turn is told; after that it runs out by itself.
-const endTries = 3
+const endAttempts = 3
 
 func (k *joinLease) end(ctx context.Context) {
 	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
 	var err error
-	for range endTries {
+	for range endAttempts {
 		if err = k.call(ctx, true); err == nil || lost(err) {
 			return
 		}

@@ -17,7 +17,7 @@ import (
 )
 
 // pullTries is how often an image is asked for.
-const pullTries = 6
+const pullAttempts = 6
 
 // prepareImages has containerd start pods with the listed pause image, and pulls what a node runs, by digest (B9): kubeadm is told to pull nothing, and
 // waits only minutes for pods whose images are not there.
@@ -47,7 +47,7 @@ func (n *Node) pull(ctx context.Context, image string) error {
 		if err == nil {
 			return nil
 		}
-		if ctx.Err() != nil || try >= pullTries {
+		if ctx.Err() != nil || try >= pullAttempts {
 			return attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image %s can't be pulled after %d tries: %w", image, try, err)
 		}
 		n.Log.WarnContext(ctx, "image not pulled, trying again", "image", image, "try", try, "err", err)

@@ -115,7 +115,7 @@ type Node struct {
 	// OwnerKey verifies the owner's signatures; nil: the owner is not known.
 	OwnerKey ed25519.PublicKey
 	// Attempts are the machine's calls to joinservices, for its status.
-	Attempts discovery.Tries
+	Attempts discovery.Attempts
 	// Joins counts attempts to join by reason.
 	Joins *prometheus.CounterVec
 
@@ -184,6 +184,6 @@ func (n *Node) OpenSession(ctx context.Context, endpoint string, first net.Conn)
 	}
 	return discovery.Open(ctx, discovery.SessionConfig{
 		Attester: n.Attester, Lock: lock, Dial: n.Timing.Dial, Log: n.Log,
-		Judges: discovery.Judges{OwnerKey: n.OwnerKey, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
+		Verification: discovery.Verification{OwnerKey: n.OwnerKey, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
 	}, endpoint, first)
 }

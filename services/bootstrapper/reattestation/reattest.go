@@ -243,7 +243,7 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 	}
 	client, err := discovery.Open(ctx, discovery.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
-		Judges: discovery.Judges{
+		Verification: discovery.Verification{
 			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: discovery.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},

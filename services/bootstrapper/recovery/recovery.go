@@ -111,7 +111,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
 	}
 	s := &Server{
-		cfg: cfg, turns: newTurns(time.Now, betweenTries), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
+		cfg: cfg, turns: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -138,7 +138,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
 		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
 		// the owner's signature and the key.
-		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.JudgeNobody, Limits: Limits, Challenges: s.cfg.Challenges},
+		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.NoAppraiser, Limits: Limits, Challenges: s.cfg.Challenges},
 		Services: []rpc.Service{s.Service()},
 	})
 	if err != nil {

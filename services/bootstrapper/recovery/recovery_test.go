@@ -166,7 +166,7 @@ func TestWrongKeysAreLimitedAndKeepNobodyElseOut(t *testing.T) {
 func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
 	w := newWorld(t)
 	now, mu := time.Now(), sync.Mutex{}
-	w.server.turns = newTurns(func() time.Time { mu.Lock(); defer mu.Unlock(); return now }, 0)
+	w.server.turns = newQueue(func() time.Time { mu.Lock(); defer mu.Unlock(); return now }, 0)
 	c := w.from("127.0.0.1")
 	for range maxWrong {
 		_, _ = w.recover(t.Context(), c, wrong(), nil)

@@ -166,7 +166,7 @@ func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.server.turns = newTurns(time.Now, 0) // wrong keys in a row, without a second between them
+	w.server.turns = newQueue(time.Now, 0) // wrong keys in a row, without a second between them
 	w.run()
 	return w
 }

@@ -12,13 +12,13 @@ import (
 )
 
 // judgedFirst fails if the disk is opened before the policy is kept.
-type judgedFirst struct {
+type appraisedFirst struct {
 	*journal.File
 	w    *world
 	fail error
 }
 
-func (j judgedFirst) Save(r journal.Record) error {
+func (j appraisedFirst) Save(r journal.Record) error {
 	j.w.disk.mu.Lock()
 	defer j.w.disk.mu.Unlock()
 	if j.w.disk.opens > 0 {
@@ -52,7 +52,7 @@ func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {
 	w := newWorld(t)
 	w.cluster(w.like(), w.owner, serial)
 	cfg := w.config()
-	cfg.Policy = judgedFirst{w.judged, w, nil}
+	cfg.Policy = appraisedFirst{w.judged, w, nil}
 	if err := w.bootWith(cfg).end(t); err != nil || w.disk.opens != 1 {
 		t.Fatal(err, w.disk.opens)
 	}
@@ -78,7 +78,7 @@ func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {
 	w = newWorld(t)
 	w.cluster(w.like(), w.owner)
 	cfg = w.config()
-	cfg.Policy = judgedFirst{w.judged, w, errors.New("no room")}
+	cfg.Policy = appraisedFirst{w.judged, w, errors.New("no room")}
 	r := w.bootWith(cfg)
 	eventually(t, "refused", func() bool { return metric(t, r, attestv1.Reason_REASON_STATE_DISK) > 0 })
 	if w.disk.tried > 0 {

@@ -130,7 +130,7 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 		// Which cluster the machine belongs to stands in the journal on the disk. What the joinservice says of it is
 		// compared with its own machine's lock once it has answered.
 		Lock: attest.AnyLock(),
-		Judges: discovery.Judges{
+		Verification: discovery.Verification{
 			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
 		},
 	}, endpoint, first)

@@ -51,7 +51,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: port, Health: health, Metrics: calls, Log: cfg.Log, Grace: grace,
 		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
-		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.JudgeNobody, Limits: Limits, Challenges: challenges},
+		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.NoAppraiser, Limits: Limits, Challenges: challenges},
 		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
 	})
 	if err != nil {

@@ -28,7 +28,7 @@ func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1
 	if meta, err := u.cfg.Metadata(); err == nil {
 		out.NodeName, out.Role = meta.Name, meta.Role
 	} else {
-		out.LastReason, out.LastReasonUnproven, out.LastTry = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
+		out.LastReason, out.LastReasonUnproven, out.LastAttempt = attestv1.Reason_REASON_MACHINE_CONFIG, false, out.GetNow()
 	}
 	out.Remedy = discovery.RemedyOf(out)
 	return out, nil

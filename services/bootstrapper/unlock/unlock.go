@@ -128,7 +128,7 @@ type Unlocker struct {
 	cfg      Config
 	bank     tpm.Bank
 	memory   discovery.Memory
-	tries    discovery.Tries
+	tries    discovery.Attempts
 	attempts *prometheus.CounterVec
 	insecure *prometheus.GaugeVec
 

@@ -210,7 +210,7 @@ func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
 	}
 }
 
-func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextTryIs(t *testing.T) {
+func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextAttemptIs(t *testing.T) {
 	w := newWorld(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_BUSY, 10*time.Minute))
@@ -220,11 +220,11 @@ func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextTryIs(t *testing.T) {
 		t.Fatal(err)
 	}
 	id := w.machine.ID()
-	if s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_BUSY || s.GetRemedy() == "" || s.GetFailedTries() != 1 || !bytes.Equal(s.GetMachineId(), id[:]) ||
+	if s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_BUSY || s.GetRemedy() == "" || s.GetFailedAttempts() != 1 || !bytes.Equal(s.GetMachineId(), id[:]) ||
 		s.GetNodeName() != "node2" || s.GetRole() != "worker" || !slices.Equal(s.GetJoinEndpoints(), []string{j.addr}) || s.GetSince() == nil {
 		t.Errorf("status %v", s)
 	}
-	if wait := s.GetNextTry().AsTime().Sub(s.GetNow().AsTime()); wait < 9*time.Minute {
+	if wait := s.GetNextAttempt().AsTime().Sub(s.GetNow().AsTime()); wait < 9*time.Minute {
 		t.Errorf("next try in %s", wait)
 	}
 	if strings.Contains(s.String(), "joinservice's log") { // R1

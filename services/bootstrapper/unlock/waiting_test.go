@@ -82,7 +82,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			if err != nil {
 				t.Fatal(err)
 			}
-			if s.Phase != "unlocking" || s.Reason != tt.reason || s.Remedy == "" || s.FailedTries == 0 || s.LastTry == nil || !s.Proven {
+			if s.Phase != "unlocking" || s.Reason != tt.reason || s.Remedy == "" || s.FailedAttempts == 0 || s.LastAttempt == nil || !s.Proven {
 				t.Errorf("status %+v", s)
 			}
 			if !slices.ContainsFunc(strings.Split(string(w.log.Bytes()), "\n"), func(l string) bool {

@@ -296,7 +296,7 @@ func (w *world) told(want attestv1.Reason) *running {
 			return w.log.Bytes()
 		},
 	}
-	refusaltest.Told(w.t, s, want, refusaltest.Places{Metric: []string{"muster_unlock_attempts_total"}, Log: []string{"msg", "not unlocked yet"}}, func() { begun = true })
+	refusaltest.Reported(w.t, s, want, refusaltest.Places{Metric: []string{"muster_unlock_attempts_total"}, Log: []string{"msg", "not unlocked yet"}}, func() { begun = true })
 	return r
 }
 

@@ -35,7 +35,7 @@ const (
 	maxLife = 10 * time.Minute
 	// retryTurn is what a machine is told to wait that is not next: short, so that of several that
 	// wait one begins soon after another has ended.
-	retryTurn = 3 * time.Second
+	retryLease = 3 * time.Second
 	// ticketAnnotation names the ticket that the turn came with.
 	ticketAnnotation = "muster.dev/ticket"
 )
@@ -97,7 +97,7 @@ func (k *Manager) Check(ctx context.Context, m attest.MachineID, node, ticket st
 	}
 	age, life := k.view.age(l, time.Now()), lifeOf(l)
 	if age <= life { // J8
-		return nil, attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
+		return nil, attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
 	}
 	t.abandoned = holder
 	return t, nil
@@ -121,7 +121,7 @@ func (t *Acquisition) Take(ctx context.Context) error {
 	switch {
 	case err == nil:
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
-		return attest.RefuseFor(retryTurn, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
+		return attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
 	default:
 		return clusterview.Unavailable("write Lease "+Name, err)
 	}

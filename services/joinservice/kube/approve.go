@@ -60,7 +60,7 @@ const (
 type Approver struct {
 	kube      *Kube
 	audit     *audit.Log
-	rations   *audit.Rations
+	rations   *audit.RefusalLimits
 	policy    *policy.Store
 	maxAge    time.Duration
 	grace     time.Duration
@@ -73,7 +73,7 @@ type Approver struct {
 
 // NewApprover returns an Approver that takes verdicts of up to maxAge under the policy in force of p,
 // or says what is missing. What it approves goes to log, what it denies to the node's ration.
-func (k *Kube) NewApprover(log *audit.Log, rations *audit.Rations, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
+func (k *Kube) NewApprover(log *audit.Log, rations *audit.RefusalLimits, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
 	if log == nil || rations == nil || p == nil || maxAge <= 0 || r == nil {
 		return nil, errors.New("kube: audit log, rations, policy, the age of verdicts and metrics are required")
 	}

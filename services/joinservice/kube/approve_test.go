@@ -34,11 +34,11 @@ func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 	k, _ := replica(t)
 	var out bytes.Buffer
 	log, registry := audit.NewStream(&out), prometheus.NewRegistry()
-	strangers, err := audit.NewStrangers("joinservice", log, slog.New(slog.DiscardHandler), registry)
+	strangers, err := audit.NewUnattestedRefusals("joinservice", log, slog.New(slog.DiscardHandler), registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	rations, err := audit.NewRations(strangers)
+	rations, err := audit.NewRefusalLimits(strangers)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,11 +62,11 @@ func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 	refusal := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "not its own")
 	began := time.Now()
 	decide(70, "w1", refusal)
-	ration := 50 + int(time.Since(began)/(10*time.Second)) + 1
+	bucket := 50 + int(time.Since(began)/(10*time.Second)) + 1
 	decide(60, "w1", nil)
 	decide(1, "w2", refusal)
-	if n := strings.Count(out.String(), "certificate denied") - 1; n < 50 || n > ration {
-		t.Errorf("%d denials of w1 are recorded, want 50 to %d", n, ration)
+	if n := strings.Count(out.String(), "certificate denied") - 1; n < 50 || n > bucket {
+		t.Errorf("%d denials of w1 are recorded, want 50 to %d", n, bucket)
 	}
 	if !strings.Contains(out.String(), `"node":"w2"`) {
 		t.Error("w1's denials keep w2's out")
@@ -123,11 +123,11 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			api, out := &counting{}, &bytes.Buffer{}
-			strangers, err := audit.NewStrangers("joinservice", audit.NewStream(out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+			strangers, err := audit.NewUnattestedRefusals("joinservice", audit.NewStream(out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 			if err != nil {
 				t.Fatal(err)
 			}
-			rations, err := audit.NewRations(strangers)
+			rations, err := audit.NewRefusalLimits(strangers)
 			if err != nil {
 				t.Fatal(err)
 			}

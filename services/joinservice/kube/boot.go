@@ -75,10 +75,10 @@ func cloned(n *v1alpha1.AttestedNode, last *v1alpha1.Boot, now Boot, why string)
 	return attest.Refuse(attestv1.Reason_REASON_MACHINE_CLONED, "%w", &Clone{Node: n.Name, Machine: n.Spec.MachineID, Why: fmt.Sprintf("%s (resets/restarts) is refused, %s: %s", now, why, known)})
 }
 
-// judgeBoot compares a boot with the last one that is known of its machine (J11): a later one is accepted, the same one with
+// compareBoots compares a boot with the last one that is known of its machine (J11): a later one is accepted, the same one with
 // the same secret only, and an earlier one never. The TPM's clock counts within one boot alone, and whether it is safe not at
 // all: after a power cut it begins anew, and is safe again within seconds. The error's text is completed by [cloned].
-func judgeBoot(last v1alpha1.Boot, now Boot) (later bool, why string, reason attestv1.Reason) {
+func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason attestv1.Reason) {
 	switch cmp.Or(cmp.Compare(int64(now.Reset), last.ResetCount), cmp.Compare(int64(now.Restart), last.RestartCount)) {
 	case 1:
 		return true, "", attestv1.Reason_REASON_ACCEPTED
@@ -109,7 +109,7 @@ func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot)
 		}
 		return true, nil
 	}
-	later, why, reason := judgeBoot(*s.Boot, b)
+	later, why, reason := compareBoots(*s.Boot, b)
 	if reason == attestv1.Reason_REASON_MACHINE_CLONED {
 		return false, cloned(n, s.Boot, b, why)
 	}

@@ -50,7 +50,7 @@ func TestABootIsComparedWithTheLastOne(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			last.Since = metav1.NewMicroTime(since)
-			later, _, reason := judgeBoot(last, tt.now)
+			later, _, reason := compareBoots(last, tt.now)
 			if later != tt.later || reason != tt.want {
 				t.Errorf("later: %v, %s; want %v, %s", later, attest.ReasonName(reason), tt.later, attest.ReasonName(tt.want))
 			}

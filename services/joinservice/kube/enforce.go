@@ -182,7 +182,7 @@ func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
 			if c.shut {
 				reason = attestv1.Reason_REASON_BANNED
 			}
-			e.kube.tellAuditor(ctx, c.event, c.node, c.machine, reason)
+			e.kube.audited(ctx, c.event, c.node, c.machine, reason)
 		}
 	}
 }

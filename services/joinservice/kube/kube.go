@@ -105,7 +105,7 @@ func New(c *clusterview.Cluster, records *audit.Log, log *slog.Logger, life time
 }
 
 // tellAuditor records what was done to a machine, after it was done: a disk that is full must not keep a banned machine in.
-func (k *Kube) tellAuditor(ctx context.Context, event, node, machine string, reason attestv1.Reason) {
+func (k *Kube) audited(ctx context.Context, event, node, machine string, reason attestv1.Reason) {
 	if err := k.audit.Write(audit.Record{Service: "joinservice", Event: event, Reason: attest.ReasonName(reason), Node: node, Machine: machine}); err != nil {
 		k.log.ErrorContext(ctx, "an audit record cannot be written", "event", event, "node", node, "machine", machine, "err", err)
 	}

@@ -211,7 +211,7 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	}
 	if _, begun := k.evicting.LoadAndDelete(n.UID); begun {
 		k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted, with its pods", "node", n.Name, "machine", n.Spec.MachineID)
-		k.tellAuditor(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
+		k.audited(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
 		k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
 	}
 	return nil

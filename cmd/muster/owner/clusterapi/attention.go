@@ -122,13 +122,13 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
 	}
 	switch {
-	case n.JudgedAt == nil:
+	case n.AppraisedAt == nil:
 		add(about, journal(n.Name, "muster-attester"), "it was never judged")
 	case n.Accepted != nil && !*n.Accepted:
 		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
-	case now.Sub(*n.JudgedAt) > verdictOld:
-		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.JudgedAt).Round(time.Second))
-	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.JudgedAt) > verdictOld/2:
+	case now.Sub(*n.AppraisedAt) > verdictOld:
+		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.AppraisedAt).Round(time.Second))
+	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.AppraisedAt) > verdictOld/2:
 		add(about, journal(n.Name, "muster-attester"), "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
 	}
 	for _, c := range n.ControlPlane {

@@ -21,7 +21,7 @@ func sound() *Status {
 		Services: map[string]string{"muster-joinservice": "", "muster-kms": ""}, Chart: &ChartStatus{Revision: 1, Status: "deployed"},
 		Policy: &PolicyStatus{Accepted: true, Serial: 3, Generation: 5, Newest: 5, Insecure: []string{"allowPlainState"}},
 		Nodes: []NodeStatus{
-			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", JudgedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour),
+			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", AppraisedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour),
 				ControlPlane: reported(`[{"name":"apiserver","notBefore":"2026-06-01T00:00:00Z","notAfter":"2027-06-01T00:00:00Z"}]`)},
 			{Name: "cp2", Enrolled: true}, // enrolled beforehand
 		},
@@ -47,10 +47,10 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a Node that Muster let not in": {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
 		"a banned Node":                 {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
 		"a node that is not ready":      {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
-		"a node without a verdict":      {func(s *Status) { s.Nodes[0].JudgedAt = nil }, "node node1", "never judged"},
+		"a node without a verdict":      {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never judged"},
 		"a bad verdict":                 {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
-		"an old verdict":                {func(s *Status) { s.Nodes[0].JudgedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
-		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].JudgedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"an old verdict":                {func(s *Status) { s.Nodes[0].AppraisedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
+		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
 		"one that lasts for a year":     {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
 		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
 		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},

@@ -91,15 +91,15 @@ type NodeStatus struct {
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
 	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
-	Enrolled  bool       `json:"enrolled"`
-	Role      string     `json:"role,omitempty"`
-	MachineID string     `json:"machineID,omitempty"`
-	DiskMode  string     `json:"diskMode,omitempty"`
-	Banned    bool       `json:"banned,omitempty"`
-	Deleting  bool       `json:"deleting,omitempty"`
-	Accepted  *bool      `json:"accepted,omitempty"`
-	Reason    string     `json:"reason,omitempty"`
-	JudgedAt  *time.Time `json:"judgedAt,omitempty"`
+	Enrolled    bool       `json:"enrolled"`
+	Role        string     `json:"role,omitempty"`
+	MachineID   string     `json:"machineID,omitempty"`
+	DiskMode    string     `json:"diskMode,omitempty"`
+	Banned      bool       `json:"banned,omitempty"`
+	Deleting    bool       `json:"deleting,omitempty"`
+	Accepted    *bool      `json:"accepted,omitempty"`
+	Reason      string     `json:"reason,omitempty"`
+	AppraisedAt *time.Time `json:"judgedAt,omitempty"`
 	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
 	Cloned     string `json:"cloned,omitempty"`
 	Serial     int64  `json:"policySerial,omitempty"`
@@ -227,7 +227,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 			s.Cloned = c.Message
 		}
 		if v := n.Status.LastVerdict; v != nil {
-			s.Accepted, s.Reason, s.JudgedAt = &v.Accepted, v.Reason, &v.Time.Time
+			s.Accepted, s.Reason, s.AppraisedAt = &v.Accepted, v.Reason, &v.Time.Time
 		}
 	}
 	out := make([]NodeStatus, 0, len(byName))

@@ -196,7 +196,7 @@ func serveJoin(t *testing.T, m *attesttest.Machine) func(ctx context.Context, ne
 	metrics, err := rpc.NewMetrics(prometheus.NewRegistry())
 	try(t, err)
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, ATLS: atls.ServerConfig{Attester: m.Attester(attest.PurposeJoinservice), Appraiser: atls.JudgeNobody}, Health: rpc.NewHealth(), Metrics: metrics, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
+		Listener: l, ATLS: atls.ServerConfig{Attester: m.Attester(attest.PurposeJoinservice), Appraiser: atls.NoAppraiser}, Health: rpc.NewHealth(), Metrics: metrics, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
 		Services: []rpc.Service{rpc.Serve(joinv1connect.JoinServiceName, joinv1connect.JoinServiceHandler(joinv1connect.UnimplementedJoinServiceHandler{}), joinv1connect.NewJoinServiceHandler)},
 	})
 	try(t, err)

@@ -48,7 +48,7 @@ func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report
 	return r
 }
 
-func evidence(r *checkup.Report, s *owner.Sight) {
+func evidence(r *checkup.Report, s *owner.Report) {
 	reason, why := attest.ReasonOf(s.Err), s.Err
 	if refusal, ok := errors.AsType[*attest.Refusal](s.Err); ok {
 		why = refusal // without the connection's own words around it
@@ -112,10 +112,10 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 
 func tries(s *owner.MachineStatus) string {
 	if s.Phase == "unlocking" {
-		return fmt.Sprintf("%d tries to open its state disk failed, at %d joinservices", s.FailedTries, len(s.JoinEndpoints))
+		return fmt.Sprintf("%d tries to open its state disk failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
 	}
-	if s.FailedTries == 0 {
+	if s.FailedAttempts == 0 {
 		return "its latest init failed"
 	}
-	return fmt.Sprintf("%d tries to join failed, at %d joinservices", s.FailedTries, len(s.JoinEndpoints))
+	return fmt.Sprintf("%d tries to join failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
 }

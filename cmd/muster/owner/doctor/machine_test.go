@@ -13,33 +13,35 @@ import (
 )
 
 func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
-	good := func() (*owner.Sight, *owner.MachineStatus) {
-		return &owner.Sight{Machine: "aa", Root: "CN=x", Lock: "unlocked", PolicySerial: 1, Accepted: true},
+	good := func() (*owner.Report, *owner.MachineStatus) {
+		return &owner.Report{Machine: "aa", Root: "CN=x", Lock: "unlocked", PolicySerial: 1, Accepted: true},
 			&owner.MachineStatus{Proven: true, Phase: "waiting", JoinEndpoints: []string{"192.0.2.1:30090"}}
 	}
 	for name, tt := range map[string]struct {
 		check string
 		level checkup.Level
 		says  string
-		harm  func(*owner.Sight, *owner.MachineStatus)
+		harm  func(*owner.Report, *owner.MachineStatus)
 	}{
-		"nothing": {harm: func(*owner.Sight, *owner.MachineStatus) {}},
-		"no evidence": {CheckEvidence, checkup.Fail, "EK_UNTRUSTED: x", func(s *owner.Sight, _ *owner.MachineStatus) {
+		"nothing": {harm: func(*owner.Report, *owner.MachineStatus) {}},
+		"no evidence": {CheckEvidence, checkup.Fail, "EK_UNTRUSTED: x", func(s *owner.Report, _ *owner.MachineStatus) {
 			s.Machine, s.Err = "", attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "x")
 		}},
-		"a reason without a remedy": {CheckEvidence, checkup.Fail, "AK_TEMPLATE", func(s *owner.Sight, _ *owner.MachineStatus) {
+		"a reason without a remedy": {CheckEvidence, checkup.Fail, "AK_TEMPLATE", func(s *owner.Report, _ *owner.MachineStatus) {
 			s.Machine, s.Err = "", attest.Refuse(attestv1.Reason_REASON_AK_TEMPLATE, "x")
 		}},
-		"another boot": {CheckVerdict, checkup.Fail, "POLICY_REFUSED: x", func(s *owner.Sight, _ *owner.MachineStatus) {
+		"another boot": {CheckVerdict, checkup.Fail, "POLICY_REFUSED: x", func(s *owner.Report, _ *owner.MachineStatus) {
 			s.Err = errors.Join(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "x"))
 		}},
-		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *owner.Sight, _ *owner.MachineStatus) {
+		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *owner.Report, _ *owner.MachineStatus) {
 			s.Lock, s.Err = "locked to another cluster", attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "x")
 		}},
-		"a clock":       {CheckClock, checkup.Fail, "off ours", func(_ *owner.Sight, m *owner.MachineStatus) { m.Skew = -3 * time.Hour }},
-		"refusals":      {CheckJoining, checkup.Fail, "BUSY: 3 tries", func(_ *owner.Sight, m *owner.MachineStatus) { m.Reason, m.Remedy, m.FailedTries = "BUSY", "Wait.", 3 }},
-		"a failed init": {CheckJoining, checkup.Fail, "latest init", func(_ *owner.Sight, m *owner.MachineStatus) { m.Reason = "KUBEADM_FAILED" }},
-		"nowhere to go": {CheckJoining, checkup.Fail, "no joinservice", func(_ *owner.Sight, m *owner.MachineStatus) { m.JoinEndpoints = nil }},
+		"a clock": {CheckClock, checkup.Fail, "off ours", func(_ *owner.Report, m *owner.MachineStatus) { m.Skew = -3 * time.Hour }},
+		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 tries", func(_ *owner.Report, m *owner.MachineStatus) {
+			m.Reason, m.Remedy, m.FailedAttempts = "BUSY", "Wait.", 3
+		}},
+		"a failed init": {CheckJoining, checkup.Fail, "latest init", func(_ *owner.Report, m *owner.MachineStatus) { m.Reason = "KUBEADM_FAILED" }},
+		"nowhere to go": {CheckJoining, checkup.Fail, "no joinservice", func(_ *owner.Report, m *owner.MachineStatus) { m.JoinEndpoints = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, m := good()

@@ -22,8 +22,8 @@ const (
 	StagePrepared Stage = "prepared"
 	// StageRequested: a machine was judged and may hold the secrets. No other gets them.
 	StageRequested Stage = "requested"
-	// StageInitialised: there is a cluster of one machine.
-	StageInitialised Stage = "initialised"
+	// StageInitialized: there is a cluster of one machine.
+	StageInitialized Stage = "initialised"
 	// StageInstalled: Muster's services run in it.
 	StageInstalled Stage = "installed"
 )

@@ -37,8 +37,8 @@ type Target struct {
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// Judgement is what became of a peer's evidence.
-type Judgement struct {
+// Result is what became of a peer's evidence.
+type Result struct {
 	Claims    attest.Claims
 	Appraisal attest.Appraisal
 	// Err is why the machine was refused; nil if it was accepted.
@@ -52,7 +52,7 @@ type Session struct {
 	client    *http.Client
 
 	mu     sync.Mutex
-	judged *Judgement
+	judged *Result
 }
 
 // Open prepares a session. The first request dials.
@@ -92,12 +92,12 @@ func (s *Session) URL() string { return s.url }
 // Client sends requests to judged peers only.
 func (s *Session) Client() *http.Client { return s.client }
 
-// Judged gives the latest judgement; false if no evidence was genuine so far.
-func (s *Session) Judged() (Judgement, bool) {
+// Result gives the latest judgement; false if no evidence was genuine so far.
+func (s *Session) Result() (Result, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.judged == nil {
-		return Judgement{}, false
+		return Result{}, false
 	}
 	return *s.judged, true
 }
@@ -105,7 +105,7 @@ func (s *Session) Judged() (Judgement, bool) {
 // Close ends all connections.
 func (s *Session) Close() error { return s.transport.Close() }
 
-func (s *Session) keep(j Judgement) {
+func (s *Session) keep(j Result) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.judged = &j
@@ -114,7 +114,7 @@ func (s *Session) keep(j Judgement) {
 // judge appraises by the policy, and by the one machine that we may have begun with.
 type judge struct {
 	inner attest.Appraiser
-	keep  func(Judgement)
+	keep  func(Result)
 
 	mu   sync.Mutex
 	only *attest.MachineID
@@ -127,7 +127,7 @@ func (j *judge) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal
 			a = attest.Appraisal{}
 		}
 	}
-	j.keep(Judgement{Claims: c, Appraisal: a, Err: err})
+	j.keep(Result{Claims: c, Appraisal: a, Err: err})
 	return a, err
 }
 

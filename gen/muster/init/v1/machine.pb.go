@@ -132,11 +132,11 @@ type GetStatusResponse struct {
 	// only the cluster's owner knows.
 	Remedy string `protobuf:"bytes,6,opt,name=remedy,proto3" json:"remedy,omitempty"`
 	// When that was; missing with last_reason.
-	LastTry *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_try,json=lastTry,proto3" json:"last_try,omitempty"`
+	LastAttempt *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_attempt,json=lastAttempt,proto3" json:"last_attempt,omitempty"`
 	// When the machine will try to join, or to rejoin, again; missing if it is trying now or never will.
-	NextTry *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next_try,json=nextTry,proto3" json:"next_try,omitempty"`
+	NextAttempt *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next_attempt,json=nextAttempt,proto3" json:"next_attempt,omitempty"`
 	// How many tries to join, or to rejoin, have failed since the bootstrapper started.
-	FailedTries uint32 `protobuf:"varint,9,opt,name=failed_tries,json=failedTries,proto3" json:"failed_tries,omitempty"`
+	FailedAttempts uint32 `protobuf:"varint,9,opt,name=failed_attempts,json=failedAttempts,proto3" json:"failed_attempts,omitempty"`
 	// The joinservices that it tries, as HOST:PORT, those that failed last at the end; at most 64.
 	JoinEndpoints []string `protobuf:"bytes,10,rep,name=join_endpoints,json=joinEndpoints,proto3" json:"join_endpoints,omitempty"`
 	// Version of its bootstrapper.
@@ -229,23 +229,23 @@ func (x *GetStatusResponse) GetRemedy() string {
 	return ""
 }
 
-func (x *GetStatusResponse) GetLastTry() *timestamppb.Timestamp {
+func (x *GetStatusResponse) GetLastAttempt() *timestamppb.Timestamp {
 	if x != nil {
-		return x.LastTry
+		return x.LastAttempt
 	}
 	return nil
 }
 
-func (x *GetStatusResponse) GetNextTry() *timestamppb.Timestamp {
+func (x *GetStatusResponse) GetNextAttempt() *timestamppb.Timestamp {
 	if x != nil {
-		return x.NextTry
+		return x.NextAttempt
 	}
 	return nil
 }
 
-func (x *GetStatusResponse) GetFailedTries() uint32 {
+func (x *GetStatusResponse) GetFailedAttempts() uint32 {
 	if x != nil {
-		return x.FailedTries
+		return x.FailedAttempts
 	}
 	return 0
 }
@@ -304,7 +304,7 @@ var File_muster_init_v1_machine_proto protoreflect.FileDescriptor
 const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"\n" +
 	"\x1cmuster/init/v1/machine.proto\x12\x0emuster.init.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dmuster/attest/v1/reason.proto\x1a\x19muster/init/v1/init.proto\"\x12\n" +
-	"\x10GetStatusRequest\"\x97\x05\n" +
+	"\x10GetStatusRequest\"\xad\x05\n" +
 	"\x11GetStatusResponse\x12+\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x15.muster.init.v1.PhaseR\x05phase\x120\n" +
 	"\x05since\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12,\n" +
@@ -312,10 +312,10 @@ const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"\x05taker\x18\x04 \x01(\x0e2\x15.muster.init.v1.TakerR\x05taker\x129\n" +
 	"\vlast_reason\x18\x05 \x01(\x0e2\x18.muster.attest.v1.ReasonR\n" +
 	"lastReason\x12\x16\n" +
-	"\x06remedy\x18\x06 \x01(\tR\x06remedy\x125\n" +
-	"\blast_try\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\alastTry\x125\n" +
-	"\bnext_try\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\anextTry\x12!\n" +
-	"\ffailed_tries\x18\t \x01(\rR\vfailedTries\x12%\n" +
+	"\x06remedy\x18\x06 \x01(\tR\x06remedy\x12=\n" +
+	"\flast_attempt\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\vlastAttempt\x12=\n" +
+	"\fnext_attempt\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\vnextAttempt\x12'\n" +
+	"\x0ffailed_attempts\x18\t \x01(\rR\x0efailedAttempts\x12%\n" +
 	"\x0ejoin_endpoints\x18\n" +
 	" \x03(\tR\rjoinEndpoints\x12\x18\n" +
 	"\aversion\x18\v \x01(\tR\aversion\x12\x1d\n" +
@@ -363,8 +363,8 @@ var file_muster_init_v1_machine_proto_depIdxs = []int32{
 	4, // 2: muster.init.v1.GetStatusResponse.now:type_name -> google.protobuf.Timestamp
 	0, // 3: muster.init.v1.GetStatusResponse.taker:type_name -> muster.init.v1.Taker
 	5, // 4: muster.init.v1.GetStatusResponse.last_reason:type_name -> muster.attest.v1.Reason
-	4, // 5: muster.init.v1.GetStatusResponse.last_try:type_name -> google.protobuf.Timestamp
-	4, // 6: muster.init.v1.GetStatusResponse.next_try:type_name -> google.protobuf.Timestamp
+	4, // 5: muster.init.v1.GetStatusResponse.last_attempt:type_name -> google.protobuf.Timestamp
+	4, // 6: muster.init.v1.GetStatusResponse.next_attempt:type_name -> google.protobuf.Timestamp
 	1, // 7: muster.init.v1.MachineService.GetStatus:input_type -> muster.init.v1.GetStatusRequest
 	2, // 8: muster.init.v1.MachineService.GetStatus:output_type -> muster.init.v1.GetStatusResponse
 	8, // [8:9] is the sub-list for method output_type

@@ -6,18 +6,18 @@ import (
 )
 
 // branch is one of the two listeners that a Listener feeds.
-type branch struct {
+type endpoint struct {
 	addr   net.Addr
 	conns  chan net.Conn
 	once   sync.Once
 	closed chan struct{}
 }
 
-func newBranch(a net.Addr) *branch {
-	return &branch{addr: a, conns: make(chan net.Conn), closed: make(chan struct{})}
+func newEndpoint(a net.Addr) *endpoint {
+	return &endpoint{addr: a, conns: make(chan net.Conn), closed: make(chan struct{})}
 }
 
-func (b *branch) hand(c net.Conn) {
+func (b *endpoint) hand(c net.Conn) {
 	select {
 	case b.conns <- c:
 	case <-b.closed:
@@ -26,7 +26,7 @@ func (b *branch) hand(c net.Conn) {
 }
 
 // Accept implements [net.Listener].
-func (b *branch) Accept() (net.Conn, error) {
+func (b *endpoint) Accept() (net.Conn, error) {
 	select {
 	case c := <-b.conns:
 		return c, nil
@@ -36,10 +36,10 @@ func (b *branch) Accept() (net.Conn, error) {
 }
 
 // Close implements [net.Listener]. The other branch goes on.
-func (b *branch) Close() error {
+func (b *endpoint) Close() error {
 	b.once.Do(func() { close(b.closed) })
 	return nil
 }
 
 // Addr implements [net.Listener].
-func (b *branch) Addr() net.Addr { return b.addr }
+func (b *endpoint) Addr() net.Addr { return b.addr }

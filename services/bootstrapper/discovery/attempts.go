@@ -13,9 +13,9 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// Tries is what the owner may be told of a machine's tries: reasons, times and whom it asks,
+// Attempts is what the owner may be told of a machine's tries: reasons, times and whom it asks,
 // never an error's text, which is for the log (R1). Its zero value knows of none.
-type Tries struct {
+type Attempts struct {
 	mu        sync.Mutex
 	reason    attestv1.Reason // of the latest that failed
 	unproven  bool            // it is from a peer that has not proven to be a joinservice
@@ -26,14 +26,14 @@ type Tries struct {
 }
 
 // Fail notes that what no joinservice was asked for has failed.
-func (t *Tries) Fail(reason attestv1.Reason) {
+func (t *Attempts) Fail(reason attestv1.Reason) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.reason, t.unproven, t.last = reason, false, time.Now()
 }
 
 // Refused notes a try that failed with err, in which a joinservice was to be asked.
-func (t *Tries) Refused(err error) {
+func (t *Attempts) Refused(err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.reason, t.unproven, t.last = ReasonOf(err), atls.UnprovenRefusal(err), time.Now()
@@ -41,29 +41,29 @@ func (t *Tries) Refused(err error) {
 }
 
 // Wait notes that the next try begins in d.
-func (t *Tries) Wait(d time.Duration) {
+func (t *Attempts) Wait(d time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.next = time.Now().Add(d)
 }
 
 // Begin notes that a try of these endpoints is under way.
-func (t *Tries) Begin(endpoints []string) {
+func (t *Attempts) Begin(endpoints []string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.next, t.endpoints = time.Time{}, slices.Clone(endpoints)
 }
 
 // Tell puts what was noted into a status; again is whether there will be another try.
-func (t *Tries) Tell(out *initv1.GetStatusResponse, again bool) {
+func (t *Attempts) Tell(out *initv1.GetStatusResponse, again bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	out.FailedTries, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)
+	out.FailedAttempts, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)
 	if !t.last.IsZero() {
-		out.LastReason, out.LastReasonUnproven, out.LastTry = t.reason, t.unproven, timestamppb.New(t.last)
+		out.LastReason, out.LastReasonUnproven, out.LastAttempt = t.reason, t.unproven, timestamppb.New(t.last)
 	}
 	if !t.next.IsZero() && again {
-		out.NextTry = timestamppb.New(t.next)
+		out.NextAttempt = timestamppb.New(t.next)
 	}
 }
 

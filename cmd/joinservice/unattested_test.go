@@ -84,7 +84,7 @@ func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	})
 	t.Run("of an attested machine, in a message that is not endless", func(t *testing.T) {
 		m := s.machine(t)
-		w := worker(t, func(w *wishes) {
+		w := worker(t, func(w *joinRequests) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr = make([]byte, 300<<10) }
 		})
 		client, places := s.dial(t, m.Attester(attest.PurposeMachine)), refusaltest.Call(joinv1connect.JoinServiceIssueJoinTicketProcedure)
@@ -111,15 +111,15 @@ func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	ration := burst + int(time.Since(began)/(10*time.Second)) + 1
+	bucket := burst + int(time.Since(began)/(10*time.Second)) + 1
 	recorded := 0
 	for _, r := range s.records(t) {
 		if r.Event == "return refused" && r.Machine == loud.ID().String() {
 			recorded++
 		}
 	}
-	if recorded < burst || recorded > ration {
-		t.Errorf("%d of %d refusals are recorded one by one, want %d to %d", recorded, calls, burst, ration)
+	if recorded < burst || recorded > bucket {
+		t.Errorf("%d of %d refusals are recorded one by one, want %d to %d", recorded, calls, burst, bucket)
 	}
 	if n := s.join.Metric(t, "muster_join_returns_total", "reason", "TICKET_UNKNOWN"); n != calls {
 		t.Errorf("%v refusals are counted, want %d", n, calls)

@@ -26,10 +26,10 @@ const (
 	tellEvery   = 10 * time.Second // how often the number of the others is recorded
 )
 
-// Strangers puts on record who was refused before it reached the service: in the exchange of
+// UnattestedRefusals puts on record who was refused before it reached the service: in the exchange of
 // attested TLS, or at an RPC that its connection may not call. That is done in the background, and
 // dropped under a flood, when only the number of the others is recorded.
-type Strangers struct {
+type UnattestedRefusals struct {
 	service string
 	audit   *Log
 	log     *slog.Logger
@@ -39,11 +39,11 @@ type Strangers struct {
 
 	unrecorded atomic.Int64 // since the last record that tells their number
 	// Both are of Serve alone. Whoever has no TPM that a root of the policy vouches for can use up the first, and not the second.
-	ration, genuine ration
+	bucket, genuine bucket
 }
 
-// NewStrangers returns Strangers whose records are those of the service.
-func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registerer) (*Strangers, error) {
+// NewUnattestedRefusals returns Strangers whose records are those of the service.
+func NewUnattestedRefusals(service string, log *Log, l *slog.Logger, r prometheus.Registerer) (*UnattestedRefusals, error) {
 	if service == "" || log == nil || l == nil || r == nil {
 		return nil, errors.New("audit: every argument of NewStrangers is required")
 	}
@@ -51,12 +51,12 @@ func NewStrangers(service string, log *Log, l *slog.Logger, r prometheus.Registe
 	if err := r.Register(dropped); err != nil {
 		return nil, fmt.Errorf("audit: %w", err)
 	}
-	return &Strangers{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, ration: newRation(recordRate, recordBurst), genuine: newRation(recordRate, recordBurst)}, nil
+	return &UnattestedRefusals{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, bucket: newBucket(recordRate, recordBurst), genuine: newBucket(recordRate, recordBurst)}, nil
 }
 
 // Connection is for [atls.ServerConfig]'s Observe: it takes a connection that we refused. machine is
 // empty if no verified evidence named one.
-func (s *Strangers) Connection(u atls.SetUp, machine string) {
+func (s *UnattestedRefusals) Connection(u atls.SetUp, machine string) {
 	if refusal, ok := errors.AsType[*attest.Refusal](u.Err); ok && !refusal.Remote {
 		s.add(Record{Event: "connection refused", Machine: machine, Detail: about(u.Remote, machine, u.Err.Error())}, u.Err)
 	}
@@ -64,7 +64,7 @@ func (s *Strangers) Connection(u atls.SetUp, machine string) {
 
 // Call takes a call that was refused before it reached its handler; machine is empty if the caller
 // did not attest.
-func (s *Strangers) Call(procedure, remote, machine string, err error) {
+func (s *UnattestedRefusals) Call(procedure, remote, machine string, err error) {
 	s.add(Record{Event: "call refused", Machine: machine, Detail: about(remote, machine, procedure+": "+err.Error())}, err)
 }
 
@@ -77,7 +77,7 @@ func about(remote, machine, why string) string {
 	return plainText(remote, 64) + ": " + why // an IPv6 address with a zone and a port
 }
 
-func (s *Strangers) add(r Record, err error) {
+func (s *UnattestedRefusals) add(r Record, err error) {
 	r.Time, r.Service, r.Reason = s.now(), s.service, attest.ReasonName(attest.ReasonOf(err)) // R1
 	select {
 	case s.records <- r:
@@ -87,13 +87,13 @@ func (s *Strangers) add(r Record, err error) {
 }
 
 // Skip counts a refusal that is not recorded.
-func (s *Strangers) Skip() {
+func (s *UnattestedRefusals) Skip() {
 	s.unrecorded.Add(1)
 	s.dropped.Inc()
 }
 
 // Serve writes until ctx ends, and what is left then.
-func (s *Strangers) Serve(ctx context.Context) error {
+func (s *UnattestedRefusals) Serve(ctx context.Context) error {
 	tell := time.NewTicker(tellEvery)
 	defer tell.Stop()
 	defer s.tell()
@@ -117,8 +117,8 @@ func (s *Strangers) Serve(ctx context.Context) error {
 }
 
 // take records one refusal, if the ration allows it.
-func (s *Strangers) take(r Record) {
-	from := &s.ration
+func (s *UnattestedRefusals) take(r Record) {
+	from := &s.bucket
 	if r.Machine != "" && r.Reason != attest.ReasonName(attestv1.Reason_REASON_EK_UNTRUSTED) {
 		from = &s.genuine
 	}
@@ -131,7 +131,7 @@ func (s *Strangers) take(r Record) {
 }
 
 // tell records how many refusals were not recorded one by one.
-func (s *Strangers) tell() {
+func (s *UnattestedRefusals) tell() {
 	if n := s.unrecorded.Swap(0); n > 0 {
 		s.write(Record{
 			Time: s.now(), Service: s.service, Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),
@@ -140,7 +140,7 @@ func (s *Strangers) tell() {
 	}
 }
 
-func (s *Strangers) write(r Record) {
+func (s *UnattestedRefusals) write(r Record) {
 	if err := s.audit.refuse(r); err != nil {
 		s.dropped.Inc()
 		s.log.Error("the audit record of a refusal cannot be written", "reason", r.Reason, "err", err)

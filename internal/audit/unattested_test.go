@@ -11,11 +11,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Strangers must not make the audit log, which tickets need, busy or large.
+// UnattestedRefusals must not make the audit log, which tickets need, busy or large.
 func TestRecordsOfStrangersAreRationed(t *testing.T) {
 	var out bytes.Buffer
 	now := time.Unix(1000, 0)
-	r, err := NewStrangers("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	r, err := NewUnattestedRefusals("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,29 +16,29 @@ import (
 )
 
 // rationed is a Rations of which a test holds the clock, with what it has written.
-type rationed struct {
-	*Rations
+type limited struct {
+	*RefusalLimits
 	now time.Time
 	out bytes.Buffer
 }
 
-func newRationed(t *testing.T, w func(*bytes.Buffer) io.Writer) *rationed {
+func newLimited(t *testing.T, w func(*bytes.Buffer) io.Writer) *limited {
 	t.Helper()
-	r := &rationed{now: time.Unix(1000, 0)}
-	s, err := NewStrangers("joinservice", NewStream(w(&r.out)), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+	r := &limited{now: time.Unix(1000, 0)}
+	s, err := NewUnattestedRefusals("joinservice", NewStream(w(&r.out)), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Rations, err = NewRations(s); err != nil {
+	if r.RefusalLimits, err = NewRefusalLimits(s); err != nil {
 		t.Fatal(err)
 	}
-	r.Rations.now = func() time.Time { return r.now }
+	r.RefusalLimits.now = func() time.Time { return r.now }
 	return r
 }
 
 func plain(b *bytes.Buffer) io.Writer { return b }
 
-func (r *rationed) refuse(t *testing.T, n int, machine string) {
+func (r *limited) refuse(t *testing.T, n int, machine string) {
 	t.Helper()
 	for range n {
 		if err := r.Write(machine, Record{Event: "ticket refused", Machine: machine}); err != nil {
@@ -48,7 +48,7 @@ func (r *rationed) refuse(t *testing.T, n int, machine string) {
 }
 
 // lines counts those that were written since it was last called.
-func (r *rationed) lines(t *testing.T, want int) string {
+func (r *limited) lines(t *testing.T, want int) string {
 	t.Helper()
 	text := r.out.String()
 	r.out.Reset()
@@ -58,7 +58,7 @@ func (r *rationed) lines(t *testing.T, want int) string {
 	return text
 }
 
-func (r *rationed) dropped(t *testing.T) float64 {
+func (r *limited) dropped(t *testing.T) float64 {
 	t.Helper()
 	var m dto.Metric
 	if err := r.beside.dropped.Write(&m); err != nil {
@@ -68,7 +68,7 @@ func (r *rationed) dropped(t *testing.T) float64 {
 }
 
 func TestOneMachineCannotWashOutTheRecordsOfOthers(t *testing.T) {
-	r := newRationed(t, plain)
+	r := newLimited(t, plain)
 	r.refuse(t, 1000, "loud")
 	r.lines(t, 50)
 	r.refuse(t, 3, "quiet")
@@ -89,7 +89,7 @@ func TestOneMachineCannotWashOutTheRecordsOfOthers(t *testing.T) {
 
 // A policy may accept software TPMs: then there is no end of machines.
 func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
-	r := newRationed(t, plain)
+	r := newLimited(t, plain)
 	for i := range maxShares {
 		r.refuse(t, 2, fmt.Sprint("m", i))
 	}
@@ -116,7 +116,7 @@ func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
 }
 
 func TestNumbersAreRecordedWhenTheServiceEnds(t *testing.T) {
-	r := newRationed(t, plain)
+	r := newLimited(t, plain)
 	r.refuse(t, 51, "loud")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -137,13 +137,13 @@ func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 // What can't be written is not the machine's fault: whoever tries again until it can be is not told
 // that it was.
 func TestARecordThatCannotBeWrittenIsNotTakenFromTheRation(t *testing.T) {
-	r := newRationed(t, func(*bytes.Buffer) io.Writer { return brokenWriter{} })
+	r := newLimited(t, func(*bytes.Buffer) io.Writer { return brokenWriter{} })
 	for range 2 * eachBurst {
 		if err := r.Write("w1", Record{}); !errors.Is(err, errBroken) {
 			t.Fatalf("got %v", err)
 		}
 	}
-	if _, err := NewRations(nil); err == nil {
+	if _, err := NewRefusalLimits(nil); err == nil {
 		t.Error("rations beside nobody were made")
 	}
 }

@@ -87,10 +87,10 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	unreachable := fmt.Errorf("%w: %w", ErrUnreachable, &net.OpError{})
 	refused := attest.RefuseFor(0, attestv1.Reason_REASON_NOT_ENROLLED, "no")
 	for range 50 {
-		if d := p.Next(unreachable); d > maxKnock {
+		if d := p.Next(unreachable); d > maxDialPause {
 			t.Fatalf("%s while nobody answers", d)
 		}
-		if d := p.Next(fmt.Errorf("10.0.0.1:30090: %w", io.ErrUnexpectedEOF)); d > maxKnock {
+		if d := p.Next(fmt.Errorf("10.0.0.1:30090: %w", io.ErrUnexpectedEOF)); d > maxDialPause {
 			t.Fatalf("%s after it hung up", d)
 		}
 	}
@@ -124,7 +124,7 @@ func TestPausesStayShortAfterAStrangersRefusals(t *testing.T) {
 			attest.Refuse(attestv1.Reason_REASON_DEADLINE, "it said nothing"),
 		} {
 			for range 20 {
-				if d := p.Next(fmt.Errorf("a:1: %w", &atls.ExchangeError{Err: cause})); d > maxKnock {
+				if d := p.Next(fmt.Errorf("a:1: %w", &atls.ExchangeError{Err: cause})); d > maxDialPause {
 					t.Fatalf("%s after %v", d, cause)
 				}
 			}

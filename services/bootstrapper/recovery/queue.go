@@ -18,7 +18,7 @@ const (
 	perWrong = 12 * time.Second
 	// betweenTries is the least time between a wrong key and the next try, whoever sends it: the processor
 	// belongs to the machine's own work.
-	betweenTries = time.Second
+	betweenAttempts = time.Second
 	// maxWaiting is how many calls wait for their turn at one time.
 	maxWaiting = 16
 	// comeBack is what a source that finds no place is asked to wait; placeKept is for how long its place
@@ -60,7 +60,7 @@ type turn struct {
 	ready  chan error
 }
 
-func newTurns(now func() time.Time, pause time.Duration) *turns {
+func newQueue(now func() time.Time, pause time.Duration) *turns {
 	return &turns{now: now, pause: pause, sources: map[netip.Prefix]*source{}}
 }
 

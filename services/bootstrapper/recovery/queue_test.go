@@ -30,7 +30,7 @@ type hand struct {
 func TestOneKeyIsTriedAtATime(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		now := time.Now()
-		q := newTurns(func() time.Time { return now }, 0)
+		q := newQueue(func() time.Time { return now }, 0)
 		var holder *hand
 		waiting := map[*turn]*hand{}
 		collect := func() {
@@ -119,7 +119,7 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 		every := rapid.IntRange(1, 5).Draw(rt, "the owner asks every … rounds")
 		shuffle := rand.New(rand.NewPCG(rapid.Uint64().Draw(rt, "seed"), 0))
 		now := time.Now()
-		q := newTurns(func() time.Time { return now }, 0)
+		q := newQueue(func() time.Time { return now }, 0)
 		owner := address(1 << 20)
 		var mine *turn
 		var holder *source
@@ -173,7 +173,7 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 
 func TestSourcesAreForgottenBeforeTheyFillTheMemory(t *testing.T) {
 	now := time.Now()
-	q := newTurns(func() time.Time { return now }, 0)
+	q := newQueue(func() time.Time { return now }, 0)
 	for i := range maxSources + 200 {
 		s, _, err := q.enter(address(i))
 		if err != nil {
@@ -199,7 +199,7 @@ func TestSourcesAreForgottenBeforeTheyFillTheMemory(t *testing.T) {
 // Between a wrong key and the next try there is a pause, whoever comes.
 func TestAWrongKeyIsFollowedByAPause(t *testing.T) {
 	const pause = 50 * time.Millisecond
-	q := newTurns(time.Now, pause)
+	q := newQueue(time.Now, pause)
 	done, err := q.take(t.Context(), address(1), func() {})
 	if err != nil {
 		t.Fatal(err)

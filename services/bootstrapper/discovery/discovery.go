@@ -26,17 +26,17 @@ var (
 )
 
 // maxKnock bounds the pause while nobody is there to be asked, and after an answer by a peer that has not proven to be a joinservice.
-const maxKnock = 5 * time.Second
+const maxDialPause = 5 * time.Second
 
 // Pauses are the waits between tries of one series. Its zero value is not useful.
-type Pauses struct{ refused, knock retry.Backoff }
+type Pauses struct{ refused, dialing retry.Backoff }
 
 // NewPauses gives pauses from least to most.
 func NewPauses(least, most time.Duration) *Pauses {
 	return &Pauses{
 		refused: retry.Backoff{Min: least, Max: most},
 		// To find nobody costs nobody anything: a machine that waits for its cluster to be made looks again soon.
-		knock: retry.Backoff{Min: least, Max: min(most, maxKnock)},
+		dialing: retry.Backoff{Min: least, Max: min(most, maxDialPause)},
 	}
 }
 
@@ -46,16 +46,16 @@ func (p *Pauses) Next(err error) time.Duration {
 	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
 	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
 		p.refused.Reset()
-		return p.knock.Next(0)
+		return p.dialing.Next(0)
 	}
 	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after they are gone.
 	if atls.Unproven(err) {
-		return min(p.knock.Next(rpc.RetryAfterFrom(err)), maxKnock)
+		return min(p.dialing.Next(rpc.RetryAfterFrom(err)), maxDialPause)
 	}
 	if ReasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
 		p.refused.Reset() // others go first; its turn must not be slept through
 	}
-	p.knock.Reset()
+	p.dialing.Reset()
 	return p.refused.Next(rpc.RetryAfterFrom(err))
 }
 

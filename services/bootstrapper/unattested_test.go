@@ -52,7 +52,7 @@ func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
 			if attest.ReasonName(s.GetLastReason()) != want || s.GetRemedy() == rpc.RemedyOf(reason) || s.GetLastReasonUnproven() != (want != "FRAME_INVALID") {
 				t.Errorf("the status: %v", s)
 			}
-			if next := s.GetNextTry().AsTime().Sub(s.GetLastTry().AsTime()); s.GetNextTry() != nil && next > 6*time.Second {
+			if next := s.GetNextAttempt().AsTime().Sub(s.GetLastAttempt().AsTime()); s.GetNextAttempt() != nil && next > 6*time.Second {
 				t.Errorf("the next try is %s after the last", next)
 			}
 			if remedy := rpc.RemedyOf(reason); strings.Contains(w.logged.String(), remedy) {

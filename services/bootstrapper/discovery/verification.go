@@ -16,12 +16,12 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Judges makes what a machine judges joinservices with before it asks them for anything. A
+// Verification makes what a machine judges joinservices with before it asks them for anything. A
 // joinservice presents its cluster's signed policy with its evidence. A machine that knows the
 // owner's public key accepts what that policy accepts and lists as a control plane (A7). Serials only go up: an older
 // policy could accept what the owner has since shut out. A machine that doesn't know the key accepts nobody, unless its image says
 // insecure.noOwnerKey: then it accepts a machine that booted the same as itself, under the EK roots of its image.
-type Judges struct {
+type Verification struct {
 	OwnerKey    ed25519.PublicKey // nil: unknown
 	NoOwnerKey  bool              // as [metadata.Image] has it
 	EKRoots     []*x509.Certificate
@@ -40,7 +40,7 @@ type PCRReader interface {
 }
 
 // Of gives those for joinservices whose node lock is in the state.
-func (j Judges) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
+func (j Verification) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
 	if j.OwnerKey != nil {
 		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
 		v, err := j.NewVerifier(nil) // for its formats; each evidence brings its own roots
@@ -169,7 +169,7 @@ func (m *Memory) Policy() *journal.Policy {
 	return m.policy
 }
 
-// Newest is for [Judges].
+// Newest is for [Verification].
 func (m *Memory) Newest(p journal.Policy, keep bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

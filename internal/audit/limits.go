@@ -25,38 +25,38 @@ const (
 	maxSums   = 16          // records of single machines each time; one more has the rest
 )
 
-// Rations puts on record what those were refused who reached the service. Each has a ration of its own,
+// RefusalLimits puts on record what those were refused who reached the service. Each has a ration of its own,
 // so that no machine can wash the records of others out of the log; what is above it is only counted,
 // and its number recorded. What was granted is none of its business: that goes to the [Log] itself.
-type Rations struct {
-	beside *Strangers // who has the service's name, log and metric
+type RefusalLimits struct {
+	beside *UnattestedRefusals // who has the service's name, log and metric
 	now    func() time.Time
 
 	mu     sync.Mutex
-	all    ration
+	all    bucket
 	shares map[string]*share
 	others int64 // unrecorded refusals of those for whom there was no share
 }
 
 // share is what is known of one of those who are refused.
 type share struct {
-	ration
+	bucket
 	machine, node string
 	unrecorded    int64 // since the last record that tells their number
 }
 
-// NewRations returns Rations whose records are those of the service that s is of.
-func NewRations(s *Strangers) (*Rations, error) {
+// NewRefusalLimits returns Rations whose records are those of the service that s is of.
+func NewRefusalLimits(s *UnattestedRefusals) (*RefusalLimits, error) {
 	if s == nil {
 		return nil, errors.New("audit: rations are beside those of strangers")
 	}
-	return &Rations{beside: s, now: time.Now, all: newRation(allRate, allBurst), shares: map[string]*share{}}, nil
+	return &RefusalLimits{beside: s, now: time.Now, all: newBucket(allRate, allBurst), shares: map[string]*share{}}, nil
 }
 
 // Write puts the record of a refusal on the log, if the ration of whom it speaks of allows it. whose
 // is a machine ID, or a node's name where no machine is attested. An error says that the record can't
 // be written.
-func (r *Rations) Write(whose string, rec Record) error {
+func (r *RefusalLimits) Write(whose string, rec Record) error {
 	s := r.take(whose, rec)
 	if s == nil {
 		r.beside.dropped.Inc()
@@ -73,7 +73,7 @@ func (r *Rations) Write(whose string, rec Record) error {
 }
 
 // take gives the share that a record is taken from, or nil if there is nothing left in it.
-func (r *Rations) take(whose string, rec Record) *share {
+func (r *RefusalLimits) take(whose string, rec Record) *share {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
@@ -86,7 +86,7 @@ func (r *Rations) take(whose string, rec Record) *share {
 			r.others++
 			return nil
 		}
-		s = &share{ration: newRation(eachRate, eachBurst)}
+		s = &share{bucket: newBucket(eachRate, eachBurst)}
 		r.shares[whose] = s
 	}
 	s.machine, s.node = rec.Machine, rec.Node
@@ -100,7 +100,7 @@ func (r *Rations) take(whose string, rec Record) *share {
 }
 
 // forget drops the shares that say no more than new ones would.
-func (r *Rations) forget(now time.Time) {
+func (r *RefusalLimits) forget(now time.Time) {
 	for whose, s := range r.shares {
 		if s.unrecorded == 0 && s.full(now) {
 			delete(r.shares, whose)
@@ -109,7 +109,7 @@ func (r *Rations) forget(now time.Time) {
 }
 
 // Serve records the numbers until ctx ends, and what is left then.
-func (r *Rations) Serve(ctx context.Context) error {
+func (r *RefusalLimits) Serve(ctx context.Context) error {
 	tell := time.NewTicker(tellSums)
 	defer tell.Stop()
 	defer r.tell()
@@ -124,7 +124,7 @@ func (r *Rations) Serve(ctx context.Context) error {
 }
 
 // tell records how many refusals were not recorded one by one, and whose they were.
-func (r *Rations) tell() {
+func (r *RefusalLimits) tell() {
 	sums, others := r.sums()
 	for i, s := range sums {
 		if i >= maxSums {
@@ -139,7 +139,7 @@ func (r *Rations) tell() {
 }
 
 // sums takes what is to be told, the largest numbers first.
-func (r *Rations) sums() (sums []share, others int64) {
+func (r *RefusalLimits) sums() (sums []share, others int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, s := range r.shares {
@@ -154,7 +154,7 @@ func (r *Rations) sums() (sums []share, others int64) {
 	return sums, others
 }
 
-func (r *Rations) sum(s share, format string, n int64) {
+func (r *RefusalLimits) sum(s share, format string, n int64) {
 	r.beside.write(Record{
 		Time: r.now(), Service: r.beside.service, Event: "refusals", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),
 		Machine: s.machine, Node: s.node, Detail: fmt.Sprintf(format, n),
@@ -162,19 +162,19 @@ func (r *Rations) sum(s share, format string, n int64) {
 }
 
 // ration is how much may be recorded: burst at once, and rate a second.
-type ration struct {
+type bucket struct {
 	rate, burst, tokens float64
 	at                  time.Time
 }
 
-func newRation(rate, burst float64) ration { return ration{rate: rate, burst: burst, tokens: burst} }
+func newBucket(rate, burst float64) bucket { return bucket{rate: rate, burst: burst, tokens: burst} }
 
-func (r *ration) refill(now time.Time) {
+func (r *bucket) refill(now time.Time) {
 	if d := now.Sub(r.at); d > 0 {
 		r.tokens, r.at = min(r.burst, r.tokens+d.Seconds()*r.rate), now
 	}
 }
 
-func (r *ration) left(now time.Time) bool { r.refill(now); return r.tokens >= 1 }
+func (r *bucket) left(now time.Time) bool { r.refill(now); return r.tokens >= 1 }
 
-func (r *ration) full(now time.Time) bool { r.refill(now); return r.tokens >= r.burst }
+func (r *bucket) full(now time.Time) bool { r.refill(now); return r.tokens >= r.burst }

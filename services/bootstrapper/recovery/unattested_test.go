@@ -23,7 +23,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// Strangers do all that they can think of; the owner comes to the door, and what else the machine
+// UnattestedRefusals do all that they can think of; the owner comes to the door, and what else the machine
 // does (here: a piece of evidence of its own) goes on meanwhile.
 func TestStrangersDoNotKeepTheOwnerOut(t *testing.T) { strangers(t, newWorld(t)) }
 
