@@ -20,6 +20,6 @@ control-planes: deps kube images lab-bin ## Five control planes, and one that is
 	MUSTER_E2E_CONTROL_PLANES=5 $(GOTEST) -count=1 -timeout 30m -tags long -v ./e2e/controlplane
 
 .PHONY: bench-scale
-bench-scale: deps kube build ## Measure what the number of enrolled nodes costs, into docs/performance.md (the ratios after 3 minutes; the rest does not end yet)
+bench-scale: deps kube build ## Measure what the number of enrolled nodes costs, into docs/performance.md (the ratios after 3 minutes; half an hour in all)
 	command -v gnuplot >/dev/null || apt-get install -qq --no-install-recommends gnuplot-nox
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go test -tags scale -count=1 -timeout 60m -run '^TestScale$$' -v ./cmd/joinservice -program $(BIN)/joinservice -page $(CURDIR)/docs/performance.md $(SCALE_FLAGS)

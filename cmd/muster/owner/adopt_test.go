@@ -23,6 +23,7 @@ import (
 
 // The folder says which call is made: a control plane that is there must never be initialised.
 func TestAMachineOfAClusterThatIsThereIsAdopted(t *testing.T) {
+	fresh(t)
 	ca := attesttest.NewCA(t)
 	for name, adopted := range map[string]bool{"install": true, "init": false} {
 		t.Run(name, func(t *testing.T) {
@@ -75,6 +76,7 @@ func enroll(t *testing.T, name string) {
 // Nodes that were there when Muster came may go on, unless they have left since or are attested; one that
 // turned up later may not.
 func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
+	fresh(t)
 	kube := defined(t)
 	access(t, map[string]nodeaccess.Entry{"listed": {Unattested: true}, "forgotten": nodeaccess.Entry{}.Revoke(time.Now())})
 	for _, name := range []string{"listed", "before", "forgotten", "enrolled", "later"} {
@@ -104,6 +106,7 @@ func (c cut) Begin(step string) {
 
 // A run that goes on where an earlier one stopped takes nobody for a node of before who came in between.
 func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
+	fresh(t)
 	ca := attesttest.NewCA(t)
 	for _, first := range []string{"define Muster's objects", "enroll the first machine", "set the policy"} {
 		t.Run("stopped at "+first, func(t *testing.T) {
@@ -146,6 +149,7 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 
 // That there was no other node is known, too, and not asked for again.
 func TestAnAdoptedClusterOfOneMachineStaysOne(t *testing.T) {
+	fresh(t)
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	f := serveFirst(t, m, succeed(m, kubeconfig(t), nil))

@@ -46,6 +46,7 @@ func unenroll(ctx context.Context, name string) {
 // A7: the owner's policy lists the control planes that are enrolled, with one signature for each change, and each command goes on
 // where it was interrupted.
 func TestThePolicyListsTheControlPlanes(t *testing.T) {
+	fresh(t)
 	kube := defined(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
 	defer cancel()

@@ -131,6 +131,7 @@ func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
 // TestInitMakesACluster takes all of init through a real API server: the machine's connection is lost
 // once, and everything is done a second time.
 func TestInitMakesACluster(t *testing.T) {
+	fresh(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*patience)
 	defer cancel()
 	ca := attesttest.NewCA(t)

@@ -71,6 +71,7 @@ func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
 
 // A finalizer that somebody has given a pod keeps it, and what it uses is read by the machine's certificate: that is not done, and the same command finishes it.
 func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
+	fresh(t)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	kube := defined(t)

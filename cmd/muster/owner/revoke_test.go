@@ -24,6 +24,7 @@ import (
 // After a clone, a banned control plane is revoked before it is forgotten: one edit of the policy removes it from controlPlanes and revokes its TPM's key. With
 // the ban gone first, the copy could join again for as long as its key is accepted (A7).
 func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
+	fresh(t)
 	defined(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
 	defer cancel()

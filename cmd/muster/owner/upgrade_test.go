@@ -383,7 +383,7 @@ func (u *upgrades) downgrade(t *testing.T) {
 // restored executes the commands of docs/upgrade.md after the definitions, and all their objects with
 // them, are gone.
 func (u *upgrades) restored(t *testing.T) {
-	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "upgrade.md"))
+	page, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "upgrade.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
