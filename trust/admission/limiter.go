@@ -158,7 +158,7 @@ func (l *Limiter[K]) Used() int64 {
 	return l.used
 }
 
-// Release gives the place back. It may be called again, and after the place was taken back.
+// Release returns the place back. It may be called again, and after the place was taken back.
 func (p *Place[K]) Release() {
 	if p == nil {
 		return

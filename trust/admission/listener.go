@@ -36,7 +36,7 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// placed gives its place back when it is closed.
+// placed returns its place back when it is closed.
 type placed struct {
 	net.Conn
 	place *Place[Source]

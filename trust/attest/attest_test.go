@@ -81,7 +81,7 @@ func certificate(t testing.TB, name string, isCA bool) (*x509.Certificate, strin
 
 func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
 
-// facts are those of a machine that booted what goodPolicy accepts.
+// facts are those of a machine that booted an image that goodPolicy accepts.
 func facts(root *x509.Certificate) *checked.Facts {
 	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKKind: "ecc-p256", EKRoot: root, AKKind: "ecc-p256"}
 	for i := range f.PCRs {
@@ -389,8 +389,8 @@ func TestAppraise(t *testing.T) {
 	})
 }
 
-// everyBootPCR and everyFirmwarePCR are what docs/threat-model.md and the policy's schema promise. Tests read them here,
-// so that a register that the program loses is missed.
+// everyBootPCR and everyFirmwarePCR are the registers that docs/threat-model.md and the policy's schema list.
+// They are repeated here, so that the test fails if the program loses one.
 var (
 	everyBootPCR     = []int{4, 8, 9, 11, 12, 13, 14}
 	everyFirmwarePCR = []int{0, 2, 3, 7}

@@ -101,8 +101,9 @@ func TestEventLogRules(t *testing.T) {
 	}
 }
 
-// A machine whose Secure Boot was switched off, and its keys deleted, differs from its own class in PCR 7 alone, however many rules say so; from another machine's, whose Secure Boot is
-// off as well, in PCR 0.
+// A machine whose Secure Boot was switched off, and its keys deleted, differs from its own class in
+// PCR 7 alone, although several rules fail for it. From another machine's class, whose Secure Boot
+// is off as well, it differs in PCR 0.
 func TestTheClassThatIsNamedDiffersInTheFewestPCRs(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	p, f := goodPolicy(pemRoot), facts(root)
@@ -164,7 +165,7 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	}
 }
 
-// another returns a class like c with another value of PCR 0.
+// another returns a copy of class c with another value of PCR 0.
 func another(c *attestv1.MachineClass) *attestv1.MachineClass {
 	out := &attestv1.MachineClass{Name: "class-b"}
 	for _, v := range c.GetPcrs() {

@@ -9,7 +9,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// A7: to be accepted is not enough for the machine of a joinservice or kms.
+// A7: an accepted machine may not serve joinservice or kms unless the policy lists it.
 func TestOnlyListedMachinesMayServe(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	listed, other := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})

@@ -14,7 +14,7 @@
 // can't be derived any more (K4). The vectors in testdata are computed by a second, independent program.
 //
 // Secrets are types that print as their name under every verb of fmt and refuse to be
-// marshalled (K3), and that cannot be compared with ==, which is not constant time.
+// marshaled (K3), and that cannot be compared with ==, which is not constant time.
 package keys
 
 import (
@@ -68,7 +68,7 @@ func ParseDiskID(s string) (DiskID, error) {
 	return DiskID{s}, nil
 }
 
-// String gives the ID as it was parsed; empty for the zero value.
+// String returns the ID as it was parsed; empty for the zero value.
 func (d DiskID) String() string { return d.s }
 
 // ErrDiskSalt says that a text is not the salt of a disk.
@@ -94,13 +94,13 @@ func ParseDiskSalt(text string) (DiskSalt, error) {
 	return DiskSalt(b), nil
 }
 
-// String gives the salt in 64 lower-case hexadecimal digits.
+// String returns the salt in 64 lower-case hexadecimal digits.
 func (s DiskSalt) String() string { return hex.EncodeToString(s[:]) }
 
 // ClusterID names a cluster. It is no secret: machines extend PCR 15 with its SHA-256.
 type ClusterID [Size]byte
 
-// String gives the ID in 64 lower-case hexadecimal digits.
+// String returns the ID in 64 lower-case hexadecimal digits.
 func (c ClusterID) String() string { return hex.EncodeToString(c[:]) }
 
 // Root is a cluster's root secret with its salt and their version.
@@ -176,7 +176,7 @@ func ParseDisk(key []byte) (Disk, error) {
 	return Disk{key: hide(key)}, nil
 }
 
-// Expose gives a copy of the key, for the one place that sends or uses it. It is nil for
+// Expose returns a copy of the key, for the one place that sends or uses it. It is nil for
 // the zero Disk.
 func (d Disk) Expose() []byte { return d.key.reveal() }
 
@@ -186,7 +186,7 @@ type EtcdEncryption struct {
 	key secret
 }
 
-// Expose gives a copy of the key, for the one place that writes it down. It is nil for the zero
+// Expose returns a copy of the key, for the one place that writes it down. It is nil for the zero
 // EtcdEncryption.
 func (e EtcdEncryption) Expose() []byte { return e.key.reveal() }
 
@@ -213,7 +213,7 @@ func ParseBootSecret(b []byte) (BootSecret, error) {
 	return BootSecret{bytes: hide(b)}, nil
 }
 
-// Expose gives a copy of the secret, for the places that send it and keep it. It is nil for the zero BootSecret.
+// Expose returns a copy of the secret, for the places that send it and keep it. It is nil for the zero BootSecret.
 func (b BootSecret) Expose() []byte { return b.bytes.reveal() }
 
 // Hash returns the SHA-256 of the secret, which is no secret.

@@ -221,7 +221,7 @@ func splitCertificates(data []byte) ([]*x509.Certificate, error) {
 	return out, nil
 }
 
-// readNV reads an NV index of at most limit bytes, authorised by its own empty auth
+// readNV reads an NV index of at most limit bytes, authorized by its own empty auth
 // value or else by the owner's.
 func (c *conn) readNV(index gotpm.TPMHandle, limit int) ([]byte, error) {
 	public, err := gotpm.NVReadPublic{NVIndex: index}.Execute(c.tpm)

@@ -43,5 +43,5 @@ var (
 	SplitCertificates = splitCertificates
 )
 
-// Patient gives a TPM that retries as conn's does.
+// Patient returns a TPM that retries as conn's does.
 func Patient(dev transport.TPM) transport.TPM { return patient{dev} }

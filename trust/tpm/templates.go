@@ -126,7 +126,7 @@ func (k ekKind) symmetric() gotpm.TPMTSymDefObject {
 	}
 }
 
-// template returns the kind's template of the high range (its use authorised by an empty
+// template returns the kind's template of the high range (its use authorized by an empty
 // auth value or PolicyB) or the low range (by PolicyA).
 func (k ekKind) template(high bool, unique gotpm.TPMUPublicID) gotpm.TPMTPublic {
 	public := gotpm.TPMTPublic{

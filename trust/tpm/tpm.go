@@ -27,7 +27,7 @@ import (
 // extend but not reset (TCG PC Client Platform TPM Profile, section 4.6).
 const PCRCount = 16
 
-// DefaultLock is the file whose lock serialises all processes that use the TPM.
+// DefaultLock is the file whose lock serializes all processes that use the TPM.
 const DefaultLock = "/run/muster/tpm.lock"
 
 // commandTimeout bounds one command. Making an RSA primary key is the slowest; on
@@ -153,7 +153,7 @@ func newTPM(open func() (transport.TPMCloser, error)) *TPM {
 	return t
 }
 
-// sequence runs use with the TPM open and the machine-wide lock held. ctx is honoured
+// sequence runs use with the TPM open and the machine-wide lock held. ctx is honored
 // while waiting for its turn; once commands run they run to their end, so that what
 // they loaded is flushed.
 func (t *TPM) sequence(ctx context.Context, what string, use func(*conn) error) (err error) {

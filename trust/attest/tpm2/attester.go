@@ -168,7 +168,7 @@ func (a *Attester) join(ctx context.Context, s attest.Statement) (*batch, int, e
 		return nil, 0, attest.RefuseFor(publicInterval, attestv1.Reason_REASON_BUSY, "%d callers wait for public evidence", maxLeaves)
 	}
 	if a.waiting == nil || len(a.waiting.leaves) == maxLeaves {
-		// Not the caller's context: others share the quote. It is cancelled when nobody
+		// Not the caller's context: others share the quote. It is canceled when nobody
 		// wants the result any more.
 		shared, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		a.waiting = &batch{done: make(chan struct{}), cancel: cancel}

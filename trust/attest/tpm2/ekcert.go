@@ -144,7 +144,7 @@ func rootOf(c *x509.Certificate, roots []*x509.Certificate, check func(*x509.Cer
 	return nil, errors.Join(errs...)
 }
 
-// named says whether c names issuer as its own (RFC 5280, 6.1.3 (a)(4)).
+// named reports whether c names issuer as its own (RFC 5280, 6.1.3 (a)(4)).
 func named(issuer, c *x509.Certificate) bool { return bytes.Equal(issuer.RawSubject, c.RawIssuer) }
 
 // checkKey accepts RSA keys of 2048 to 4096 bits, and P-256 and P-384. A root's key is the owner's

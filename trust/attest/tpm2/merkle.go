@@ -28,7 +28,7 @@ func node(left, right digest) digest {
 	return sha256.Sum256(append(b, right[:]...))
 }
 
-// split gives the largest power of two below n, for n > 1.
+// split returns the largest power of two below n, for n > 1.
 func split(n int) int { return 1 << (bits.Len(uint(n-1)) - 1) }
 
 func root(leaves []digest) digest {
@@ -39,7 +39,7 @@ func root(leaves []digest) digest {
 	return node(root(leaves[:k]), root(leaves[k:]))
 }
 
-// path gives the siblings from leaf i up to the root.
+// path returns the siblings from leaf i up to the root.
 func path(leaves []digest, i int) []digest {
 	if len(leaves) == 1 {
 		return nil
@@ -51,7 +51,7 @@ func path(leaves []digest, i int) []digest {
 	return append(path(leaves[k:], i-k), root(leaves[:k]))
 }
 
-// rootFrom gives the root that a leaf, its index and its path lead to; false if no tree
+// rootFrom returns the root that a leaf, its index and its path lead to; false if no tree
 // has such a path. The number of leaves is not sent, and need not be: index and length of
 // the path give each sibling's side. From the bottom up, a 1 bit of the index means a left
 // sibling and a 0 bit a right one, until the node is the last of its level; from there on

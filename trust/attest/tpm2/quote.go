@@ -76,7 +76,7 @@ func checkSizes(e *attestv1.Tpm2Evidence) error {
 	return nil
 }
 
-// akPrefix is the marshalled template up to its unique part, by kind of key.
+// akPrefix is the marshaled template up to its unique part, by kind of key.
 var (
 	akPrefixECC = templatePrefix(tpm.AKTemplate(false), 4) // two empty TPM2Bs
 	akPrefixRSA = templatePrefix(tpm.AKTemplate(true), 2)  // one

@@ -2,7 +2,7 @@ package tpm2
 
 import "encoding/binary"
 
-// reader takes marshalled TPM structures apart: big-endian integers and buffers with a
+// reader takes marshaled TPM structures apart: big-endian integers and buffers with a
 // length of two bytes before them. After the first read past the end every read gives
 // zero, and done says no.
 type reader struct {
@@ -35,5 +35,5 @@ func (r *reader) sized() []byte {
 	return r.take(n)
 }
 
-// done says whether exactly everything was read.
+// done reports whether exactly everything was read.
 func (r *reader) done() bool { return !r.failed && len(r.b) == 0 }

@@ -21,7 +21,7 @@ import (
 // VerifierConfig lists what a Verifier needs. All fields are required, but for
 // KnownPairs.
 type VerifierConfig struct {
-	// Roots gives the certificates that vouch for endorsement keys. It is asked for each
+	// Roots returns the certificates that vouch for endorsement keys. It is asked for each
 	// evidence anew, so that a changed policy takes effect at once. None: nobody is
 	// genuine (A3).
 	Roots func() []*x509.Certificate

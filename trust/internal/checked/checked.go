@@ -66,7 +66,7 @@ type Facts struct {
 type Firmware struct {
 	// Drivers and DriverConfig are what was measured into PCR 2 and 3, but for the separators.
 	Drivers, DriverConfig []Event
-	// SecureBoot says whether Secure Boot was on.
+	// SecureBoot reports whether Secure Boot was on.
 	SecureBoot bool
 	// Keys has the digests of the UEFI variables PK, KEK, db and dbx, by these names.
 	Keys map[string][]byte

@@ -44,7 +44,7 @@ type Event struct {
 	Text string
 }
 
-// Covered says whether Digest is the hash of Data, so that Data can be believed.
+// Covered reports whether Digest is the hash of Data, so that Data can be believed.
 func (e Event) Covered(bank tpm.Bank) bool {
 	h, ok := bank.Hash()
 	if !ok {

@@ -21,7 +21,7 @@ type Firmware struct {
 	Drivers []Event
 	// DriverConfig are those of PCR 3.
 	DriverConfig []Event
-	// SecureBoot says whether Secure Boot was on.
+	// SecureBoot reports whether Secure Boot was on.
 	SecureBoot bool
 	// Keys has, by the names PK, KEK, db and dbx, the digests of these variables (UEFI_VARIABLE_DATA, section 10.2.6).
 	Keys map[string][]byte

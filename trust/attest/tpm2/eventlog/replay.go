@@ -39,7 +39,7 @@ func Replay(l *Log, quoted [tpm.PCRCount][]byte) (*Replayed, error) {
 	return out, nil
 }
 
-// PCRs gives the values of PCR 0 to 15 that the log leads to; nil where it has no event.
+// PCRs returns the values of PCR 0 to 15 that the log leads to; nil where it has no event.
 // These values are unverified; compare them with a quote.
 func (l *Log) PCRs() [tpm.PCRCount][]byte {
 	var values [tpm.PCRCount][]byte

@@ -66,7 +66,7 @@ var typeNames = map[Type]string{
 	0x800000E2:              "EV_EFI_SPDM_FIRMWARE_CONFIG",
 }
 
-// String gives the name in the specification, or the number.
+// String returns the name in the specification, or the number.
 func (t Type) String() string {
 	if n, ok := typeNames[t]; ok {
 		return n
@@ -74,7 +74,7 @@ func (t Type) String() string {
 	return fmt.Sprintf("0x%08x", uint32(t))
 }
 
-// coversData says whether the digest must be the hash of the data. Others whose digest
+// coversData reports whether the digest must be the hash of the data. Others whose digest
 // should be are left out, since firmware in use hashes parts of them.
 func (t Type) coversData() bool {
 	switch t {

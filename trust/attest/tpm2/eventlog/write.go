@@ -65,5 +65,5 @@ func (w *Writer) Measure(pcr int, typ Type, data []byte) (map[tpm.Bank][]byte, e
 	return digests, w.Append(pcr, typ, digests, data)
 }
 
-// Bytes gives the log so far.
+// Bytes returns the log so far.
 func (w *Writer) Bytes() []byte { return append([]byte(nil), w.raw...) }
