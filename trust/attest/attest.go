@@ -88,7 +88,7 @@ type Attester interface {
 	// Formats lists the formats that it can make, best first; empty if it does not attest.
 	Formats() []attestv1.Format
 	// Attest makes evidence over the statement of its own purpose and b. The event log is included
-	// only if f asks for it.
+	// if the machine has one.
 	Attest(ctx context.Context, f attestv1.Format, b Binding) (*attestv1.Evidence, error)
 	// Respond answers a challenge with the MAC of [attestv1.Response]. It never returns the secret,
 	// so the answer is useless for another binding.

@@ -193,12 +193,12 @@ func TestParsePolicy(t *testing.T) {
 		"no class with anyFirmware is read": {change: func(p *attestv1.Policy) {
 			p.Tpm2.Classes, p.Insecure = nil, &attestv1.InsecureSwitches{AnyFirmware: true}
 		}},
-		"more classes than allowed are refused":  {func(p *attestv1.Policy) { p.Tpm2.Classes = slices.Repeat(p.Tpm2.Classes, MaxClasses+1) }, "more than 64"},
-		"a class that judges nothing is refused": {func(p *attestv1.Policy) { p.Tpm2.Classes[0].Pcrs = nil }, "lacks PCR 0"},
+		"more classes than allowed are refused": {func(p *attestv1.Policy) { p.Tpm2.Classes = slices.Repeat(p.Tpm2.Classes, MaxClasses+1) }, "more than 64"},
+		"a class without PCRs is refused":       {func(p *attestv1.Policy) { p.Tpm2.Classes[0].Pcrs = nil }, "lacks PCR 0"},
 		"a class that lacks the drivers is refused": {func(p *attestv1.Policy) {
 			p.Tpm2.Classes[0].Pcrs = slices.Delete(p.Tpm2.Classes[0].Pcrs, 1, 2)
 		}, "lacks PCR 2"},
-		"a class that lists what the image says is refused": {func(p *attestv1.Policy) {
+		"a class that lists a PCR of the image is refused": {func(p *attestv1.Policy) {
 			p.Tpm2.Classes[0].Pcrs = append(p.Tpm2.Classes[0].Pcrs, p.Tpm2.Images[0].Pcrs[0])
 		}, "lists PCR 4"},
 		"a class with rules alone is read": {change: func(p *attestv1.Policy) {
@@ -244,7 +244,7 @@ func TestParsePolicy(t *testing.T) {
 
 func TestAppraise(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
-	foreign, _ := ca(t, "somebody")
+	foreign, _ := ca(t, "another authority")
 	_, otherRoot := ca(t, "another operator's")
 	cluster := [32]byte{1}
 	for name, tt := range map[string]struct {

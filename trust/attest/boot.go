@@ -81,7 +81,7 @@ func (p *Policy) parseClasses(list []*attestv1.MachineClass) error {
 		}
 		for pcr := range b.pcrs {
 			if !slices.Contains(classPCRs, pcr) {
-				return invalid("%s.pcrs lists PCR %d: a class judges %v", field, pcr, classPCRs)
+				return invalid("%s.pcrs lists PCR %d: a class may list %v", field, pcr, classPCRs)
 			}
 		}
 		if b.log, err = p.parseLogRules(field, m.GetEventLog()); err != nil {
@@ -89,7 +89,7 @@ func (p *Policy) parseClasses(list []*attestv1.MachineClass) error {
 		}
 		for _, pcr := range firmwarePCRs {
 			if b.pcrs[pcr] == nil && b.log == nil {
-				return invalid("%s.pcrs lacks PCR %d, and there is no eventLog that would judge it", field, pcr)
+				return invalid("%s.pcrs lacks PCR %d, and the class has no eventLog rules in its place", field, pcr)
 			}
 		}
 		p.classes = append(p.classes, b)
@@ -107,7 +107,7 @@ func (p *Policy) parseBoot(field, name string, values []*attestv1.PcrValue, othe
 	}
 	for _, v := range values {
 		if v.GetIndex() >= LockPCR {
-			return boot{}, invalid("%s.pcrs: PCR %d cannot be listed: policies judge PCR 0 to 14", field, v.GetIndex())
+			return boot{}, invalid("%s.pcrs: PCR %d cannot be listed: policies may list PCR 0 to 14", field, v.GetIndex())
 		}
 		i := int(v.GetIndex())
 		if b.pcrs[i] != nil {

@@ -163,7 +163,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 			return invalid("tpm2.ekRoots[%d].minFirmwareVersion: %w", i, err)
 		}
 		if !slices.Contains(EKKinds, root.kind) {
-			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q vouches for, of %q", i, r.GetKey(), c.Subject, EKKinds)
+			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q certifies, one of %q", i, r.GetKey(), c.Subject, EKKinds)
 		}
 		for j, other := range p.roots { // A8
 			if !bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
@@ -173,7 +173,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: say the same in both", i, j)
 			}
 			if other.kind != root.kind {
-				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another kind: an authority vouches for one kind, or a TPM is a machine for each", i, j)
+				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], with another kind: list an authority with one kind only, since each kind of key would make a TPM another machine", i, j)
 			}
 		}
 		p.roots = append(p.roots, root)
@@ -183,7 +183,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 		return invalid("tpm2.ekRoots is empty, so no machine could be accepted")
 	}
 	if len(p.machines) == 0 && !allOperator && !p.message.GetInsecure().GetAnyMachine() {
-		return invalid("tpm2: a TPM vendor's root also vouches for an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
+		return invalid("tpm2: a TPM vendor's root also certifies an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
 	}
 	return nil
 }
@@ -286,7 +286,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())
 	}
 	if c.Bank() != p.bank {
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy judges %s", c.Bank(), p.bank)
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy has values for bank %s", c.Bank(), p.bank)
 	}
 	a := Appraisal{PolicySerial: p.Serial()}
 	var bad *MismatchError

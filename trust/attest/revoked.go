@@ -67,7 +67,7 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	}
 	for m := range p.machines {
 		if p.revoked.keys[m] {
-			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: strike it from one of them", m)
+			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: remove it from one of them", m)
 		}
 	}
 	for _, m := range p.servers {
