@@ -1,5 +1,5 @@
-// Package crds carries the CustomResourceDefinitions of Muster's API as controller-gen writes
-// them from package v1alpha1.
+// Package crds contains the CustomResourceDefinitions of Muster's API, which controller-gen
+// generates from package v1alpha1.
 package crds
 
 import "embed"

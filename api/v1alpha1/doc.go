@@ -1,5 +1,5 @@
-// Package v1alpha1 holds the Go types of Muster's objects in the Kubernetes API: what the owner
-// accepts (AttestationPolicy), which machine a node is (AttestedNode), and whose a state disk is
+// Package v1alpha1 has the Go types of Muster's objects in the Kubernetes API: the evidence that the owner
+// accepts (AttestationPolicy), the machine of a node (AttestedNode), and the machine of a state disk
 // (AttestedDisk). All are cluster-scoped, and every change to them is a compare-and-swap on resourceVersion.
 //
 // Deep copies and the schemas in api/crds are generated from the comments here.

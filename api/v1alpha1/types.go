@@ -6,12 +6,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// PolicyName is the name of the one AttestationPolicy that services read.
+// PolicyName is the name of the only AttestationPolicy that services read.
 const PolicyName = "default"
 
-// AttestationPolicy is what the owner of a cluster accepts as evidence. Services read the
-// one named "default". A policy whose signature or content is wrong, or whose serial is lower than
-// that of the one in force, does not replace a good one; status.reason says so.
+// AttestationPolicy defines the evidence that the owner of a cluster accepts. Services read the one named
+// "default". A policy with a wrong signature or content, or with a lower serial than the one in force, does not
+// replace it; status.reason has the cause.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -24,16 +24,16 @@ type AttestationPolicy struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// Spec is the policy as its owner signed it.
+	// Spec is the policy with its owner's signature.
 	Spec AttestationPolicySpec `json:"spec"`
-	// Status is what the services made of it.
+	// Status is the services' result of checking the policy.
 	Status AttestationPolicyStatus `json:"status,omitempty"`
 }
 
 // AttestationPolicySpec is a policy and its signature.
 type AttestationPolicySpec struct {
-	// Policy is a muster.attest.v1.Policy in protobuf's JSON mapping: the very bytes that were
-	// signed, at most 256 KiB.
+	// Policy is a muster.attest.v1.Policy in protobuf's JSON mapping: exactly the signed bytes, at most 256
+	// KiB.
 	//
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=262144
@@ -47,30 +47,30 @@ type AttestationPolicySpec struct {
 	Signature string `json:"signature"`
 }
 
-// AttestationPolicyStatus tells whether the policy in spec is the one in force.
+// AttestationPolicyStatus shows whether the policy in spec is the one in force.
 type AttestationPolicyStatus struct {
 	// Accepted is whether the policy of observedGeneration is in force.
 	Accepted bool `json:"accepted"`
-	// ObservedGeneration is the metadata.generation that this status speaks of.
+	// ObservedGeneration is the metadata.generation that this status describes.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Generation is the metadata.generation of the policy in force; 0: none is.
 	Generation int64 `json:"generation,omitempty"`
-	// Serial is the serial of the policy in force. A lower one is never accepted again.
+	// Serial is the serial of the policy in force. A policy with a lower one is never accepted again.
 	//
 	// +kubebuilder:validation:Minimum=0
 	Serial int64 `json:"serial,omitempty"`
-	// PolicyDigest is the SHA-256 of the policy that has this serial, in hexadecimal digits.
-	// No other one with this serial is accepted.
+	// PolicyDigest is the SHA-256 of the policy with this serial, in hexadecimal digits. No other policy with
+	// this serial is accepted.
 	//
 	// +kubebuilder:validation:MaxLength=64
 	PolicyDigest string `json:"policyDigest,omitempty"`
-	// Reason is empty, or the reason code of the refusal, as in POLICY_SIGNATURE.
+	// Reason is empty, or the reason code of the refusal, such as POLICY_SIGNATURE.
 	Reason string `json:"reason,omitempty"`
-	// Message says what is wrong, for people.
+	// Message describes the error.
 	//
 	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message,omitempty"`
-	// Insecure lists the switches that weaken the cluster and are on.
+	// Insecure lists the switches that are on and weaken the cluster.
 	//
 	// +listType=set
 	Insecure []string `json:"insecure,omitempty"`
@@ -85,7 +85,7 @@ type AttestationPolicyList struct {
 	Items           []AttestationPolicy `json:"items"`
 }
 
-// Role is what a node does in its cluster.
+// Role is the task of a node in its cluster.
 //
 // +kubebuilder:validation:Enum=worker;control-plane
 type Role string
@@ -96,7 +96,7 @@ const (
 	RoleControlPlane Role = "control-plane"
 )
 
-// DiskMode is how a machine keeps its state.
+// DiskMode is how a machine stores its state.
 //
 // +kubebuilder:validation:Enum=plain;luks
 type DiskMode string
@@ -107,10 +107,9 @@ const (
 	DiskModeLUKS  DiskMode = "luks"
 )
 
-// AttestedNode is the enrollment of one machine: its name is the node's name, which
-// belongs to that machine alone from then on (J4). A worker enrolls itself by passing
-// attestation; a control plane is enrolled by the owner beforehand. `muster forget`
-// frees the name.
+// AttestedNode is the enrollment of one machine. Its name is the node's name, which belongs to that machine
+// alone from then on (J4). A worker is enrolled when it passes attestation; a control plane must be enrolled by
+// the owner beforehand. `muster forget` frees the name.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -132,44 +131,45 @@ type AttestedNode struct {
 
 	// Spec is the enrollment.
 	Spec AttestedNodeSpec `json:"spec"`
-	// Status is what the machine last proved.
+	// Status is the result of the machine's latest attestation.
 	Status AttestedNodeStatus `json:"status,omitempty"`
 }
 
-// AttestedNodeSpec says which machine has the name, and what it may have.
+// AttestedNodeSpec is the machine that has the name, and what the machine is permitted.
 //
 // +kubebuilder:validation:XValidation:rule="self.machineID == oldSelf.machineID || (has(oldSelf.banned) && oldSelf.banned)",message="a name belongs to one machine: muster forget frees it, muster replace gives it to another machine"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.diskID) || size(oldSelf.diskID) == 0 || !has(self.diskID) || self.diskID == oldSelf.diskID || (has(oldSelf.banned) && oldSelf.banned)",message="the machine is enrolled with another disk: muster replace changes that"
 type AttestedNodeSpec struct {
-	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in
-	// 64 lower-case hexadecimal digits. It never changes, but in a banned enrollment, which
-	// no service touches: so `muster replace` gives a name to another machine.
+	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in 64 lower-case
+	// hexadecimal digits. It never changes, except in a banned enrollment, which no service changes: `muster
+	// replace` uses this to give a name to another machine.
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	MachineID string `json:"machineID"`
-	// Role is what the node does. It never changes.
+	// Role is the node's task. It never changes.
 	//
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a node's role does not change"
 	Role Role `json:"role"`
-	// DiskID is the UUID of the machine's state disk, in the 36-character lower-case form. Empty
-	// until the machine's first join if the owner enrolled it.
+	// DiskID is the UUID of the machine's state disk, in the 36-character lower-case form. If the owner
+	// enrolled the machine, it is empty until the machine's first join.
 	//
 	// +kubebuilder:validation:Pattern=`^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})?$`
 	DiskID string `json:"diskID,omitempty"`
-	// DiskMode is how the machine keeps its state. Empty until its first join if the owner enrolled it.
+	// DiskMode is how the machine stores its state. If the owner enrolled the machine, it is empty until its
+	// first join.
 	DiskMode DiskMode `json:"diskMode,omitempty"`
-	// Addresses are the IP addresses that the node may have in its serving certificate. While a ticket is made
-	// they are those of before as well.
+	// Addresses are the IP addresses that the node may have in its serving certificate. While a ticket is being
+	// issued they include the earlier addresses.
 	//
 	// +kubebuilder:validation:MaxItems=32
 	// +kubebuilder:validation:items:MaxLength=45
 	// +listType=set
 	Addresses []string `json:"addresses,omitempty"`
-	// Banned refuses the machine everything, at once. Its Node and the pods on it are deleted.
+	// Banned makes every service refuse the machine at once. Its Node and the pods on it are deleted.
 	Banned bool `json:"banned,omitempty"`
 }
 
-// AttestedNodeStatus is what the machine last proved.
+// AttestedNodeStatus is the result of the machine's latest attestation.
 type AttestedNodeStatus struct {
 	// LastVerdict is the verdict on the machine's latest evidence.
 	LastVerdict *Verdict `json:"lastVerdict,omitempty"`
@@ -191,39 +191,40 @@ type AttestedNodeStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=136
 	AKName string `json:"akName,omitempty"`
-	// ResetCount is the TPM's count of resets. It does not go down: a TPM that was
-	// cleared needs the owner to enroll the machine anew.
+	// ResetCount is the TPM's count of resets. It never decreases: if a machine's TPM was cleared, the owner
+	// must enroll the machine again.
 	//
 	// +kubebuilder:validation:Minimum=0
 	ResetCount *int64 `json:"resetCount,omitempty"`
-	// Boot is the machine's latest boot of which evidence was accepted (J11). Without it, the machine's
-	// next boot is believed.
+	// Boot is the machine's latest boot with accepted evidence (J11). If it is unset, the machine's next boot
+	// is accepted as the latest.
 	//
 	// +optional
 	Boot *Boot `json:"boot,omitempty"`
 	// Ticket is the latest join ticket.
 	Ticket *Ticket `json:"ticket,omitempty"`
-	// ReleasedAt is when the machine returned its ticket: its node may not write. Certificate and disk key have left joinservice, so
-	// name and disk stay the machine's own until the certificate has expired, 24 hours and 10 minutes unless the owner has set another
-	// life; then they are free, unless the owner made the AttestedNode.
+	// ReleasedAt is when the machine returned its ticket. Its node may not write to the API any more. Because
+	// certificate and disk key have left joinservice, name and disk stay reserved for the machine until the
+	// certificate has expired: 24 hours and 10 minutes, unless the owner has set another lifetime. Then they
+	// are free, unless the owner made the AttestedNode.
 	//
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
-	// Certificates says when the kubelet's certificates end: those on its disk, as its machine reports with each attestation, and before
-	// the first report those that were made for it.
+	// Certificates has the expiry of the kubelet's certificates: those on its disk, which the machine reports
+	// with each attestation, and before the first report those that were issued for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
-	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and Cloned. Nothing but the end of
-	// a vanished worker's enrollment is decided on them.
+	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and
+	// Cloned. They are for information: only the end of a vanished worker's enrollment depends on one.
 	//
 	// +listType=map
 	// +listMapKey=type
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
 
-// Boot is one boot of a machine, as a quote of its TPM and the machine itself say it.
+// Boot is one boot of a machine, as reported by a quote of its TPM and by the machine itself.
 type Boot struct {
-	// ResetCount and RestartCount are the TPM's counters (TPM 2.0 Library, Part 2, TPMS_CLOCK_INFO). Together, in this
-	// order, they are higher in each later boot.
+	// ResetCount and RestartCount are the TPM's counters (TPM 2.0 Library, Part 2, TPMS_CLOCK_INFO). As a pair,
+	// in this order, they are higher in each later boot.
 	//
 	// +kubebuilder:validation:Minimum=0
 	ResetCount int64 `json:"resetCount"`
@@ -233,88 +234,92 @@ type Boot struct {
 	//
 	// +kubebuilder:validation:Minimum=0
 	Clock int64 `json:"clock"`
-	// SecretHash is the SHA-256 of the secret that the machine has made for this boot, in hexadecimal digits.
+	// SecretHash is the SHA-256 of the secret that the machine made for this boot, in hexadecimal digits.
 	//
 	// +kubebuilder:validation:MaxLength=64
 	SecretHash string `json:"secretHash"`
-	// Address is where the machine was when it last attested.
+	// Address is the machine's network address at its last attestation.
 	//
 	// +kubebuilder:validation:MaxLength=45
 	Address string `json:"address,omitempty"`
 	// Since is when the first evidence of this boot was verified.
 	Since metav1.MicroTime `json:"since"`
-	// EarlierEnded says that joinservice has found the machine's boot before this one to have ended. Before that, it gives
-	// nothing for this boot: no ticket, no key of a disk and no certificate.
+	// EarlierEnded reports that joinservice has found that the machine's earlier boot has ended. Until then
+	// joinservice issues nothing for this boot: no ticket, no disk key and no certificate.
 	EarlierEnded bool `json:"earlierEnded,omitempty"`
 }
 
-// NodeCertificates are the kubelet's. Nothing is decided on them.
+// NodeCertificates has the expiry of the kubelet's certificates, for information only.
 type NodeCertificates struct {
-	// ClientExpiresAt is when the one ends that the node shows the API server.
+	// ClientExpiresAt is the expiry of the certificate that the kubelet presents to the API server.
 	ClientExpiresAt *metav1.Time `json:"clientExpiresAt,omitempty"`
-	// ServingExpiresAt is when the one ends that the API server is shown by the kubelet.
+	// ServingExpiresAt is the expiry of the certificate that the kubelet presents to its clients, such as the
+	// API server.
 	ServingExpiresAt *metav1.Time `json:"servingExpiresAt,omitempty"`
 }
 
-// Verdict is the judgement on one piece of evidence.
+// Verdict is the result of appraising one piece of evidence.
 type Verdict struct {
 	// Accepted is whether the policy accepts the machine.
 	Accepted bool `json:"accepted"`
-	// Reason is the reason code, as in POLICY_REFUSED; ACCEPTED if it was accepted.
+	// Reason is the reason code, such as POLICY_REFUSED; ACCEPTED if the policy accepts the machine.
 	Reason string `json:"reason"`
-	// Time is when the evidence was judged.
+	// Time is when the evidence was appraised.
 	Time metav1.Time `json:"time"`
 }
 
-// Ticket is a join ticket that was issued.
+// Ticket is an issued join ticket.
 type Ticket struct {
-	// ID names the ticket: 16 random bytes in hexadecimal digits.
+	// ID identifies the ticket: 16 random bytes in hexadecimal digits.
 	//
 	// +kubebuilder:validation:MaxLength=32
 	ID string `json:"id"`
 	// IssuedAt is when it was issued.
 	IssuedAt metav1.Time `json:"issuedAt"`
-	// CertificateID names the ticket's client certificate as the API server does, in
+	// CertificateID is the API server's ID of the ticket's client certificate, in
 	// authentication.kubernetes.io/credential-id.
 	//
 	// +kubebuilder:validation:MaxLength=80
 	CertificateID string `json:"certificateID,omitempty"`
 }
 
-// EnrolledByTicket is an annotation of an AttestedNode that joinservice made for a join ticket. Such a
-// worker's enrollment is deleted once its node has vanished for long, and if no node comes of it. Remove the annotation, and it is as
-// if the owner had made the AttestedNode.
+// EnrolledByTicket is an annotation of an AttestedNode that joinservice made for a join ticket. Such a worker's
+// enrollment is deleted if no node joins with the ticket, and after its node has vanished for a long time.
+// Without the annotation the AttestedNode is treated as one that the owner made.
 const EnrolledByTicket = "muster.dev/enrolled-by-ticket"
 
-// AttestationKey is an annotation of an AttestedNode: the TPM name of the attestation key that its machine asked for a ticket with, in hexadecimal
-// digits. No other machine may show it (A8).
+// AttestationKey is an annotation of an AttestedNode: the TPM name of the attestation key with which its
+// machine requested a ticket, in hexadecimal digits. No other machine may present that key (A8).
 const AttestationKey = "muster.dev/attestation-key"
 
-// AskedAt is an annotation of an AttestedNode: when its machine last asked for a join ticket (RFC 3339). Until every certificate that may have been issued then has
-// expired, name and addresses are no other machine's, whatever came of the ticket (J4).
+// AskedAt is an annotation of an AttestedNode: when its machine last requested a join ticket (RFC 3339). Until
+// every certificate that may have been issued then has expired, no other machine gets the name and the
+// addresses, even if the request failed (J4).
 const AskedAt = "muster.dev/asked-at"
 
-// FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by asking for others, each with the
-// time at which the last serving certificate for it has expired (ADDRESS=RFC 3339, separated by spaces). Until then no other
-// machine may have the address (J4).
+// FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by requesting others,
+// each with the time at which the last serving certificate for it expires (ADDRESS=RFC 3339, separated by
+// spaces). Until then no other machine may have the address (J4).
 const FormerAddresses = "muster.dev/former-addresses"
 
-// Conditions of an AttestedNode that follow from the rest of it and from the list of nodes, for people and for kubectl wait.
+// Conditions of an AttestedNode that are derived from its other fields and from the list of nodes, for display
+// and for kubectl wait.
 const (
-	// ConditionAccepted is True if the policy accepted the machine's latest evidence, False if it refused it; the reason is the
-	// verdict's reason code.
+	// ConditionAccepted is True if the policy accepted the machine's latest evidence, and False if it refused
+	// it; the reason is the verdict's reason code.
 	ConditionAccepted = "Accepted"
-	// ConditionEnrolled is True once the machine was given certificates of the node.
+	// ConditionEnrolled is True once the machine has received the node's certificates.
 	ConditionEnrolled = "Enrolled"
-	// ConditionRevoked is True while the node may not write to the API: its machine is banned, it is being removed, or it has returned its ticket.
+	// ConditionRevoked is True while the node may not write to the API: its machine is banned, it is being
+	// removed, or it has returned its ticket.
 	ConditionRevoked = "Revoked"
 )
 
-// ConditionVanished is True on an AttestedNode while no sign of life comes from its node.
+// ConditionVanished is True on an AttestedNode while its node shows no sign of life.
 const ConditionVanished = "Vanished"
 
-// ConditionCloned is True on an AttestedNode once a second machine has shown the TPM of its machine, until the owner has
-// decided which one is genuine (J11). The message names both addresses.
+// ConditionCloned is True on an AttestedNode once a second machine has attested with the same TPM state, until
+// the owner has decided which one is genuine (J11). The message has both addresses.
 const ConditionCloned = "Cloned"
 
 // AttestedNodeList is a list of enrollments.
@@ -326,11 +331,12 @@ type AttestedNodeList struct {
 	Items           []AttestedNode `json:"items"`
 }
 
-// AttestedDisk says whose a state disk is: its name is the disk's UUID, in the 36-character lower-case form.
-// joinservice makes it before the disk's key leaves for the first time, and gives the key to no other machine
-// (J2). It outlives enrollments, and no service changes or deletes it. `muster replace --tpm` gives it to
-// another machine. `muster forget --erase` deletes its salt, without which the key can't be derived any more (K4); so does
-// deleting it, but then whichever machine enrolls the UUID next has the disk, with another key.
+// AttestedDisk assigns a state disk to a machine. Its name is the disk's UUID, in the 36-character lower-case
+// form. joinservice makes it before it sends the disk's key for the first time, and sends the key to no other
+// machine (J2). It remains when an enrollment ends, and no service changes or deletes it. `muster replace
+// --tpm` assigns it to another machine. `muster forget --erase` deletes its salt, without which the key cannot
+// be derived any more (K4). If the AttestedDisk itself is deleted, the key is lost as well, but the next
+// machine that enrolls the UUID gets the disk, with another key.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster
@@ -342,11 +348,12 @@ type AttestedDisk struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// Spec says whose it is.
+	// Spec is the machine and the inputs of the disk's key.
 	Spec AttestedDiskSpec `json:"spec"`
 }
 
-// AttestedDiskSpec names the one machine that the disk's key is given to, and what the key follows from beside the root secret.
+// AttestedDiskSpec is the one machine that gets the disk's key, and the inputs of the key beside the root
+// secret.
 //
 // +kubebuilder:validation:XValidation:rule="has(self.salt) != (has(self.erased) && self.erased)",message="a disk has its salt, or is erased"
 // +kubebuilder:validation:XValidation:rule="!has(self.salt) || has(oldSelf.salt) && self.salt == oldSelf.salt",message="a disk's salt stays as it is; `muster forget --erase` deletes it for good"
@@ -357,18 +364,18 @@ type AttestedDiskSpec struct {
 	//
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	MachineID string `json:"machineID"`
-	// Salt is what the disk's key depends on beside the root secret and the UUID: 32 random bytes in 64 lower-case hexadecimal
-	// digits. It is no secret. It is written once, and can be deleted, but not changed (K4).
+	// Salt is an input of the disk's key, beside the root secret and the UUID: 32 random bytes in 64 lower-case
+	// hexadecimal digits. It is not secret. It is written once, and can be deleted, but not changed (K4).
 	//
 	// +optional
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	Salt string `json:"salt,omitempty"`
-	// RootVersion is that of the root secret that the key follows from.
+	// RootVersion is the version of the root secret that the key is derived from.
 	//
 	// +kubebuilder:validation:Minimum=1
 	RootVersion int32 `json:"rootVersion"`
-	// Erased says that the salt was deleted, so that the key can't be derived any more: nobody gets it, and nobody enrolls the
-	// disk (K4). It can't be taken back.
+	// Erased means that the salt was deleted, so the key cannot be derived any more: no machine gets it, and no
+	// machine can enroll the disk (K4). It cannot be undone.
 	//
 	// +optional
 	Erased bool `json:"erased,omitempty"`
@@ -383,19 +390,19 @@ type AttestedDiskList struct {
 	Items           []AttestedDisk `json:"items"`
 }
 
-// RetireCertificates is the finalizer of an AttestedNode: an enrollment that is deleted stays until joinservice has taken from
-// its machine what it was given (J4). Its certificates so far write nothing any more, and its Node is gone.
+// RetireCertificates is the finalizer of an AttestedNode. A deleted enrollment stays until joinservice has
+// revoked what its machine was given (J4): its certificates can write nothing any more, and its Node is gone.
 const RetireCertificates = "muster.dev/retire-certificates"
 
-// KeepNode is an annotation of an AttestedNode that `muster replace` has banned: joinservice leaves its Node, which the name's
-// next machine takes over with labels and taints.
+// KeepNode is an annotation of an AttestedNode that `muster replace` has banned: joinservice keeps its Node,
+// with labels and taints, for the next machine of that name.
 const KeepNode = "muster.dev/keep-node"
 
-// ShutOut says whether the machine gets nothing: it is banned, or its enrollment is being deleted.
+// ShutOut reports whether the machine gets nothing: it is banned, or its enrollment is being deleted.
 func (n *AttestedNode) ShutOut() bool { return n.Spec.Banned || n.Leaving() }
 
-// Leaving says whether the enrollment is being deleted.
+// Leaving reports whether the enrollment is being deleted.
 func (n *AttestedNode) Leaving() bool { return !n.DeletionTimestamp.IsZero() }
 
-// Retires says whether the enrollment outlives its deletion until the certificates are retired.
+// Retires reports whether the deleted enrollment stays until its certificates are retired.
 func (n *AttestedNode) Retires() bool { return slices.Contains(n.Finalizers, RetireCertificates) }

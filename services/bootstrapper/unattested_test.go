@@ -24,7 +24,7 @@ func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
 	} {
 		t.Run(attest.ReasonName(reason), func(t *testing.T) {
 			w, _ := worker(t)
-			stranger := atlstest.Stranger(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)})
+			stranger := atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)})
 			w.meta.JoinEndpoints = []string{stranger}
 			w.screen = filepath.Join(t.TempDir(), "console")
 			if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
@@ -66,7 +66,7 @@ func TestAStrangerRaisesNoAlertAboutARefusedNode(t *testing.T) {
 	for _, reason := range []attestv1.Reason{attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_NOT_ENROLLED} {
 		t.Run(attest.ReasonName(reason), func(t *testing.T) {
 			w, _ := node(t)
-			w.meta.JoinEndpoints = []string{atlstest.Stranger(t, &attestv1.Verdict{Reason: reason})}
+			w.meta.JoinEndpoints = []string{atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason})}
 			metrics := w.reattest()
 			eventually(t, "two tries", func() bool { return counter(t, metrics, reattestations) >= 2 })
 			if want := "UNPROVEN_" + attest.ReasonName(reason); reason != attestv1.Reason_REASON_NOT_ENROLLED && counter(t, metrics, reattestations, want) == 0 {

@@ -1,14 +1,14 @@
-// Package admission bounds what unauthenticated peers can make a process spend: connections,
-// memory, processor time and TPM time.
+// Package admission bounds the resources that unauthenticated peers can use in a process:
+// connections, memory, processor time and TPM time.
 //
-// Think of each resource as a capacity that sources share. A source is what one party can be
-// assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177). While there is room, everybody is
-// served. When there is none, the source that holds the most gives way to one that holds
-// less: so a few sources cannot keep others out, however often they come, and the worst case
-// of a process is the sum of its capacities.
+// Each resource is a capacity that sources share. A source is the address range that one party can
+// be assumed to own: an IPv4 address or an IPv6 /64 (RFC 6177). While capacity is free, every
+// source is served. When none is free, the source that holds the most gives up a place to one that
+// holds less. So a few sources cannot keep others out, however often they connect, and the maximum
+// use of a process is the sum of its capacities.
 //
-// [Limiter] shares what is held (places, bytes), [Rate] what arrives, [Queue] what is worked
-// on one after another.
+// [Limiter] shares what is held (places, bytes), [Rate] limits arrivals, and [Queue] orders work
+// that is done one after another.
 package admission
 
 import (
@@ -16,8 +16,8 @@ import (
 	"net/netip"
 )
 
-// Source is who is charged: an IPv4 address or an IPv6 /64. The zero value stands for all
-// addresses that are none, as those of unix sockets; they are one source.
+// Source is the party that is charged: an IPv4 address or an IPv6 /64. The zero value stands for
+// all addresses without an IP, such as those of unix sockets; they are one source.
 type Source = netip.Prefix
 
 // SourceOf returns the source of a network address.
@@ -28,7 +28,7 @@ func SourceOf(a net.Addr) Source {
 	return SourceOfAddress(a.String())
 }
 
-// SourceOfAddress returns the source of an address as [http.Request] has it in RemoteAddr:
+// SourceOfAddress returns the source of an address in the form of [http.Request.RemoteAddr]:
 // IP:PORT.
 func SourceOfAddress(addr string) Source {
 	ap, err := netip.ParseAddrPort(addr)

@@ -25,7 +25,7 @@ func source(i int) Source {
 	return netip.PrefixFrom(netip.AddrFrom4(ip), 32)
 }
 
-// guests are places by name, as a test takes them.
+// guests has a test's places by name.
 type guests struct {
 	t       *testing.T
 	l       *Limiter[string]
@@ -82,9 +82,9 @@ func TestWhoHoldsTheMostGivesWay(t *testing.T) {
 	g.take("b", "b2", 1, ErrFull) // a and b would have two
 	g.gone()
 	pass(settle)
-	g.take("b", "b2", 1, nil) // a's are older than 2 s
+	g.take("b", "b2", 1, nil) // a's places are older than 2 s
 	g.gone("a2")
-	g.take("a", "a4", 1, nil) // b has two by now, and the first is old
+	g.take("a", "a4", 1, nil) // b has two now, and the first is old
 	g.gone("b1")
 }
 
@@ -99,17 +99,17 @@ func TestAsManySourcesAsPlacesWaitUntilOneIsOld(t *testing.T) {
 	g.gone("a1")
 }
 
-// Silent connections from more sources than there are places take none from a machine that tries again and again. The numbers are those of
-// joinservice's handshakes; the sources are what whoever poses as the gateway of a network has.
+// A machine that retries gets a place although silent connections come from more sources than there are places. The numbers are
+// those of joinservice's handshakes; the sources are those of an attacker who has the addresses of a gateway's network.
 func TestAMachineThatTriesAgainGetsIn(t *testing.T) {
-	const places, tries, again = 256, 40, 5 * time.Second
+	const places, attempts, again = 256, 40, 5 * time.Second
 	for _, flood := range []struct {
 		rate, sources int // connections a second
 		takes         time.Duration
-		want          int // of 40 tries
+		want          int // of 40 attempts
 	}{
-		{60, 1000, 1400 * time.Millisecond, tries}, {60, 4000, 1400 * time.Millisecond, tries}, {120, 4000, 1400 * time.Millisecond, tries},
-		{300, 432, 1400 * time.Millisecond, tries}, {300, 4000, 1400 * time.Millisecond, 8}, // 128 newcomers a second get in, so 17 tries would
+		{60, 1000, 1400 * time.Millisecond, attempts}, {60, 4000, 1400 * time.Millisecond, attempts}, {120, 4000, 1400 * time.Millisecond, attempts},
+		{300, 432, 1400 * time.Millisecond, attempts}, {300, 4000, 1400 * time.Millisecond, 8}, // 128 newcomers a second get in, so 17 attempts would
 	} {
 		t.Run(fmt.Sprintf("%d a second of %d", flood.rate, flood.sources), func(t *testing.T) {
 			g, pass := newGuests(t, places, 64)
@@ -123,8 +123,8 @@ func TestAMachineThatTriesAgainGetsIn(t *testing.T) {
 			var honest *Place[string]
 			var out bool
 			var until, next time.Time
-			next = g.l.now().Add(time.Minute) // the flood has begun before
-			for n := 0; done < tries; n++ {
+			next = g.l.now().Add(time.Minute) // the flood began before
+			for n := 0; done < attempts; n++ {
 				pass(time.Duration(random.Int64N(2 * int64(time.Second) / int64(flood.rate))))
 				now := g.l.now()
 				for len(ends) > 0 && !ends[0].at.After(now) {
@@ -155,15 +155,15 @@ func TestAMachineThatTriesAgainGetsIn(t *testing.T) {
 					}
 				}
 			}
-			t.Logf("%d of %d tries", in, tries)
+			t.Logf("%d of %d attempts", in, attempts)
 			if in < flood.want {
-				t.Errorf("%d of %d tries succeeded, want %d", in, tries, flood.want)
+				t.Errorf("%d of %d attempts succeeded, want %d", in, attempts, flood.want)
 			}
 		})
 	}
 }
 
-// Many honest machines that each do one thing don't interrupt each other; one that takes more gives way.
+// Many honest machines that each do one thing do not interrupt each other; a machine that takes more loses its place.
 func TestEqualsAreKept(t *testing.T) {
 	g, pass := newGuests(t, 2, 2)
 	g.l.KeepEqual()
@@ -223,8 +223,8 @@ func TestAPlaceShrinks(t *testing.T) {
 	}
 }
 
-// Whatever sources do, no more is held than there is, no source holds more than its share, and a
-// source that holds nothing gets a place as soon as another holds more than it would.
+// Whatever sources do, the held units stay within the capacity, each source stays within its share, and a source without a place
+// gets one as soon as another source holds more than it would.
 func TestALimiterKeepsItsBounds(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		now := time.Unix(1000, 0)
@@ -326,7 +326,7 @@ func TestSourcesThatComeOftenLeaveRoomForThoseThatDoNot(t *testing.T) {
 		}
 		now = now.Add(10 * time.Millisecond)
 	}
-	// 50 came fresh, and all together have 10 at once and 10 a second.
+	// 50 came for the first time, and all together have 10 at once and 10 a second.
 	if passed < 50 || passed > 50+10+10+1 {
 		t.Errorf("%d passed in a second, want 50 to 71", passed)
 	}
@@ -368,7 +368,7 @@ func TestManySourcesTakeBoundedMemory(t *testing.T) {
 	}
 }
 
-// What limits.md counts for the sources that are remembered.
+// The memory of the remembered sources, as counted in limits.md.
 func TestRememberedSourcesFitTheirMemory(t *testing.T) {
 	ipv6 := func(i int) Source {
 		ip := [16]byte{0x20, 0x01}
@@ -476,10 +476,10 @@ func TestAListenerKeepsRoomForOtherSources(t *testing.T) {
 	}
 	dial("127.0.0.3")
 	held = append(held, <-accepted)
-	dial("127.0.0.4") // all are taken, and 127.0.0.2 has three
+	dial("127.0.0.4") // all places are taken, and 127.0.0.2 has three
 	held = append(held, <-accepted)
 	if !isClosed(first) {
-		t.Error("nobody gave way")
+		t.Error("no source lost a place")
 	}
 	for _, c := range held {
 		_ = c.Close()

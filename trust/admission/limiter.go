@@ -6,19 +6,21 @@ import (
 	"time"
 )
 
-// ErrFull and ErrSourceFull say why a Limiter has no room: all of it is taken by sources that
-// hold no more than this one, or this source holds its share.
+// ErrFull and ErrSourceFull say why a Limiter has no room: all of it is taken by sources that hold
+// no more than this one, or this source already holds its share.
 var (
 	ErrFull       = errors.New("all places are taken")
 	ErrSourceFull = errors.New("the source holds its share")
 )
 
-// settle is how long a place is safe from sources that would hold as much as its own: long enough for an honest peer's next message,
-// with a slow TPM. A Limiter of n places takes n/settle newcomers a second from any number of sources.
+// settle is how long a place is safe from sources that would hold as much as its own source: long
+// enough for the next message of an honest peer with a slow TPM. A Limiter of n places accepts
+// n/settle newcomers a second from any number of sources.
 const settle = 2 * time.Second
 
-// Limiter shares a capacity among sources. Its memory is bounded by its capacity. It remembers nothing of sources that hold nothing: whoever has more
-// addresses than there are places looks like somebody who comes for the first time, and a machine that tries again does not.
+// Limiter shares a capacity among sources. Its memory is bounded by its capacity. It stores nothing
+// about sources without a place: otherwise a machine that retries would have a disadvantage against
+// an attacker with many addresses, who always looks like a new source.
 type Limiter[K comparable] struct {
 	capacity, perSource int64
 	keepEqual           bool
@@ -30,8 +32,8 @@ type Limiter[K comparable] struct {
 	held   map[K]int64
 }
 
-// KeepEqual makes places safe from sources that would hold as much: it is for peers whose work must
-// not be interrupted because there are many of them.
+// KeepEqual makes places safe from sources that would hold as much. It is for peers whose work must
+// not be interrupted only because there are many of them.
 func (l *Limiter[K]) KeepEqual() *Limiter[K] {
 	l.keepEqual = true
 	return l
@@ -58,10 +60,10 @@ func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
 	}
 }
 
-// Take takes weight units for a source. If they are not free, places of sources that hold more
-// than this one would are taken back, the oldest first. So is the oldest of those that hold as much, if
-// it is 2 s old. evict is called once, without a lock, if this place is taken back later; it must
-// not block. The error is [ErrFull] or [ErrSourceFull].
+// Take takes weight units for a source. If they are not free, it evicts places of sources that hold
+// more than this one would, the oldest first, and then the oldest place of a source that holds as
+// much, if it is 2 s old. evict is called once, without a lock, if the new place itself is evicted
+// later; it must not block. The error is [ErrFull] or [ErrSourceFull].
 func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
 	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
 	l.mu.Lock()
@@ -82,7 +84,7 @@ func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], erro
 	return p, nil
 }
 
-// makeRoom is called with the lock held. It takes places back only if that makes room enough.
+// makeRoom is called with the lock held. It evicts places only if that frees enough units.
 func (l *Limiter[K]) makeRoom(source K, weight int64) ([]*Place[K], error) {
 	after := l.held[source] + weight
 	if after > l.perSource {
@@ -92,7 +94,7 @@ func (l *Limiter[K]) makeRoom(source K, weight int64) ([]*Place[K], error) {
 	for l.used+weight > l.capacity {
 		v := l.victim(source, after)
 		if v == nil {
-			for _, v := range victims { // nothing is gained, so nothing is taken
+			for _, v := range victims { // no eviction can free enough, so all places stay
 				l.restore(v)
 			}
 			return nil, ErrFull
@@ -103,8 +105,8 @@ func (l *Limiter[K]) makeRoom(source K, weight int64) ([]*Place[K], error) {
 	return victims, nil
 }
 
-// victim returns the place that gives way to a source that will hold after units; nil if there
-// is none. It is called with the lock held.
+// victim returns the place to evict for a source that will hold after units; nil if there is none.
+// It is called with the lock held.
 func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 	var out *Place[K]
 	for p := range l.places {
@@ -127,7 +129,7 @@ func (l *Limiter[K]) victim(source K, after int64) *Place[K] {
 	return nil
 }
 
-// before reports whether a gives way before b.
+// before reports whether a is evicted before b.
 func (l *Limiter[K]) before(a, b *Place[K]) bool {
 	if x, y := l.held[a.source], l.held[b.source]; x != y {
 		return x > y
@@ -158,7 +160,7 @@ func (l *Limiter[K]) Used() int64 {
 	return l.used
 }
 
-// Release gives the place back. It may be called again, and after the place was taken back.
+// Release frees the place. It may be called again, and after the place was evicted.
 func (p *Place[K]) Release() {
 	if p == nil {
 		return
@@ -170,7 +172,7 @@ func (p *Place[K]) Release() {
 	}
 }
 
-// Shrink makes the place hold weight units, if it holds more.
+// Shrink reduces the place to weight units, if it holds more.
 func (p *Place[K]) Shrink(weight int64) {
 	l := p.limiter
 	l.mu.Lock()
@@ -183,8 +185,8 @@ func (p *Place[K]) Shrink(weight int64) {
 	p.weight = weight
 }
 
-// Pin keeps the place from being taken back until unpin is called, which makes it as young as
-// a new one.
+// Pin keeps the place from being evicted until unpin is called. After unpin it is as young as a new
+// one.
 func (p *Place[K]) Pin() (unpin func()) {
 	l := p.limiter
 	l.mu.Lock()

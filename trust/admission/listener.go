@@ -5,21 +5,21 @@ import (
 	"sync"
 )
 
-// Listener accepts a bounded number of connections at one time, of a source and in sum, for a
-// server that asks nobody for anything. When all places are taken, the oldest connection of
-// the source with the most gives way.
+// Listener accepts a bounded number of connections at one time, per source and in sum, for a server
+// without authentication. When all places are taken, it closes the oldest connection of the source
+// with the most.
 type Listener struct {
 	net.Listener
 	limiter *Limiter[Source]
 }
 
-// NewListener takes over inner. At most open connections are open at one time, perSource of
-// one source.
+// NewListener takes over inner. At most open connections are open at one time, and at most
+// perSource of one source.
 func NewListener(inner net.Listener, open, perSource int) *Listener {
 	return &Listener{inner, NewLimiter[Source](int64(open), int64(perSource))}
 }
 
-// Accept implements [net.Listener]. It closes connections that find no place.
+// Accept implements [net.Listener]. It closes connections for which there is no place.
 func (l *Listener) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
@@ -36,7 +36,7 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// placed gives its place back when it is closed.
+// placed releases its place when it is closed.
 type placed struct {
 	net.Conn
 	place *Place[Source]

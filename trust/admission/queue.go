@@ -7,12 +7,12 @@ import (
 	"time"
 )
 
-// ErrBusy says that as many wait already as may.
+// ErrBusy means that the largest permitted number of callers waits already.
 var ErrBusy = errors.New("too many wait already")
 
-// Queue lets sources do work that costs processor or TPM time, a few at a time. Next is who waits
-// and was served the longest ago, by source; among those of one source, who came first. So
-// a source that comes often waits for those that come seldom.
+// Queue lets sources do work that costs processor or TPM time, a few at a time. The next slot goes
+// to the waiting source that was served the longest ago, and within one source to the caller that
+// came first. So a source that comes often waits for sources that come seldom.
 type Queue struct {
 	slots, waitingMax, perSource int
 	rest                         float64
@@ -21,24 +21,25 @@ type Queue struct {
 	mu      sync.Mutex
 	busy    int
 	waiting []*waiter
-	count   map[Source]int // that wait or work
+	count   map[Source]int // callers that wait or work
 	served  map[Source]time.Time
 }
 
-// waiter is sent nil once it may work, or ErrBusy if it gives its place to another source.
+// waiter receives nil when it may work, or ErrBusy if its place goes to another source.
 type waiter struct {
 	source Source
 	ready  chan error
 }
 
-// QueueConfig says how a Queue shares its work. All fields but Rest are required.
+// QueueConfig configures a Queue. All fields except Rest are required.
 type QueueConfig struct {
-	// Slots is how many work at one time.
+	// Slots is how many callers work at one time.
 	Slots int
-	// Waiting is how many may wait in all, PerSource how many of one source may wait or work.
+	// Waiting is how many callers may wait in all, PerSource how many of one source may wait or
+	// work.
 	Waiting, PerSource int
-	// Rest is how long a slot stays free after work, as a multiple of how long the work took:
-	// with 3 the work takes a quarter of the time at most.
+	// Rest is how long a slot stays free after work, as a multiple of the work's duration: with 3
+	// the work takes at most a quarter of the time.
 	Rest float64
 }
 
@@ -50,9 +51,10 @@ func NewQueue(c QueueConfig) *Queue {
 	}
 }
 
-// Do works once it is the source's turn. It returns work's error, ctx's if that ended before,
-// [ErrSourceFull] if as many of the source's wait or work already as may, or [ErrBusy] if all
-// places to wait are taken by sources that were served no later than this one.
+// Do calls work when the source gets a slot. It returns work's error; ctx's error if ctx ended
+// before; [ErrSourceFull] if the largest permitted number of the source's callers waits or works
+// already; or [ErrBusy] if all places to wait are taken by sources that were served no later than
+// this one.
 func (q *Queue) Do(ctx context.Context, source Source, work func() error) error {
 	w, err := q.enter(source)
 	if err != nil {
@@ -67,7 +69,7 @@ func (q *Queue) Do(ctx context.Context, source Source, work func() error) error 
 		if q.leave(w) {
 			return ctx.Err()
 		}
-		if <-w.ready == nil { // its turn came at the same moment: the next one has it
+		if <-w.ready == nil { // it got the slot at the same moment: pass it on
 			q.done(source, 0)
 		}
 		return ctx.Err()
@@ -93,7 +95,8 @@ func (q *Queue) enter(source Source) (*waiter, error) {
 	return w, nil
 }
 
-// makeRoom sends away who waits and was served last, if that was later than this source.
+// makeRoom removes the waiting caller whose source was served last, if that was later than this
+// source.
 func (q *Queue) makeRoom(source Source) bool {
 	last := 0
 	for i, w := range q.waiting {
@@ -131,7 +134,7 @@ func (q *Queue) discount(source Source) {
 	}
 }
 
-// done frees a slot, after its rest.
+// done frees a slot after its rest.
 func (q *Queue) done(source Source, took time.Duration) {
 	q.mu.Lock()
 	q.discount(source)
@@ -149,7 +152,7 @@ func (q *Queue) done(source Source, took time.Duration) {
 	free()
 }
 
-// grant gives free slots to those that wait. It is called with the lock held.
+// grant gives free slots to waiting callers. It is called with the lock held.
 func (q *Queue) grant() {
 	for q.busy < q.slots && len(q.waiting) > 0 {
 		next := 0
@@ -166,7 +169,7 @@ func (q *Queue) grant() {
 	}
 }
 
-// remember notes that a source is served now. It is called with the lock held.
+// remember records that a source is served now. It is called with the lock held.
 func (q *Queue) remember(source Source) {
 	now := q.now()
 	if len(q.served) >= maxSources {

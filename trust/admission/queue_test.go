@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// One source asks again and again; another, which comes later, waits for one piece of work.
+// One source asks again and again; another source, which comes later, waits for one piece of work.
 func TestWhoWasServedLongestAgoIsNext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		q := NewQueue(QueueConfig{Slots: 1, Waiting: 8, PerSource: 4})
@@ -80,9 +80,9 @@ func TestAQueueIsBounded(t *testing.T) {
 			t.Errorf("a third of one source: %v", err)
 		}
 		ask(2) // waits
-		ask(3) // was served no earlier than 2, but earlier than 1, which gives way
+		ask(3) // was served no earlier than 2, but earlier than 1, which loses its place
 		if err := <-results; !errors.Is(err, ErrBusy) {
-			t.Errorf("who was served last: %v", err)
+			t.Errorf("the source that was served last: %v", err)
 		}
 		ask(4)
 		if err := <-results; !errors.Is(err, ErrBusy) {

@@ -5,34 +5,35 @@ import (
 	"time"
 )
 
-// maxSources is how many sources a Rate and a Queue each remember. Those that a Rate has no room for share one bucket.
+// maxSources is how many sources a Rate and a Queue each remember. In a Rate all further sources
+// share one bucket.
 const maxSources = 4096
 
-// SourcesMemory is what a Rate or a Queue takes at most to remember sources, in bytes.
+// SourcesMemory is the largest memory that a Rate or a Queue needs to remember sources, in bytes.
 const SourcesMemory = 768 << 10
 
-// Rate says how often sources may come: a token bucket for each, and one for all together. A
-// source that did not come for 5 s passes the bucket of all, so that sources that come often
-// can't use up what is left for others.
+// Rate limits how often sources may come: one token bucket for each source, and one for all
+// together. A source that did not come for 5 s does not need a token of the common bucket, so that
+// sources that come often cannot exclude it.
 type Rate struct {
 	perSource, total pace
 
 	mu      sync.Mutex
 	sources map[Source]*bucket
-	rest    bucket // shared by all sources that no longer fit
+	rest    bucket // shared by all sources beyond maxSources
 	all     bucket
 }
 
-// pace is how fast a bucket fills, in tokens a second, and how many it holds.
+// pace is how fast a bucket fills, in tokens a second, and how many tokens it holds.
 type pace struct{ rate, burst float64 }
 
 type bucket struct {
 	tokens float64
 	at     time.Time
-	last   time.Time // when it gave a token last
+	last   time.Time // time of the last token
 }
 
-// recently is how long a source that came is one that came recently.
+// recently is the time for which a source counts as recent after it came.
 const recently = 5 * time.Second
 
 func (b *bucket) refill(p pace, now time.Time) {
@@ -42,8 +43,8 @@ func (b *bucket) refill(p pace, now time.Time) {
 	}
 }
 
-// NewRate returns a Rate of perSource a second and burst at once for each source, and of total
-// a second, and as many at once, for all sources that came recently.
+// NewRate returns a Rate of perSource a second and burst at once for each source, and of total a
+// second, and as many at once, for all recent sources together.
 func NewRate(perSource float64, burst int, total float64, now time.Time) *Rate {
 	one, all := pace{perSource, float64(burst)}, pace{total, total}
 	return &Rate{
@@ -52,7 +53,8 @@ func NewRate(perSource float64, burst int, total float64, now time.Time) *Rate {
 	}
 }
 
-// Allow takes a token of the source's and one of all; it returns which of the two was missing.
+// Allow takes a token of the source and one of the common bucket. The error says which of the two
+// was missing.
 func (r *Rate) Allow(source Source, now time.Time) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -83,8 +85,8 @@ func (r *Rate) Allow(source Source, now time.Time) error {
 	return nil
 }
 
-// forgetFull drops sources that have all their tokens: to forget them changes nothing. It
-// stops early, so that a flood of sources does not make every connection pay for a sweep.
+// forgetFull removes sources that have all their tokens, which changes no result. It stops early,
+// so that a flood of sources does not make every connection wait for a full scan.
 func (r *Rate) forgetFull(now time.Time) {
 	looked := 0
 	for source, s := range r.sources { // in random order

@@ -1,23 +1,21 @@
-// Package atls is muster-atls/1: TLS 1.3 after which each side that asked for it knows
-// which machine is at the other end of this very session. docs/attested-tls.md is its
-// specification.
+// Package atls implements muster-atls/1: TLS 1.3 with mutual remote attestation, bound to the TLS
+// session. docs/attested-tls.md is its specification.
 //
-// Think of a connection as having three lives. First it is plain TLS, whose certificates
-// carry no trust at all. Then, if the client asked for it by ALPN, the two sides exchange
-// offers, evidence and verdicts, all bound to the session's exported keying material.
-// Only when both verdicts are "accepted" does it begin its third life as an ordinary
-// HTTP/2 connection, and then every request on it carries the [attest.Peer] in its
-// context.
+// A connection has three phases. It starts as plain TLS, whose certificates carry no trust. If the
+// client asked for muster-atls/1 by ALPN, the two sides then exchange offers, evidence and
+// verdicts, all bound to the session's exported keying material. Only when both verdicts are
+// "accepted" does the connection carry HTTP/2, and every request on it then has the [attest.Peer]
+// in its context.
 //
-// The verdict belongs to the connection: it is made once, never changed, and no request
-// can say anything about it (J1). It ages, though: see [Listener.Handler].
+// The verdict belongs to the connection: it is made once and never changes, and no request can
+// influence it (J1). It expires, though: see [Listener.Handler].
 //
-// These invariants are kept here, and the lines that keep one name it:
+// This package enforces the following invariants. The lines that enforce one name it:
 //
 //	A1  no verdict without the checked quote of this session;
-//	A3  nothing configured means nothing accepted;
+//	A3  an empty configuration accepts nothing;
 //	A4  no resumption and no 0-RTT;
-//	A5  evidence is judged for one purpose, and never for "public".
+//	A5  evidence is appraised for one purpose, and never for "public".
 package atls
 
 import (
@@ -35,26 +33,27 @@ import (
 const ALPN = "muster-atls/1"
 
 const (
-	// handshakeTimeout bounds the TLS handshake, exchangeTimeout what follows it until the
-	// second verdict. Both are fixed at the start: a byte a second does not prolong them.
+	// handshakeTimeout bounds the TLS handshake. exchangeTimeout bounds everything after it, up to
+	// the second verdict. Both are fixed at the start: a peer that sends one byte a second does not
+	// prolong them.
 	handshakeTimeout = 5 * time.Second
 	exchangeTimeout  = 10 * time.Second
-	// verdictReserve is kept back from exchangeTimeout, so that a peer that was too slow
-	// can still be told so.
+	// verdictReserve is the part of exchangeTimeout that is reserved to send the reason to a peer
+	// that was too slow.
 	verdictReserve = 500 * time.Millisecond
-	// lingerTimeout bounds the wait for a refused peer to read its verdict and hang up.
+	// lingerTimeout bounds the wait for a refused peer to read its verdict and close the
+	// connection.
 	lingerTimeout = time.Second
-	// maxRetryAfter bounds what a peer can make us wait that we accepted,
-	// maxUnattestedRetryAfter what any other can.
+	// maxRetryAfter bounds the wait that an accepted peer can ask of us, maxUnattestedRetryAfter
+	// the wait that any other peer can ask of us.
 	maxRetryAfter           = 10 * time.Minute
 	maxUnattestedRetryAfter = 5 * time.Second
-	// DefaultMaxAge is how old a verdict may grow before its connection is wound up.
+	// DefaultMaxAge is the age at which a verdict expires and its connection is closed with GOAWAY.
 	DefaultMaxAge = time.Hour
 )
 
-// NoAttester is for a side that gives no evidence of itself: an owner's program, which
-// runs on no machine of the cluster. Its connections reach the access level "session" at
-// most.
+// NoAttester is for a side that sends no evidence: an owner's program, which does not run on a
+// machine of the cluster. Its connections reach the access level "session" at most.
 var NoAttester attest.Attester = noAttester{}
 
 type noAttester struct{}
@@ -69,22 +68,22 @@ func (noAttester) Respond(context.Context, *attestv1.Challenge, attest.Binding) 
 	return nil, attest.Refuse(attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST, "this program has no key to show")
 }
 
-// NoAppraiser is for a server that asks no client for evidence, since what it serves is
-// open to every session: the init server, whose callers show a secret. Its connections
-// have no [attest.Peer]. As an appraiser it accepts nothing (A3).
+// NoAppraiser is for a server that asks clients for no evidence, because all that it serves is open
+// to every session: the init server, whose clients authenticate with a secret. Its connections have
+// no [attest.Peer]. As an appraiser it accepts nothing (A3).
 var NoAppraiser attest.Appraiser = noAppraiser{}
 
 type noAppraiser struct{}
 
 func (noAppraiser) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
-	return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "nobody is judged here, so nobody is accepted")
+	return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "this server appraises no peer, so it accepts none")
 }
 
-// errHungUp is no refusal: a peer that went away may be one that is just restarting.
-var errHungUp = errors.New("the peer hung up before its verdict")
+// errHungUp is not a refusal: the peer may only be restarting.
+var errHungUp = errors.New("the peer closed the connection before its verdict")
 
-// checkSession decides after the handshake, never in one of crypto/tls's callbacks, some
-// of which run before the peer's signature was checked.
+// checkSession checks the session after the handshake, not in a callback of crypto/tls, because
+// some of those run before the peer's signature is checked.
 func checkSession(cs tls.ConnectionState) error {
 	if !cs.HandshakeComplete {
 		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "the handshake is not complete")
@@ -103,8 +102,8 @@ func checkSession(cs tls.ConnectionState) error {
 
 type sessionKey struct{}
 
-// Session is what a request's context knows of a connection over muster-atls/1. The peer,
-// if it is attested, is at [attest.PeerFrom].
+// Session is the part of a muster-atls/1 connection that a request's context holds. If the peer is
+// attested, [attest.PeerFrom] returns it.
 type Session struct {
 	// Since is when the exchange ended.
 	Since time.Time
@@ -114,15 +113,15 @@ type Session struct {
 	conn *Conn
 }
 
-// SessionFrom gives the session that a request came over; false if it came over plain
-// HTTPS.
+// SessionFrom returns the session that a request came over, and false if the request came over
+// plain HTTPS.
 func SessionFrom(ctx context.Context) (Session, bool) {
 	s, ok := ctx.Value(sessionKey{}).(Session)
 	return s, ok && s.conn != nil
 }
 
-// Keep keeps the connection's place from being given to another source until done is called. It
-// is for a call that waits or works for its caller; there must be few at a time.
+// Keep keeps the connection's place from being given to another source until done is called. It is
+// for a call that waits or works for its caller; only a few such calls may run at one time.
 func (s Session) Keep() (done func()) {
 	if s.conn == nil || s.conn.tcp.open == nil {
 		return func() {}
@@ -130,8 +129,8 @@ func (s Session) Keep() (done func()) {
 	return s.conn.tcp.open.Pin()
 }
 
-// withSession is the only way into the context, so that a Session there always is that of
-// a finished exchange.
+// withSession is the only function that puts a Session into a context, so a Session found there
+// always belongs to a finished exchange.
 func withSession(ctx context.Context, c *Conn) context.Context {
 	ctx = context.WithValue(ctx, sessionKey{}, Session{Since: c.since, Remote: c.RemoteAddr().String(), conn: c})
 	if c.peer != nil {
@@ -140,6 +139,6 @@ func withSession(ctx context.Context, c *Conn) context.Context {
 	return ctx
 }
 
-// windUp makes net/http send GOAWAY: streams that are open end as they would, and the
-// client dials and attests anew for the next one.
+// windUp makes net/http send GOAWAY: open streams end normally, and the client dials and attests
+// again for its next request.
 func windUp(w http.ResponseWriter) { w.Header().Set("Connection", "close") }

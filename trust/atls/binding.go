@@ -8,8 +8,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// role says who attests. It is part of the binding: the exporter is the same at both ends,
-// so without it a peer's own evidence could be reflected at it.
+// role is the side that attests. It is part of the binding because the exporter is the same at both
+// ends: without the role, a peer's own evidence could be sent back to it (reflection).
 type role byte
 
 const (
@@ -36,9 +36,9 @@ const (
 	bindingLabel  = "muster-atls/1 binding\x00"
 )
 
-// exportKey gives the session's exported keying material (RFC 8446, section 7.5), 32
-// bytes. Two honest ends have the same only if they share one handshake, key shares
-// included; an error fails closed (A1).
+// exportKey returns the session's exported keying material (RFC 8446, section 7.5), 32 bytes. Two
+// honest ends have the same value only if they share one handshake, key shares included. An error
+// ends the connection (A1).
 func exportKey(cs tls.ConnectionState) ([32]byte, error) {
 	ekm, err := cs.ExportKeyingMaterial(exporterLabel, nil, 32)
 	if err != nil || len(ekm) != 32 {
@@ -47,8 +47,8 @@ func exportKey(cs tls.ConnectionState) ([32]byte, error) {
 	return [32]byte(ekm), nil
 }
 
-// hashOffers covers both Offer frames as sent, length prefixes included, so that an offer
-// that was changed on its way makes all evidence worthless.
+// hashOffers hashes both Offer frames as sent, length prefixes included, so an offer that was
+// changed in transit invalidates all evidence.
 func hashOffers(client, server []byte) [32]byte {
 	h := sha256.New()
 	h.Write(client)
@@ -56,8 +56,8 @@ func hashOffers(client, server []byte) [32]byte {
 	return [32]byte(h.Sum(nil))
 }
 
-// newBinding is the one formula for what evidence is bound to (A1). All parts have a
-// fixed length.
+// newBinding is the only place that computes the value that evidence is bound to (A1). All parts
+// have a fixed length.
 func newBinding(attester role, ekm, offers [32]byte) attest.Binding {
 	h := sha256.New()
 	h.Write([]byte(bindingLabel))

@@ -9,7 +9,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// A4: also where the other end has a cache and gives tickets.
+// A4: also if the other end has a session cache and issues tickets.
 func TestAResumedSessionIsRefused(t *testing.T) {
 	fine := tls.ConnectionState{HandshakeComplete: true, NegotiatedProtocol: ALPN, Version: tls.VersionTLS13}
 	if err := checkSession(fine); err != nil {

@@ -8,18 +8,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Conn is a connection whose exchange has ended well. It hides the *tls.Conn, so that
-// net/http speaks HTTP/2 on it as it would on a connection without TLS, and nothing looks
-// for trust in certificates.
+// Conn is a connection whose exchange has succeeded. It hides the *tls.Conn, so that net/http
+// speaks HTTP/2 on it as on a connection without TLS, and no code derives trust from certificates.
 type Conn struct {
-	net.Conn // only what the interface names
+	net.Conn // only the interface's methods are visible
 
 	tcp   *tracked
 	peer  *attest.Peer // nil: a session without an attested peer
 	since time.Time
 }
 
-// Peer gives the attested peer; false if the other side did not attest.
+// Peer returns the attested peer, and false if the other side did not attest.
 func (c *Conn) Peer() (attest.Peer, bool) {
 	if c.peer == nil {
 		return attest.Peer{}, false
@@ -27,7 +26,7 @@ func (c *Conn) Peer() (attest.Peer, bool) {
 	return *c.peer, true
 }
 
-// newTLSConfig is what both sides have in common.
+// newTLSConfig returns the part of the TLS configuration that both sides share.
 func newTLSConfig() *tls.Config {
 	return &tls.Config{
 		MinVersion:             tls.VersionTLS13,

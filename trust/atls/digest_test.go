@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// newer is an attester of a later version: its evidence has a field that this version does not know. It
-// notes the digest of what it sends.
+// newer is an attester of a later version: its evidence has a field that this version does not
+// know. It records the digest of the evidence that it sends.
 type newer struct {
 	attest.Attester
 	sent *[]string
@@ -35,14 +35,14 @@ func (n newer) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) 
 }
 
 func TestTheDigestOfEvidenceIsOfTheBytesThatCame(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), func(rw http.ResponseWriter, r *http.Request) {
 		p, _ := attest.PeerFrom(r.Context())
 		digest := p.Claims().EvidenceDigest()
 		_, _ = io.WriteString(rw, hex.EncodeToString(digest[:]))
 	})
 	var sent []string
-	for range 2 { // a session each
+	for range 2 { // one session each
 		cc := w.clientConfig(t)
 		cc.Attester = newer{cc.Attester, &sent}
 		got, err := get(t.Context(), dial(t, cc), s.url)

@@ -5,7 +5,7 @@ import (
 	"sync"
 )
 
-// branch is one of the two listeners that a Listener feeds.
+// endpoint is one of the two listeners that a Listener feeds.
 type endpoint struct {
 	addr   net.Addr
 	conns  chan net.Conn
@@ -35,7 +35,7 @@ func (b *endpoint) Accept() (net.Conn, error) {
 	}
 }
 
-// Close implements [net.Listener]. The other branch goes on.
+// Close implements [net.Listener]. The other endpoint stays open.
 func (b *endpoint) Close() error {
 	b.once.Do(func() { close(b.closed) })
 	return nil

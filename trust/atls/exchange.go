@@ -18,28 +18,28 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
-// party is one side's will: what it gives and what it asks for.
+// sideConfig is one side's configuration: the evidence that it sends and the evidence that it asks for.
 type sideConfig struct {
 	role     role
 	attester attest.Attester
-	// judges is false for a server with JudgeNobody: it asks for no evidence at all.
-	judges    bool
+	// appraises is false for a server with NoAppraiser: it asks for no evidence.
+	appraises bool
 	verifier  attest.Verifier
 	appraiser attest.Appraiser
-	// purpose is what the peer's evidence must have been made for (A5).
+	// purpose is the purpose that the peer's evidence must have (A5).
 	purpose attest.Purpose
-	// unattested lets a peer through that gives nothing, without a Peer: its requests reach
-	// the level "session" only. No client sets it: a client always judges its server.
+	// unattested accepts a peer that sends no evidence, without a Peer: its requests reach the level
+	// "session" only. No client sets it: a client always appraises its server.
 	unattested bool
-	// peers bounds what the peer costs until it has attested; nil at a client, which chose
-	// its peer and has one at a time.
+	// peers limits the resources that the peer uses until it has attested; nil at a client, which chose its
+	// peer and has one at a time.
 	peers *unattested
 }
 
 // exchange is one run of the protocol between the handshake and HTTP/2.
 //
-// One goroutine reads and decides, another writes: two sides that first write a megabyte
-// each would otherwise stop each other.
+// One goroutine reads and decides, another one writes. With a single goroutine, two sides that each write a
+// megabyte first would block each other.
 type exchange struct {
 	sideConfig
 	conn     *tls.Conn
@@ -48,28 +48,28 @@ type exchange struct {
 
 	out      chan []byte   // at most one frame of each kind, so sending never blocks
 	written  chan struct{} // closed when the writer is done
-	writeErr error         // the writer's; read only after written is closed
+	writeErr error         // set by the writer; read only after written is closed
 
-	offers  [32]byte
-	gives   attestv1.Format // what we were asked for; FORMAT_UNSPECIFIED: nothing
-	wants   attestv1.Format // what we asked for and the peer has; FORMAT_UNSPECIFIED: nothing
-	pending attest.Pending
-	digest  [32]byte // of the peer's evidence, as it came
-	seen    map[kind]bool
-	judged  bool // our verdict is out
-	// challenge is the peer's, put off until the peer itself has attested.
+	offers      [32]byte
+	gives       attestv1.Format // the format that the peer asked us for; FORMAT_UNSPECIFIED: none
+	wants       attestv1.Format // the format that we asked for and the peer has; FORMAT_UNSPECIFIED: none
+	pending     attest.Pending
+	digest      [32]byte // of the peer's evidence, as received
+	seen        map[kind]bool
+	verdictSent bool // our verdict has been sent
+	// challenge is the peer's challenge, deferred until the peer itself has attested.
 	challenge *attestv1.Challenge
 
 	peer  *attest.Peer
 	times Times
 }
 
-// Times says where an exchange spent its time.
+// Times is how long each part of an exchange took.
 type Times struct {
 	// Handshake is the TLS handshake, Total the exchange that followed it.
 	Handshake, Total time.Duration
-	// Attest is making our own evidence, Verify checking and appraising the peer's; 0 if
-	// there was none.
+	// Attest is the making of our own evidence, Verify the check and appraisal of the peer's; 0 if there was
+	// none.
 	Attest, Verify time.Duration
 }
 
@@ -98,13 +98,13 @@ func kindOf(f *attestv1.Frame) kind {
 	case *attestv1.Frame_Verdict:
 		return kindVerdict
 	default:
-		return kindOffer // decodeFrame lets no other through
+		return kindOffer // decodeFrame accepts no other kind
 	}
 }
 
-// run exchanges until both verdicts are there. It gives the peer, nil if that was not
-// judged. After a refusal of ours the peer was told the reason; the connection is then of
-// no more use, as after any error, which is an [ExchangeError].
+// run exchanges frames until both verdicts are known. It returns the peer, or nil if the peer was not
+// appraised. If this side refused, the reason was sent to the peer. After any error, which is an
+// [ExchangeError], the connection cannot be used any more.
 func (p sideConfig) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*attest.Peer, Times, error) {
 	start := time.Now()
 	x := &exchange{
@@ -154,8 +154,8 @@ func (x *exchange) send(f *attestv1.Frame) ([]byte, error) {
 	return raw, nil
 }
 
-// finish sends the verdict that is still due, waits until all is written, and lets a
-// refused peer read its reason.
+// finish sends the verdict if it was not sent yet, waits until everything is written, and gives a refused
+// peer time to read its reason.
 func (x *exchange) finish(err error) error {
 	refusal, ours := errors.AsType[*attest.Refusal](err)
 	ours = ours && !refusal.Remote
@@ -164,13 +164,13 @@ func (x *exchange) finish(err error) error {
 		if refusal.RetryAfter > 0 {
 			v.RetryAfter = durationpb.New(refusal.RetryAfter)
 		}
-		if !x.judged { // else it was accepted already, and closing must do
+		if !x.verdictSent { // otherwise we accepted already, and can only close
 			_, _ = x.send(verdictFrame(v))
 		}
 	}
 	close(x.out)
 	if err != nil && !ours {
-		// Nothing more to say: the writer may be stuck with a peer that does not read.
+		// Nothing more to send: the writer may be blocked by a peer that does not read.
 		_ = x.conn.SetWriteDeadline(time.Unix(1, 0))
 	}
 	<-x.written
@@ -183,8 +183,8 @@ func (x *exchange) finish(err error) error {
 	return err
 }
 
-// linger waits a moment for the refused peer to hang up. Closing while its bytes lie
-// unread would make TCP reset the connection and take our verdict along.
+// linger waits briefly for the refused peer to close the connection. If we closed it while bytes of the peer
+// are unread, TCP would reset the connection and discard our verdict.
 func (x *exchange) linger() {
 	if x.conn.CloseWrite() != nil {
 		return
@@ -199,8 +199,8 @@ func (x *exchange) linger() {
 	}
 }
 
-// classify makes a timeout a refusal; other errors of the network are none, since a peer
-// that went away may be back in a moment.
+// classify turns a timeout into a refusal. Other network errors are no refusals, because a peer that went
+// away may be back soon.
 func classify(err error) error {
 	var timeout net.Error
 	switch {
@@ -216,10 +216,10 @@ func classify(err error) error {
 	}
 }
 
-// decide reads and answers frames until both verdicts are "accepted", or says why not.
+// decide reads and answers frames until both verdicts are "accepted", or returns the cause of the failure.
 func (x *exchange) decide(ctx context.Context) error {
 	own := &attestv1.Offer{Gives: x.attester.Formats()}
-	if x.judges {
+	if x.appraises {
 		own.Accepts = x.verifier.Formats()
 	}
 	sent, err := x.send(offerFrame(own))
@@ -252,7 +252,7 @@ func (x *exchange) decide(ctx context.Context) error {
 			return err
 		}
 	}
-	for !x.seen[kindVerdict] || !x.judged {
+	for !x.seen[kindVerdict] || !x.verdictSent {
 		if err := x.next(ctx); err != nil {
 			return classify(err)
 		}
@@ -260,7 +260,7 @@ func (x *exchange) decide(ctx context.Context) error {
 	return nil
 }
 
-// next reads one frame and acts on it.
+// next reads one frame and processes it.
 func (x *exchange) next(ctx context.Context) error {
 	limit := maxFrame
 	if x.expects(kindEvidence) == nil {
@@ -273,8 +273,8 @@ func (x *exchange) next(ctx context.Context) error {
 	return x.handle(ctx, f, raw)
 }
 
-// agree settles what each side has to show. The attester takes its first format that the
-// verifier accepts.
+// agree determines which evidence each side has to send. The attester uses its first format that the verifier
+// accepts.
 func (x *exchange) agree(own, peer *attestv1.Offer) error {
 	none := attestv1.Format_FORMAT_UNSPECIFIED
 	if slices.Contains(peer.GetGives(), none) || slices.Contains(peer.GetAccepts(), none) {
@@ -285,7 +285,7 @@ func (x *exchange) agree(own, peer *attestv1.Offer) error {
 			return attest.Refuse(attestv1.Reason_REASON_FORMAT_NONE, "we give %v, the peer accepts %v", own.GetGives(), peer.GetAccepts())
 		}
 	}
-	if !x.judges {
+	if !x.appraises {
 		return nil
 	}
 	if len(peer.GetGives()) == 0 {
@@ -309,8 +309,7 @@ func choose(gives, accepts []attestv1.Format) attestv1.Format {
 	return attestv1.Format_FORMAT_UNSPECIFIED
 }
 
-// attest makes and sends our evidence. It is called once both offers are known, not
-// before: they are in the binding.
+// attest makes and sends our evidence. It needs both offers, because they are part of the binding.
 func (x *exchange) attest(ctx context.Context) error {
 	if err := x.peers.gets(); err != nil {
 		return err
@@ -328,7 +327,7 @@ func (x *exchange) attest(ctx context.Context) error {
 	return err
 }
 
-// ownFault is for errors of our own attester: the peer learns its reason if it has one.
+// ownFault wraps errors of our own attester or verifier: the peer receives the reason if there is one.
 func ownFault(err error, doing string) error {
 	if err := classify(err); errors.As(err, new(*attest.Refusal)) {
 		return err
@@ -336,8 +335,8 @@ func ownFault(err error, doing string) error {
 	return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s: %w", doing, err)
 }
 
-// expects says why a frame of that kind may not come now; nil: it may. Each kind comes
-// once at most.
+// expects returns the error if a frame of that kind is not allowed now, or nil. Each kind is allowed once at
+// most.
 func (x *exchange) expects(k kind) error {
 	var ok bool
 	switch k {
@@ -345,9 +344,9 @@ func (x *exchange) expects(k kind) error {
 	case kindEvidence:
 		ok = x.wants != attestv1.Format_FORMAT_UNSPECIFIED
 	case kindChallenge:
-		// Only our evidence can be challenged, only before the peer's verdict on it, and only
-		// by a peer whose own evidence was checked, if it was asked for any: our TPM's time is
-		// not for whoever connects.
+		// A challenge is allowed only for our evidence, before the peer's verdict on it, and from a peer
+		// whose own evidence was checked, if we asked for any: unauthenticated peers must not use our TPM's
+		// time.
 		ok = x.gives != attestv1.Format_FORMAT_UNSPECIFIED && !x.seen[kindVerdict] &&
 			(x.wants == attestv1.Format_FORMAT_UNSPECIFIED || x.pending != nil)
 	case kindResponse:
@@ -369,11 +368,11 @@ func (x *exchange) handle(ctx context.Context, f *attestv1.Frame, raw []byte) er
 	x.seen[k] = true
 	switch k {
 	case kindEvidence:
-		x.digest = sha256.Sum256(evidenceIn(raw)) // of what came, not of what we would have sent
+		x.digest = sha256.Sum256(evidenceIn(raw)) // of the bytes received, not of a new encoding
 		return x.verify(ctx, f.GetEvidence())
 	case kindChallenge:
 		if x.role == roleServer && x.wants != attestv1.Format_FORMAT_UNSPECIFIED && x.peer == nil {
-			// A server waits until the peer is accepted. A client does not, or the two would
+			// A server waits until the peer is accepted. A client does not wait: otherwise both sides would
 			// wait for each other.
 			x.challenge = f.GetChallenge()
 			return nil
@@ -388,7 +387,7 @@ func (x *exchange) handle(ctx context.Context, f *attestv1.Frame, raw []byte) er
 	}
 }
 
-// respond answers the peer's challenge, which costs our TPM an activation of its own.
+// respond answers the peer's challenge, which takes one activation by our TPM.
 func (x *exchange) respond(ctx context.Context, c *attestv1.Challenge) error {
 	var mac []byte
 	err := x.peers.challenge(ctx, x.peer != nil, func() (err error) {
@@ -402,8 +401,8 @@ func (x *exchange) respond(ctx context.Context, c *attestv1.Challenge) error {
 	return err
 }
 
-// verify answers "is it genuine?" for evidence of this session, of the peer's role, and of
-// the one purpose that we expect (A1, A5).
+// verify checks that the evidence is genuine: made for this session, for the peer's role, and for the one
+// purpose that we expect (A1, A5).
 func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
 	start := time.Now()
 	defer func() { x.times.Verify += time.Since(start) }()
@@ -417,7 +416,7 @@ func (x *exchange) verify(ctx context.Context, ev *attestv1.Evidence) error {
 		return err
 	})
 	if err != nil {
-		return x.doubt(err)
+		return x.verifierFault(err)
 	}
 	x.pending = pending
 	if c := pending.Challenge(); c != nil {
@@ -433,16 +432,16 @@ func (x *exchange) complete(ctx context.Context, r *attestv1.Response) error {
 	return x.appraise(ctx, r)
 }
 
-// appraise answers "is it acceptable?", which is asked of genuine claims only (A1, A2).
+// appraise decides whether genuine claims are acceptable (A1, A2).
 func (x *exchange) appraise(ctx context.Context, r *attestv1.Response) error {
 	claims, err := x.pending.Complete(r)
 	if err != nil {
-		return x.doubt(err)
+		return x.verifierFault(err)
 	}
 	claims = claims.From(checked.Seal(checked.Evidence{Digest: x.digest}))
 	appraisal, err := x.appraiser.Appraise(ctx, claims)
 	if err != nil {
-		return x.doubt(err)
+		return x.verifierFault(err)
 	}
 	p := attest.NewPeer(claims, appraisal, checked.Seal(checked.Session{Purpose: string(x.purpose), VerifiedAt: time.Now()}))
 	x.peer = &p
@@ -452,18 +451,18 @@ func (x *exchange) appraise(ctx context.Context, r *attestv1.Response) error {
 	return x.respond(ctx, x.challenge)
 }
 
-// doubt keeps refusals, and makes a fault of ours one: no error of a verifier lets a peer
-// pass (A3).
-func (x *exchange) doubt(err error) error { return ownFault(err, "judge the peer") }
+// verifierFault returns refusals unchanged and turns an error of our own into a refusal: no error of a
+// verifier lets a peer pass (A3).
+func (x *exchange) verifierFault(err error) error { return ownFault(err, "appraise the peer") }
 
 func (x *exchange) accept() error {
-	x.judged = true
+	x.verdictSent = true
 	_, err := x.send(verdictFrame(&attestv1.Verdict{Reason: attestv1.Reason_REASON_ACCEPTED}))
 	return err
 }
 
-// verdict takes the peer's. It may not be "accepted" before the peer has shown what it was
-// asked for.
+// verdict processes the peer's verdict. It may not be "accepted" before the peer has sent the evidence that
+// we asked for.
 func (x *exchange) verdict(v *attestv1.Verdict) error {
 	switch v.GetReason() {
 	case attestv1.Reason_REASON_ACCEPTED:
@@ -481,8 +480,8 @@ func (x *exchange) verdict(v *attestv1.Verdict) error {
 	}
 }
 
-// retryAfter bounds what the peer asks for. Whoever can answer in a server's place can ask for
-// anything, so a peer that was not accepted itself holds us up for seconds at most.
+// retryAfter bounds the wait that the peer asks for. A network attacker that answers in a server's place can
+// ask for any wait, so a peer that we have not accepted can delay us for seconds at most.
 func retryAfter(d *durationpb.Duration, accepted bool) time.Duration {
 	if d.CheckValid() != nil {
 		return 0

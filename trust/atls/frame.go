@@ -15,16 +15,16 @@ import (
 )
 
 const (
-	// maxFrame limits every frame but one that carries evidence, in bytes without the
-	// length prefix: the longest is a Challenge, of less than 800.
+	// maxFrame limits every frame without evidence, in bytes without the length prefix. The longest
+	// one is a Challenge, with less than 800 bytes.
 	maxFrame = 4 << 10
 	// maxEvidenceFrame limits a frame that carries evidence.
 	maxEvidenceFrame = 1 << 20
-	// maxSmallEvidence is how long a frame with evidence may be without a share of the memory that
-	// peers have together: a quote, 16 PCRs and a certificate chain of the usual size.
+	// maxSmallEvidence is the length up to which a frame with evidence is not charged to the memory
+	// that all peers share: enough for a quote, 16 PCRs and a certificate chain of the usual size.
 	maxSmallEvidence = 16 << 10
-	// maxFields limits the fields of one frame. Two bytes on the wire can become 24 of
-	// memory (an empty element of a repeated field); a frame that is honest has under 50.
+	// maxFields limits the fields of one frame. Two bytes on the wire can become 24 bytes of memory
+	// (an empty element of a repeated field); an honest frame has fewer than 50 fields.
 	maxFields = 1024
 	// maxFormats limits each list of an Offer.
 	maxFormats = 16
@@ -34,12 +34,12 @@ func invalidFrame(format string, args ...any) error {
 	return attest.Refuse(attestv1.Reason_REASON_FRAME_INVALID, format, args...)
 }
 
-// readFrame reads one frame and not a byte more: what follows the last one belongs to
-// HTTP/2. The buffer grows with what has arrived, never by what a length promises.
+// readFrame reads exactly one frame: the bytes after the last frame belong to HTTP/2. The buffer
+// grows with the bytes received, not by the length announced.
 //
-// It gives the frame's message and its bytes with the length prefix, as they came. An end
-// of the stream between two frames is errHungUp, one within a frame FRAME_INVALID. Before
-// it reads a frame of more than 16 KiB it asks large for room, whose error ends it.
+// It returns the frame's message and its bytes as received, with the length prefix. The end of the
+// stream between two frames is errHungUp; within a frame it is FRAME_INVALID. Before it reads a
+// frame of more than 16 KiB, it calls large to reserve memory, and returns large's error.
 func readFrame(r io.Reader, limit int, large func(size int64) error) (*attestv1.Frame, []byte, error) {
 	var raw bytes.Buffer
 	switch n, err := io.CopyN(&raw, r, 4); {
@@ -52,7 +52,7 @@ func readFrame(r io.Reader, limit int, large func(size int64) error) (*attestv1.
 	}
 	size := binary.BigEndian.Uint32(raw.Bytes())
 	if size > uint32(limit) {
-		return nil, nil, invalidFrame("it says that it has %d bytes, more than the %d that may come now", size, limit)
+		return nil, nil, invalidFrame("its length is %d bytes, more than the %d that may come now", size, limit)
 	}
 	if size > maxSmallEvidence {
 		if err := large(int64(size)); err != nil {
@@ -69,8 +69,8 @@ func readFrame(r io.Reader, limit int, large func(size int64) error) (*attestv1.
 	return f, raw.Bytes(), err
 }
 
-// decodeFrame reads the body of a frame. Fields that this version does not know are
-// dropped; a kind of message that it does not know is refused.
+// decodeFrame decodes the body of a frame. It drops unknown fields, and refuses an unknown kind of
+// message.
 func decodeFrame(body []byte) (*attestv1.Frame, error) {
 	if err := checkFields(body); err != nil {
 		return nil, err
@@ -91,16 +91,17 @@ func decodeFrame(body []byte) (*attestv1.Frame, error) {
 	return f, nil
 }
 
-// Numbers of the fields that checkFields looks into.
+// Numbers of the fields that checkFields decodes.
 const (
 	lastMessageField = 5 // Frame's oneof has the fields 1 to 5
 	evidenceField    = 2 // Frame.evidence
 	tpm2Field        = 2 // Evidence.tpm2
 )
 
-// checkFields bounds what decoding can allocate, before it does: it counts the fields of
-// the frame, of its evidence and of the evidence's body, which have the lists. It refuses a
-// second message in one frame, which protobuf would merge with the first or let win.
+// checkFields bounds the memory that decoding can allocate, before decoding: it counts the fields
+// of the frame, of its evidence, and of the evidence's body, which has the lists. It refuses a
+// second message in one frame, because protobuf would merge it with the first one or replace the
+// first one.
 func checkFields(body []byte) error {
 	fields := 0
 	messages := 0
@@ -125,11 +126,12 @@ func checkFields(body []byte) error {
 	return err
 }
 
-// evidenceIn returns the bytes of the evidence in a frame that [readFrame] has read; nil if there is none.
+// evidenceIn returns the bytes of the evidence in a frame that [readFrame] has read; nil if there
+// is none.
 func evidenceIn(raw []byte) []byte {
 	var out []byte
 	fields := 0
-	_ = eachField(raw[4:], &fields, func(num protowire.Number, value []byte) error { // decodeFrame has seen that it can be read
+	_ = eachField(raw[4:], &fields, func(num protowire.Number, value []byte) error { // decodeFrame has already parsed it
 		if num == evidenceField {
 			out = value
 		}
@@ -138,8 +140,8 @@ func evidenceIn(raw []byte) []byte {
 	return out
 }
 
-// eachField adds the fields of one protobuf message to count, refuses more than maxFields,
-// and shows each to visit; value is nil for a field that is not length-delimited.
+// eachField adds the number of fields of one protobuf message to count, refuses more than
+// maxFields, and calls visit for each field; value is nil for a field that is not length-delimited.
 func eachField(b []byte, count *int, visit func(num protowire.Number, value []byte) error) error {
 	for len(b) > 0 {
 		num, typ, n := protowire.ConsumeTag(b)
@@ -168,7 +170,7 @@ func eachField(b []byte, count *int, visit func(num protowire.Number, value []by
 	return nil
 }
 
-// encodeFrame gives a frame with its length prefix.
+// encodeFrame returns a frame with its length prefix.
 func encodeFrame(f *attestv1.Frame) ([]byte, error) {
 	raw, err := proto.MarshalOptions{Deterministic: true}.MarshalAppend(make([]byte, 4), f)
 	if err != nil {

@@ -78,7 +78,7 @@ func TestFramesThatAreNotAsSpecifiedAreRefused(t *testing.T) {
 			if tt.want == attestv1.Reason_REASON_UNSPECIFIED {
 				tt.want = frameInvalid
 			}
-			// A byte at a time: frames do not depend on how they arrive.
+			// One byte at a time: frames do not depend on how they arrive.
 			r := bytes.NewReader(append(bytes.Clone(tt.raw), "PRI * HTTP/2.0"...))
 			if tt.want != attestv1.Reason_REASON_ACCEPTED {
 				r = bytes.NewReader(tt.raw)
@@ -102,7 +102,7 @@ func TestAnEndBetweenFramesIsNoRefusal(t *testing.T) {
 }
 
 func TestAPromisedLengthTakesNoMemory(t *testing.T) {
-	promise := []byte{0, 0x10, 0, 0} // 1 MiB, of which a few bytes come
+	promise := []byte{0, 0x10, 0, 0} // 1 MiB, of which only a few bytes follow
 	got := testing.AllocsPerRun(100, func() {
 		_, raw, err := readFrame(io.MultiReader(bytes.NewReader(promise), bytes.NewReader([]byte("ab"))), maxEvidenceFrame, noLimit)
 		if attest.ReasonOf(err) != frameInvalid || cap(raw) > maxFrame {
@@ -182,7 +182,7 @@ func FuzzDecodeFrame(f *testing.F) {
 		if n := len(frame.GetEvidence().GetTpm2().GetPcrs()); n > maxFields {
 			t.Fatalf("accepted a list of %d", n)
 		}
-		// What was accepted can be sent on and means the same.
+		// An accepted frame can be encoded again, with the same meaning.
 		again, err := encodeFrame(frame)
 		if err != nil {
 			t.Fatal(err)

@@ -36,7 +36,7 @@ func selfSigned(t *testing.T) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
-// counted counts the connections that are dialled.
+// counted counts the dialed connections.
 func counted(cc *atls.ClientConfig) *atomic.Int32 {
 	n := new(atomic.Int32)
 	cc.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
@@ -47,7 +47,7 @@ func counted(cc *atls.ClientConfig) *atomic.Int32 {
 }
 
 func TestAVerdictAges(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	var generation atomic.Int64
 	for name, tt := range map[string]struct {
 		server func(*atls.ServerConfig)
@@ -67,7 +67,7 @@ func TestAVerdictAges(t *testing.T) {
 		"one by an older policy is wound up": {
 			server: func(c *atls.ServerConfig) { c.Generation = generation.Load },
 			age:    func() { generation.Add(1) },
-			dials:  2, // the call after the change still goes through, and is the connection's last
+			dials:  2, // the call after the change still succeeds, and is the connection's last one
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -99,7 +99,7 @@ func TestAVerdictAges(t *testing.T) {
 }
 
 func TestAStreamOutlivesTheVerdictButNotABan(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc, cc := w.serverConfig(t), w.clientConfig(t)
 	sc.MaxAge = time.Nanosecond
 	next := make(chan struct{})
@@ -149,11 +149,11 @@ func TestAStreamOutlivesTheVerdictButNotABan(t *testing.T) {
 }
 
 func TestABanCatchesAnExchangeUnderWay(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc, cc := w.serverConfig(t), w.clientConfig(t)
 	var s *service
 	ready := make(chan struct{})
-	// The ban falls after the appraisal of the very connection.
+	// The ban happens after the appraisal of this connection.
 	sc.Appraiser = after{sc.Appraiser, func() { <-ready; s.CloseMachine(w.client.ID()) }}
 	seen := make(chan atls.SetUp, 1)
 	sc.Observe = func(s atls.SetUp) { seen <- s }
@@ -167,7 +167,7 @@ func TestABanCatchesAnExchangeUnderWay(t *testing.T) {
 	}
 }
 
-// after does something once it has judged.
+// after runs a function after the appraisal.
 type after struct {
 	attest.Appraiser
 	do func()
@@ -180,7 +180,7 @@ func (a after) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal,
 }
 
 func TestCloseEndsWhatIsInTheExchange(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	inner, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -190,7 +190,7 @@ func TestCloseEndsWhatIsInTheExchange(t *testing.T) {
 		t.Fatal(err)
 	}
 	var conns []net.Conn
-	// One says nothing, one stops within the handshake, one after it.
+	// One sends nothing, one stops within the handshake, one after it.
 	for i := range 3 {
 		c, err := new(net.Dialer).DialContext(t.Context(), "tcp", inner.Addr().String())
 		if err != nil {
@@ -206,14 +206,14 @@ func TestCloseEndsWhatIsInTheExchange(t *testing.T) {
 			if err := tc.HandshakeContext(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := io.ReadFull(tc, make([]byte, 4)); err != nil { // its Offer: it is in the exchange
+			if _, err := io.ReadFull(tc, make([]byte, 4)); err != nil { // its Offer: the exchange has begun
 				t.Fatal(err)
 			}
 		}
 		conns = append(conns, c)
 	}
 	began := time.Now()
-	for range 2 { // a second Close is no error
+	for range 2 { // a second Close is not an error
 		if err := l.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -238,7 +238,7 @@ func TestCloseEndsWhatIsInTheExchange(t *testing.T) {
 }
 
 func TestTransportCloseEndsDialsAndCalls(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	for name, url := range map[string]string{
 		"a server that never answers the offer": "https://" + startTLS(t, []string{atls.ALPN}),
 		"a handler that never answers": serve(t, w.serverConfig(t), func(_ http.ResponseWriter, r *http.Request) {
@@ -279,7 +279,7 @@ func TestTransportCloseEndsDialsAndCalls(t *testing.T) {
 }
 
 func TestACallerThatGivesUpEndsItsDialSoon(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	silent := startTLS(t, []string{atls.ALPN})
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()

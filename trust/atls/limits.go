@@ -13,18 +13,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Limits bound what peers can take from a server before they have attested, by source (an IPv4
-// address or an IPv6 /64) and in sum. When a sum is reached, the source that has the most
-// gives way to one that has less. Zero fields have the defaults named.
+// Limits bound the resources that peers can take from a server before they attest, per source (an
+// IPv4 address or an IPv6 /64) and in sum. When a sum is reached, the source that holds the most
+// gives up a place to one that holds less. Zero fields have the defaults named.
 //
-// Limits of a source need the peer's own address: behind a NodePort, externalTrafficPolicy:
-// Local, or all clients are one source.
+// Limits per source need the peer's own address: behind a NodePort, set externalTrafficPolicy:
+// Local. Otherwise all clients are one source.
 type Limits struct {
 	// SetUp is how many connections may be in handshake or exchange at one time; 256.
 	SetUp int
 	// SetUpPerSource is how many of those one source may have; 64.
 	SetUpPerSource int
-	// Open is how many connections of peers that did not attest may be open; 128.
+	// Open is how many connections of unattested peers may be open; 128.
 	Open int
 	// OpenPerSource is how many of those one source may have; 16.
 	OpenPerSource int
@@ -34,13 +34,14 @@ type Limits struct {
 	AttestedPerMachine int
 	// Rate is how many new connections a second one source may open; 16.
 	Rate float64
-	// Burst is how many it may open at once; 64.
+	// Burst is how many new connections one source may open at once; 64.
 	Burst int
-	// Total is how many new connections a second all sources may open together that came within the
-	// last 5 s; 128. A handshake takes about 1 ms of one core, and the check of evidence 1 to 3 ms.
+	// Total is how many new connections a second may be opened by all sources together that already
+	// opened one within the last 5 s; 128. A handshake takes about 1 ms of one core, and the check
+	// of evidence 1 to 3 ms.
 	Total float64
-	// Bytes is how much memory may be held for peers that did not attest, beyond what each
-	// connection takes: large evidence on its way, and requests and their answers; 16 MiB.
+	// Bytes is how much memory may be held for unattested peers, beyond the fixed memory of each
+	// connection: for large evidence in transit, and for requests and their responses; 16 MiB.
 	Bytes int64
 	// BytesPerSource is how much of it one source may hold; 4 MiB.
 	BytesPerSource int64
@@ -48,20 +49,25 @@ type Limits struct {
 	AttestedBytes int64
 	// AttestedBytesPerMachine is how much of it one machine may hold; 2 MiB.
 	AttestedBytesPerMachine int64
-	// ConnBytes is how much a peer that did not attest may send in one session, in bytes on the wire; 32 KiB.
-	// Half of it winds the connection up, all of it closes it. It bounds requests and control frames of every kind alike.
+	// ConnBytes is how much an unattested peer may send in one session, in bytes on the wire; 32
+	// KiB. After half of it the connection is closed with GOAWAY, after all of it at once. It
+	// covers requests and all kinds of control frames.
 	ConnBytes int64
-	// PlainBytes is the same for a connection of plain HTTPS; 16 KiB, or three requests of 4 KiB with their heads,
-	// so that no client that keeps to the protocol is cut off. Frames that net/http answers by itself take up to 20 ms of one core then.
+	// PlainBytes is the same for a connection of plain HTTPS; 16 KiB, or three requests of 4 KiB
+	// with their headers, so that no client that follows the protocol is cut off. Frames that
+	// net/http answers by itself then take up to 20 ms of one core.
 	PlainBytes int64
-	// ConnCalls is how many requests such a peer may begin on one connection; 32. Half of them wind the connection up,
-	// one more closes it: what they take of the processor is bounded by the new connections that a source may open.
+	// ConnCalls is how many requests an unattested peer may begin on one connection; 32. After half
+	// of them the connection is closed with GOAWAY, after one more than all of them at once. So the
+	// number of new connections that a source may open also bounds the processor time of its
+	// requests.
 	ConnCalls int
-	// Large is how many sessions of peers that did not attest may send LargeBytes more than ConnBytes: those in which a secret is shown in a large request; 0: none.
+	// Large is how many sessions of unattested peers may send LargeBytes more than ConnBytes:
+	// sessions that present a secret in a large request. 0 means none.
 	Large int
-	// LargePerSource is how many of those one source may have; all.
+	// LargePerSource is how many of those one source may have; 0 means all.
 	LargePerSource int
-	// LargeBytes is how much more that is, in bytes on the wire.
+	// LargeBytes is the additional amount, in bytes on the wire.
 	LargeBytes int64
 }
 
@@ -94,25 +100,29 @@ func (l Limits) withDefaults() Limits {
 	return l
 }
 
-// What one connection takes at most, in bytes, beside what is charged to Bytes and AttestedBytes.
+// Maximum memory of one connection, in bytes, beside the part that is charged to Bytes and
+// AttestedBytes.
 const (
-	// setUpMemory is for one in handshake or exchange: a ClientHello as long as may be, twice while its
-	// buffer grows, a record, small frames, and the stacks of three goroutines.
+	// setUpMemory is for a connection in handshake or exchange: a ClientHello of the largest size,
+	// twice while its buffer grows, a record, small frames, and the stacks of three goroutines.
 	setUpMemory = 128 << 10
-	// openMemory is for one whose peer did not attest: TLS, HTTP/2, header fields of all its streams.
+	// openMemory is for a connection of an unattested peer: TLS, HTTP/2, header fields of all its
+	// streams.
 	openMemory = 96 << 10
-	// perByte is what a byte that such a peer sends can become: HTTP/2 queues an answer of about 130 bytes for a
-	// PING of 17, and of 64 for a SETTINGS of 9, while the peer does not read.
+	// perByte is the memory that one byte from such a peer can cause: while the peer does not read,
+	// HTTP/2 queues an answer of about 130 bytes for a PING of 17, and one of 64 for a SETTINGS of
+	// 9.
 	perByte = 8
-	// attestedMemory is for one of an attested machine that keeps to the protocol.
+	// attestedMemory is for a connection of an attested machine that follows the protocol.
 	attestedMemory = 64 << 10
-	// sourceTables is how many tables of sources a server has: limiters has six, and internal/rpc those of lines and of watches.
+	// sourceTables is how many tables of sources a server has: limiters has six, and internal/rpc
+	// those of log lines and of watches.
 	sourceTables = 8
 )
 
-// Memory returns the most memory that peers can make a Listener with these limits hold, in
-// bytes: unattested ones, and attested machines that keep to the protocol. The kernel's
-// buffers of sockets come on top: 64 KiB for each direction of a connection.
+// Memory returns the maximum memory that peers can make a Listener with these limits hold, in
+// bytes: unattested peers, and attested machines that follow the protocol. The kernel's socket
+// buffers are not included: 64 KiB for each direction of a connection.
 func (l Limits) Memory() (unattested, attested int64) {
 	l = l.withDefaults()
 	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + int64(l.Large)*perByte*l.LargeBytes + l.Bytes + sourceTables*admission.SourcesMemory
@@ -120,44 +130,50 @@ func (l Limits) Memory() (unattested, attested int64) {
 }
 
 const (
-	// handshakeBytes is how much a peer may send until its handshake is over: a ClientHello
-	// with hybrid key exchange has less than 2 KiB.
+	// handshakeBytes is how much a peer may send until its handshake has ended: a ClientHello with
+	// hybrid key exchange has less than 2 KiB.
 	handshakeBytes = 32 << 10
-	// exchangeBytes is how much it may send in the exchange, beside evidence for which it was
-	// given more: its other frames, and what TLS reads ahead.
+	// exchangeBytes is how much it may send in the exchange, beside evidence that was granted
+	// memory: its other frames, and the bytes that TLS reads ahead.
 	exchangeBytes = 96 << 10
-	// socketBuffer is the kernel's buffer of each direction, in bytes: what a peer does not
-	// read, or we have not read, lies there, and counts as our memory.
+	// socketBuffer is the kernel's buffer of each direction, in bytes. It holds the data that the
+	// peer or this process has not read yet, and counts as our memory.
 	socketBuffer = 64 << 10
-	// evidenceCopies is how often evidence is in memory while it is read or written: as bytes,
-	// as a message, and while a buffer grows.
+	// evidenceCopies is how many copies of evidence are in memory while it is read or written: the
+	// bytes, the message, and a second buffer while the first one grows.
 	evidenceCopies = 3
-	// busyRetry is what a peer is asked to wait that found no room.
+	// busyRetry is how long a peer is asked to wait if there was no free place.
 	busyRetry = time.Second
 )
 
-// NewChallengeQueue returns what shares the TPM among peers that did not attest and want a challenge answered, on a machine that is no member of a cluster: one
-// at a time, for half of the time at most; at most 64 wait, two of each source. Whoever comes for the first time waits for one answer and as long a rest, and then
-// for its own answer: with a TPM of 150 ms a command that is 7 s of the 10 that an exchange may take. Servers of one process share one.
+// NewChallengeQueue returns the queue that shares the TPM among unattested peers that send a
+// challenge, on a machine that is not a member of a cluster: one challenge at a time, for half of
+// the time at most; at most 64 wait, two of each source. A new source waits for one answer, for a
+// pause of the same length, and then for its own answer: with a TPM that takes 150 ms for a command
+// this is 7 s of the 10 that an exchange may take. Servers of one process share one queue.
 func NewChallengeQueue() *admission.Queue { return newChallengeQueue(1) }
 
-// newChallengeQueue is the same for a server: rest 3 leaves three quarters of the TPM's time to machines that attest.
+// newChallengeQueue is the same for a server: rest 3 leaves three quarters of the TPM's time to
+// machines that attest.
 func newChallengeQueue(rest float64) *admission.Queue {
 	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: rest})
 }
 
 const (
-	// strangersText is how much of an error of a peer that did not attest stands in the log, in bytes. Such a peer chooses parts of it, as the names in a
-	// certificate of 8 KiB, of which quoting makes eight times as much.
+	// unattestedText is how much of an error that an unattested peer caused is logged, in bytes.
+	// Such a peer chooses parts of it, such as the names in a certificate of 8 KiB, and quoting
+	// makes the text eight times as long.
 	unattestedText = 512
-	// machinesText is the same of a genuine machine: the PCRs that differ from a policy fit.
+	// machinesText is the same for a genuine machine: the list of PCRs that differ from a policy
+	// fits in.
 	machinesText = 4 << 10
 )
 
-// LogText returns an error's text for the log: 4 KiB of it at most, 512 bytes if a stranger caused it.
-func LogText(err error, stranger bool) string {
+// LogText returns an error's text for the log: at most 4 KiB of it, or 512 bytes if an unattested
+// peer caused it.
+func LogText(err error, unattested bool) string {
 	text, limit := err.Error(), machinesText
-	if stranger {
+	if unattested {
 		limit = unattestedText
 	}
 	if len(text) <= limit {
@@ -166,11 +182,12 @@ func LogText(err error, stranger bool) string {
 	return strings.ToValidUTF8(text[:limit], "") + " [cut]"
 }
 
-// LogRate returns how often peers that did not attest may have their refusals logged as a warning: 64 lines of
-// each source at once and one a second, 32 a second of all sources together that had one within the last 5 s. Metrics count all.
+// LogRate returns the rate at which refusals of unattested peers are logged as warnings: 64 lines
+// of each source at once and one a second, and 32 a second of all sources together that had a line
+// within the last 5 s. Metrics count all refusals.
 func LogRate() *admission.Rate { return admission.NewRate(1, 64, 32, time.Now()) }
 
-// limiters are a Listener's.
+// limiters holds the limiters, rates and queues of one Listener.
 type limiters struct {
 	limits     Limits
 	rate       *admission.Rate
@@ -181,10 +198,10 @@ type limiters struct {
 	bytes      *admission.Limiter[admission.Source]
 	calls      *admission.Limiter[attest.MachineID]
 	verify     *admission.Queue
-	challenges *admission.Queue // of peers that did not attest
-	accepted   *admission.Queue // challenges of peers that did
-	lines      *admission.Rate  // in the log, of refusals
-	genuine    *admission.Rate  // the same of machines whose TPM a root of the policy vouches for: nobody else can use it up
+	challenges *admission.Queue // of unattested peers
+	accepted   *admission.Queue // challenges of attested peers
+	lines      *admission.Rate  // log lines about refusals
+	genuine    *admission.Rate  // the same for machines whose EK certificate a root of the policy issued: no other peer can use it up
 	// Sizes of our own evidence as last made, without and with the event log, in bytes.
 	evidence atomic.Int64
 }
@@ -212,7 +229,7 @@ func newLimiters(l Limits, challenges *admission.Queue) *limiters {
 	return out
 }
 
-// busy makes an error of a Limiter a refusal; nil stays nil.
+// busy turns a Limiter's error into a refusal; nil stays nil.
 func busy(err error) error {
 	if err == nil {
 		return nil
@@ -220,8 +237,8 @@ func busy(err error) error {
 	return attest.RefuseFor(busyRetry, attestv1.Reason_REASON_BUSY, "%w", err)
 }
 
-// tracked is the TCP connection under a TLS connection: it counts what the peer sends until
-// that has attested, and says once that it was closed.
+// tracked is the TCP connection under a TLS connection. It counts the bytes that the peer sends
+// until it has attested, and reports once that the connection was closed.
 type tracked struct {
 	net.Conn
 	source  admission.Source
@@ -229,19 +246,21 @@ type tracked struct {
 	once    sync.Once
 	setUp   *admission.Place[admission.Source] // nil at a client
 	open    *admission.Place[admission.Source] // nil at a client, and if the peer has attested
-	// left is how much the peer may still send, in bytes; negative: as much as it likes.
+	// left is how much the peer may still send, in bytes; negative means no limit.
 	left atomic.Int64
-	// half is what left is when half is spent; written before requests are read.
+	// half is the value of left after which half is used up; it is written before requests are
+	// read.
 	half int64
 	// calls is how many requests the peer has begun.
 	calls atomic.Int64
-	// more is called once, when nothing is left, and may add to it; nil: that is the end. Only Read looks at it then.
+	// more is called once, when left is used up, and may increase it; nil means that the connection
+	// ends then. Only Read uses it.
 	more func(*tracked) error
 
 	mu      sync.Mutex
 	closed  bool
-	places  []interface{ Release() } // given back when it is closed
-	session *Conn                    // set once the exchange has ended well; guarded by its Listener's lock
+	places  []interface{ Release() } // released when it is closed
+	session *Conn                    // set once the exchange has succeeded; guarded by its Listener's lock
 }
 
 // Read implements [net.Conn].
@@ -265,8 +284,8 @@ func (t *tracked) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// spent counts a request of a peer that did not attest, and reports whether half of what it may send or begin is spent, and
-// whether it has begun more than it may.
+// spent counts a request of an unattested peer. It reports whether half of the permitted bytes or
+// requests is used up, and whether the peer has begun more requests than permitted.
 func (t *tracked) spent(l Limits) (half, all bool) {
 	left := t.left.Load()
 	if left < 0 {
@@ -293,7 +312,7 @@ func (t *tracked) Close() error {
 	return err
 }
 
-// keep gives p back when the connection is closed.
+// keep releases p when the connection is closed.
 func (t *tracked) keep(p interface{ Release() }) {
 	t.mu.Lock()
 	closed := t.closed

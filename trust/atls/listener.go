@@ -23,13 +23,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Listener accepts connections, and hands them on once it is known what they are: those
-// over muster-atls/1, after their exchange, at [Listener.Attested], those of plain HTTPS
-// clients, after their handshake, at [Listener.Plain].
+// Listener accepts connections and hands each one on when its type is known: connections over muster-atls/1,
+// after their exchange, at [Listener.Attested], and those of plain HTTPS clients, after their handshake, at
+// [Listener.Plain].
 //
-// Two [http.Server]s belong behind it. The one for Attested has Protocols
-// UnencryptedHTTP2 alone and ConnContext [Listener.ConnContext]; the one for Plain has
-// HTTP1 and HTTP2. Set ReadHeaderTimeout at both.
+// It needs two [http.Server]s. The one for Attested has Protocols UnencryptedHTTP2 alone and ConnContext
+// [Listener.ConnContext]; the one for Plain has HTTP1 and HTTP2. Set ReadHeaderTimeout at both.
 type Listener struct {
 	inner      net.Listener
 	cfg        ServerConfig
@@ -50,13 +49,13 @@ type Listener struct {
 	bans     []ban
 }
 
-// ban remembers a machine until every exchange that began before its ban has ended.
+// ban stores a banned machine until every exchange that began before the ban has ended.
 type ban struct {
 	machine attest.MachineID
 	at      time.Time
 }
 
-// NewListener takes over inner and begins to accept. It says what of cfg is missing.
+// NewListener takes over inner and begins to accept. The error names the fields that cfg lacks.
 func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 	p, err := cfg.sideConfig()
 	if err != nil {
@@ -95,8 +94,8 @@ func NewListener(inner net.Listener, cfg ServerConfig) (*Listener, error) {
 	return l, nil
 }
 
-// processCertificate makes the key of this process. Nobody trusts it: evidence is bound to
-// the session's key exchange, so who steals it gains nothing.
+// processCertificate makes the key of this process. No side trusts it: evidence is bound to the session's key
+// exchange, so an attacker gains nothing from a stolen key.
 var processCertificate = sync.OnceValues(func() (*tls.Certificate, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -106,7 +105,7 @@ var processCertificate = sync.OnceValues(func() (*tls.Certificate, error) {
 		SerialNumber: big.NewInt(1),
 		Subject:      pkix.Name{CommonName: "muster, self-signed: trust comes from attestation"},
 		DNSNames:     []string{"muster"},
-		// Clocks of machines that boot for the first time are wrong; nobody checks these.
+		// The clock of a machine that boots for the first time may be wrong, and no side checks these times.
 		NotBefore: time.Unix(0, 0),
 		NotAfter:  time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC), // RFC 5280: no expiry
 	}
@@ -117,18 +116,17 @@ var processCertificate = sync.OnceValues(func() (*tls.Certificate, error) {
 	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, nil
 })
 
-// Attested gives the connections over muster-atls/1, each a [*Conn].
+// Attested returns the listener for connections over muster-atls/1, each a [*Conn].
 func (l *Listener) Attested() net.Listener { return l.attested }
 
-// Plain gives the connections of plain HTTPS clients, each a [*tls.Conn] whose handshake
-// is done.
+// Plain returns the listener for connections of plain HTTPS clients, each a [*tls.Conn] after its handshake.
 func (l *Listener) Plain() net.Listener { return l.plain }
 
-// Addr gives the address that is listened on.
+// Addr returns the address that the listener is bound to.
 func (l *Listener) Addr() net.Addr { return l.inner.Addr() }
 
-// ConnContext is for both [http.Server]s: it puts the session and the peer, if there are any,
-// into the context of every request (J1), and the connection, for [Listener.Hold].
+// ConnContext is for both [http.Server]s. It puts the session and the peer, if any, into the context of every
+// request (J1), and the connection, for [Listener.Hold].
 func (l *Listener) ConnContext(ctx context.Context, c net.Conn) context.Context {
 	switch c := c.(type) {
 	case *Conn:
@@ -143,11 +141,11 @@ func (l *Listener) ConnContext(ctx context.Context, c net.Conn) context.Context 
 
 type connKey struct{}
 
-// Handler winds up connections, for both [http.Server]s: those whose verdict has aged, past MaxAge
-// or by another generation of the policy than is in force, and those of peers that did not attest
-// and have sent half of what they may, or begun half of the requests. A response then carries Connection: close, which
-// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end as they would. A peer that begins more requests
-// than it may, as one that cancels each before its response, has its connection closed.
+// Handler closes connections, for both [http.Server]s, when their verdict has expired (it is older than MaxAge,
+// or of another generation of the policy than the one in force), and when an unattested peer has sent half of
+// the bytes or begun half of the requests that it may. A response then has the header Connection: close, which
+// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end normally. If a peer begins more requests
+// than it may, for instance by canceling each before its response, its connection is closed at once.
 func (l *Listener) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s, ok := SessionFrom(r.Context())
@@ -168,9 +166,10 @@ func (l *Listener) Handler(next http.Handler) http.Handler {
 	})
 }
 
-// Hold charges a request with memory, in bytes, until release is called: its source, or, if its peer
-// has attested, that machine. The connection is closed if another one needs the memory
-// more. The error is a refusal with BUSY. A request without a connection of this Listener's is refused (A3).
+// Hold charges a request with memory, in bytes, until release is called. It charges the source, or the machine
+// if the peer has attested. The connection is closed if another source or machine, which holds less, needs the
+// memory. The error is a refusal with BUSY. A request that came over no connection of this Listener is refused
+// (A3).
 func (l *Listener) Hold(ctx context.Context, bytes int64) (release func(), err error) {
 	t, ok := ctx.Value(connKey{}).(*tracked)
 	if !ok {
@@ -191,9 +190,9 @@ func (l *Listener) aged(c *Conn) bool {
 	return c.peer != nil && c.peer.Appraisal().Generation != l.cfg.Generation()
 }
 
-// CloseMachine closes every connection of that machine at once, and those whose exchange is
-// under way. It is for a ban, which the Appraiser must know before: later connections are
-// its to refuse. It gives the number of connections that were open.
+// CloseMachine closes every connection of that machine at once, also those whose exchange has not ended. It is
+// for a ban. The Appraiser must know the ban before, because it refuses later connections. CloseMachine returns
+// the number of connections that were open.
 func (l *Listener) CloseMachine(m attest.MachineID) int {
 	now := time.Now()
 	l.mu.Lock()
@@ -207,15 +206,14 @@ func (l *Listener) CloseMachine(m attest.MachineID) int {
 	}
 	l.mu.Unlock()
 	for _, c := range gone {
-		// Not the TLS connection, which would first write an alert, and wait for a peer that
-		// does not read.
+		// Not the TLS connection: it would first write an alert, and wait for a peer that does not read.
 		_ = c.tcp.Close()
 	}
 	return len(gone)
 }
 
-// Close stops accepting, closes what is still in handshake or exchange, and waits for
-// those to end. Connections that were handed on belong to their server.
+// Close stops accepting, closes the connections in handshake or exchange, and waits until those have ended.
+// Connections that were handed on belong to their server.
 func (l *Listener) Close() error {
 	l.mu.Lock()
 	if l.closed {
@@ -251,7 +249,7 @@ func (l *Listener) accept() {
 				_ = l.plain.Close()
 				return
 			}
-			// Out of file descriptors, or a client that gave up: neither is a reason to stop.
+			// No file descriptors left, or a client that disconnected: no reason to stop.
 			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
 			l.cfg.Log.Warn("accept a connection", "err", err, "pause", pause)
 			select {
@@ -271,7 +269,7 @@ func (l *Listener) accept() {
 	}
 }
 
-// admit decides before TLS, which is where an unauthenticated peer begins to cost something.
+// admit applies the limits before TLS, where an unauthenticated peer begins to use resources.
 func (l *Listener) admit(raw net.Conn) (conn *tracked, dropped string) {
 	source := admission.SourceOf(raw.RemoteAddr())
 	if err := l.limiters.rate.Allow(source, time.Now()); err != nil {
@@ -326,7 +324,7 @@ func (l *Listener) serve(conn *tracked) {
 	to.hand(ready)
 }
 
-// seat finds a place for a connection whose set-up has ended, by what its peer has shown.
+// seat takes a place for a connection whose set-up has ended: which kind depends on the peer's evidence.
 func (l *Listener) seat(conn *tracked, peer *attest.Peer, plain bool) (dropped string) {
 	if peer != nil {
 		place, err := l.limiters.attested.Take(peer.Machine(), 1, conn.drop)
@@ -355,7 +353,8 @@ func (l *Listener) seat(conn *tracked, peer *attest.Peer, plain bool) (dropped s
 	return ""
 }
 
-// enlarge gives a connection one of [Limits.Large] places until it is closed, and lets it send [Limits.LargeBytes] more.
+// enlarge gives a connection one of [Limits.Large] places until it is closed, and lets it send
+// [Limits.LargeBytes] more.
 func (l *Listener) enlarge(t *tracked) error {
 	place, err := l.limiters.large.Take(t.source, 1, t.drop)
 	if err != nil {
@@ -366,15 +365,15 @@ func (l *Listener) enlarge(t *tracked) error {
 	return nil
 }
 
-// forget is told once of every connection that was admitted.
+// forget is called once for every connection that was admitted.
 func (l *Listener) forget(t *tracked) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	delete(l.sessions, t.session)
 }
 
-// prepare runs the handshake and, if the client asks for it, the exchange. It says whom the
-// connection goes to.
+// prepare runs the handshake and, if the client asks for it, the exchange. It also returns the endpoint that
+// the connection goes to.
 func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *endpoint) {
 	began := time.Now()
 	tc := tls.Server(conn, l.tls)
@@ -410,8 +409,8 @@ func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *endpoint) {
 	return ac, l.attested
 }
 
-// register makes a connection known to CloseMachine. A machine that was banned while its
-// exchange ran, perhaps after it was judged, does not get through.
+// register makes a connection known to CloseMachine. It refuses a machine that was banned while its exchange
+// ran, even if that was after its appraisal.
 func (l *Listener) register(ac *Conn, conn *tracked, began time.Time) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -461,9 +460,10 @@ func (l *Listener) observe(s SetUp) {
 	case s.Err == nil:
 		l.cfg.Log.Debug("session opened", "remote", s.Remote, "peer", peerName(s.Peer), "seconds", s.Times.Total.Seconds())
 	case errors.As(s.Err, new(*attest.Refusal)):
-		// What a stranger is not told stands here alone. Of those who come too often it stands nowhere but in the metrics.
+		// The only place that records what an unattested peer is not told. Above the rate limit only metrics
+		// count the refusal.
 		level, rate := slog.LevelWarn, l.limiters.lines
-		switch attest.ReasonOf(s.Err) { //nolint:exhaustive // those of genuine evidence, whose EK was found good before
+		switch attest.ReasonOf(s.Err) { //nolint:exhaustive // only a peer with genuine evidence and a trusted EK gets these
 		case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_LOCK_FOREIGN:
 			rate = l.limiters.genuine
 		}

@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// slow is a verifier that takes its time.
+// slow is a verifier that takes some time.
 type slow struct {
 	attest.Verifier
 	began chan<- struct{}
@@ -26,7 +26,7 @@ func (s slow) Verify(ctx context.Context, ev *attestv1.Evidence, st attest.State
 	return s.Verifier.Verify(ctx, ev, st, b)
 }
 
-// slowAttester is an attester that takes its time.
+// slowAttester is an attester that takes some time.
 type slowAttester struct {
 	attest.Attester
 	began chan<- struct{}
@@ -39,7 +39,8 @@ func (s slowAttester) Attest(ctx context.Context, f attestv1.Format, b attest.Bi
 	return s.Attester.Attest(ctx, f, b)
 }
 
-// While the server makes its evidence or checks a machine's, which takes long if many machines come at one time, newcomers do not take the machine's place.
+// While the server makes its evidence or checks a machine's, which takes long if many machines come
+// at one time, new connections do not take the machine's place.
 func TestAMachineKeepsItsPlaceWhileTheServerWorks(t *testing.T) {
 	for name, slowed := range map[string]func(sc *atls.ServerConfig, began chan<- struct{}, goes <-chan struct{}){
 		"making evidence": func(sc *atls.ServerConfig, b chan<- struct{}, g <-chan struct{}) {
@@ -55,7 +56,7 @@ func TestAMachineKeepsItsPlaceWhileTheServerWorks(t *testing.T) {
 
 func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<- struct{}, goes <-chan struct{})) {
 	t.Helper()
-	w := newWorld(t)
+	w := newFixture(t)
 	sc := w.serverConfig(t)
 	sc.Limits.SetUp, sc.Limits.Total = 1, 100000
 	began, goes := make(chan struct{}, 1), make(chan struct{})
@@ -76,9 +77,9 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 		answer <- err
 	}()
 	<-began
-	// A place of which the peer makes nothing is its own for 2 s.
-	tries := int64(0)
-	for start := time.Now(); time.Since(start) < 2500*time.Millisecond; tries++ {
+	// A place whose peer does nothing is safe for 2 s.
+	attempts := int64(0)
+	for start := time.Now(); time.Since(start) < 2500*time.Millisecond; attempts++ {
 		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP("127.0.7.1")}}
 		conn, err := d.DialContext(t.Context(), "tcp", strings.TrimPrefix(s.url, "https://"))
 		if err != nil {
@@ -91,7 +92,7 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 	if err := <-answer; err != nil {
 		t.Errorf("the machine: %v", err)
 	}
-	if got := full.Load(); got != tries {
-		t.Errorf("%d of %d newcomers found no place", got, tries)
+	if got := full.Load(); got != attempts {
+		t.Errorf("%d of %d newcomers found no place", got, attempts)
 	}
 }

@@ -19,7 +19,7 @@ import (
 )
 
 func TestARequestKnowsItsPeer(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	for name, tt := range map[string]struct {
 		server func(*atls.ServerConfig)
 		client func(*atls.ClientConfig)
@@ -30,7 +30,7 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 			client: func(c *atls.ClientConfig) { c.Attester = atls.NoAttester },
 			want:   "session",
 		},
-		"a server that judges nobody makes no peers": {
+		"a server without an appraiser makes no peers": {
 			server: func(c *atls.ServerConfig) {
 				c.Appraiser, c.Verifier, c.Generation, c.ClientPurpose = atls.NoAppraiser, nil, nil, ""
 			},
@@ -45,8 +45,8 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 			if tt.client != nil {
 				tt.client(&cc)
 			}
-			var told atomic.Pointer[attest.Peer]
-			cc.OnPeer = func(p attest.Peer) { told.Store(&p) }
+			var notified atomic.Pointer[attest.Peer]
+			cc.OnPeer = func(p attest.Peer) { notified.Store(&p) }
 			s := serve(t, sc, whoami)
 			ctx, peer := atls.CapturePeer(t.Context())
 			if _, ok := peer(); ok {
@@ -60,8 +60,8 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 			if !ok || p.Machine() != w.server.ID() || p.Purpose() != attest.PurposeJoinservice {
 				t.Errorf("captured %v, %v; want the server", p, ok)
 			}
-			if q := told.Load(); q == nil || q.Machine() != w.server.ID() {
-				t.Errorf("told of %v, want the server", q)
+			if q := notified.Load(); q == nil || q.Machine() != w.server.ID() {
+				t.Errorf("OnPeer got %v, want the server", q)
 			}
 			if len(p.Claims().Events()) == 0 {
 				t.Error("no event log came")
@@ -71,7 +71,7 @@ func TestARequestKnowsItsPeer(t *testing.T) {
 }
 
 func TestPlainHTTPSWorksBesideIt(t *testing.T) {
-	s := serve(t, newWorld(t).serverConfig(t), whoami)
+	s := serve(t, newFixture(t).serverConfig(t), whoami)
 	for name, configure := range map[string]func(*http.Transport){
 		"HTTP/1.1": func(*http.Transport) {},
 		"HTTP/2":   func(tr *http.Transport) { tr.ForceAttemptHTTP2 = true },
@@ -88,10 +88,10 @@ func TestPlainHTTPSWorksBesideIt(t *testing.T) {
 	}
 }
 
-// Each refusal is tried on both sides, and passes once the one input is repaired.
+// Each refusal is tried on both sides, and the exchange succeeds once the one input is repaired.
 func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
-	w := newWorld(t)
-	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	w := newFixture(t)
+	foreign := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	changed := attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "one byte differs"})
 	locked := attesttest.NewMachine(t, w.ca, attesttest.Options{})
 	locked.LockTo([32]byte{1})
@@ -109,12 +109,12 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 			client: func(c *atls.ClientConfig) { c.Attester = changed.Attester(attest.PurposeMachine) },
 			want:   attestv1.Reason_REASON_POLICY_REFUSED, remote: true,
 		},
-		"no root vouches for the server": {
-			server: func(c *atls.ServerConfig) { c.Attester = stranger.Attester(attest.PurposeJoinservice) },
+		"no root certifies the server": {
+			server: func(c *atls.ServerConfig) { c.Attester = foreign.Attester(attest.PurposeJoinservice) },
 			want:   attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
-		"no root vouches for the client": {
-			client: func(c *atls.ClientConfig) { c.Attester = stranger.Attester(attest.PurposeMachine) },
+		"no root certifies the client": {
+			client: func(c *atls.ClientConfig) { c.Attester = foreign.Attester(attest.PurposeMachine) },
 			want:   attestv1.Reason_REASON_EK_UNTRUSTED, remote: true,
 		},
 		"the client belongs to another cluster": {
@@ -129,7 +129,7 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 			client: func(c *atls.ClientConfig) { c.Attester = w.client.Attester(attest.PurposeKMS) },
 			want:   attestv1.Reason_REASON_BINDING_MISMATCH, remote: true,
 		},
-		"public evidence is nobody's": {
+		"public evidence is refused": {
 			client: func(c *atls.ClientConfig) { c.Attester = w.client.Attester(attest.PurposePublic) },
 			want:   attestv1.Reason_REASON_BINDING_MISMATCH, remote: true,
 		},
@@ -187,7 +187,7 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 					t.Errorf("try again after %s, want the 3 s that the server asked for", r.RetryAfter)
 				}
 				if r.Remote && r.Err != nil {
-					t.Errorf("a stranger learns more than the reason: %v", r.Err)
+					t.Errorf("an unattested peer learns more than the reason: %v", r.Err)
 				}
 				select {
 				case s := <-seen:
@@ -202,7 +202,7 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 	}
 }
 
-// formats offers other formats than it has.
+// formats offers formats that it does not have.
 type formats struct {
 	attest.Attester
 	only attestv1.Format
@@ -221,7 +221,7 @@ func (f failing) Attest(context.Context, attestv1.Format, attest.Binding) (*atte
 }
 
 func TestManyFirstCallsMakeOneDial(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), whoami)
 	var dials atomic.Int32
 	cc := w.clientConfig(t)
@@ -244,7 +244,7 @@ func TestManyFirstCallsMakeOneDial(t *testing.T) {
 		t.Errorf("%d dials and %d quotes, want one of each", dials.Load(), w.client.Quotes()-quotes)
 	}
 
-	// And one refusal answers all that wait for the same dial.
+	// One refusal also answers all calls that wait for the same dial.
 	cc.Attester = w.client.Attester(attest.PurposeKMS)
 	c = dial(t, cc)
 	dials.Store(0)
@@ -262,7 +262,7 @@ func TestManyFirstCallsMakeOneDial(t *testing.T) {
 }
 
 func TestABrokenConnectionIsDialledAnew(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), whoami)
 	var mu sync.Mutex
 	var conns []net.Conn
@@ -277,7 +277,7 @@ func TestABrokenConnectionIsDialledAnew(t *testing.T) {
 	c := dial(t, cc)
 	for i := range 3 {
 		got, err := get(t.Context(), c, s.url)
-		if err != nil { // it was written to the connection before anybody knew that it is gone
+		if err != nil { // the request was written before the client noticed that the connection is gone
 			got, err = get(t.Context(), c, s.url)
 		}
 		if err != nil || got != w.client.ID().String() {
@@ -293,7 +293,7 @@ func TestABrokenConnectionIsDialledAnew(t *testing.T) {
 }
 
 func TestAClientTakesHTTPSOnly(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), whoami)
 	c := dial(t, w.clientConfig(t))
 	for _, url := range []string{strings.Replace(s.url, "https", "http", 1), "ftp://host/", "https://"} {
@@ -304,7 +304,7 @@ func TestAClientTakesHTTPSOnly(t *testing.T) {
 }
 
 func TestAServerThatSpeaksSomethingElseIsRefused(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), whoami)
 	conf := &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}
 	conn, err := (&tls.Dialer{Config: conf}).DialContext(t.Context(), "tcp", s.Addr().String())
@@ -317,7 +317,7 @@ func TestAServerThatSpeaksSomethingElseIsRefused(t *testing.T) {
 		t.Errorf("certificate with %s, want one with ECDSA that it signed itself", cert.PublicKeyAlgorithm)
 	}
 
-	// A TLS server without our protocol: it picks no ALPN, or none of ours.
+	// A TLS server without our protocol: it selects no ALPN, or another one.
 	for name, protos := range map[string][]string{"no ALPN": nil, "HTTPS": {"h2", "http/1.1"}} {
 		t.Run(name, func(t *testing.T) {
 			other := startTLS(t, protos)
@@ -333,18 +333,18 @@ func TestAServerThatSpeaksSomethingElseIsRefused(t *testing.T) {
 }
 
 func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	for name, change := range map[string]func(*atls.ServerConfig){
-		"no attester":                     func(c *atls.ServerConfig) { c.Attester = nil },
-		"no verifier":                     func(c *atls.ServerConfig) { c.Verifier = nil },
-		"no appraiser":                    func(c *atls.ServerConfig) { c.Appraiser = nil },
-		"no purpose":                      func(c *atls.ServerConfig) { c.ClientPurpose = "" },
-		"the purpose public":              func(c *atls.ServerConfig) { c.ClientPurpose = attest.PurposePublic },
-		"a purpose that nobody knows":     func(c *atls.ServerConfig) { c.ClientPurpose = "admin" },
-		"no generation":                   func(c *atls.ServerConfig) { c.Generation = nil },
-		"no log":                          func(c *atls.ServerConfig) { c.Log = nil },
-		"nothing":                         func(c *atls.ServerConfig) { *c = atls.ServerConfig{} },
-		"nobody is judged, but no prover": func(c *atls.ServerConfig) { c.Appraiser, c.Attester = atls.NoAppraiser, nil },
+		"no attester":                  func(c *atls.ServerConfig) { c.Attester = nil },
+		"no verifier":                  func(c *atls.ServerConfig) { c.Verifier = nil },
+		"no appraiser":                 func(c *atls.ServerConfig) { c.Appraiser = nil },
+		"no purpose":                   func(c *atls.ServerConfig) { c.ClientPurpose = "" },
+		"the purpose public":           func(c *atls.ServerConfig) { c.ClientPurpose = attest.PurposePublic },
+		"an unknown purpose":           func(c *atls.ServerConfig) { c.ClientPurpose = "admin" },
+		"no generation":                func(c *atls.ServerConfig) { c.Generation = nil },
+		"no log":                       func(c *atls.ServerConfig) { c.Log = nil },
+		"nothing":                      func(c *atls.ServerConfig) { *c = atls.ServerConfig{} },
+		"no appraiser and no attester": func(c *atls.ServerConfig) { c.Appraiser, c.Attester = atls.NoAppraiser, nil },
 	} {
 		cfg := w.serverConfig(t)
 		change(&cfg)
@@ -362,7 +362,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		"no attester":        func(c *atls.ClientConfig) { c.Attester = nil },
 		"no verifier":        func(c *atls.ClientConfig) { c.Verifier = nil },
 		"no appraiser":       func(c *atls.ClientConfig) { c.Appraiser = nil },
-		"nobody to judge":    func(c *atls.ClientConfig) { c.Appraiser = atls.NoAppraiser },
+		"NoAppraiser":        func(c *atls.ClientConfig) { c.Appraiser = atls.NoAppraiser },
 		"no purpose":         func(c *atls.ClientConfig) { c.PeerPurpose = "" },
 		"the purpose public": func(c *atls.ClientConfig) { c.PeerPurpose = attest.PurposePublic },
 		"nothing":            func(c *atls.ClientConfig) { *c = atls.ClientConfig{} },
@@ -375,7 +375,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		}
 	}
 	if _, err := atls.NoAppraiser.Appraise(t.Context(), attest.Claims{}); err == nil {
-		t.Error("JudgeNobody accepts")
+		t.Error("NoAppraiser accepts")
 	}
 }
 

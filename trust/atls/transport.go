@@ -15,38 +15,38 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ClientConfig says what a [Transport] gives and asks for. All fields are required unless
-// they say otherwise.
+// ClientConfig configures a [Transport]. All fields are required unless their comment says
+// otherwise.
 type ClientConfig struct {
 	// Attester makes this client's evidence; [NoAttester] if it has none.
 	Attester attest.Attester
 	// Verifier checks servers' evidence.
 	Verifier attest.Verifier
-	// Appraiser decides which servers are acceptable. A client always judges its server
-	// before it sends anything, so JudgeNobody is refused (A6).
+	// Appraiser decides which servers are acceptable. A client always appraises its server before
+	// it sends anything, so NoAppraiser is refused (A6).
 	Appraiser attest.Appraiser
-	// PeerPurpose is what a server's evidence must have been made for (A5).
+	// PeerPurpose is the purpose that a server's evidence must have (A5).
 	PeerPurpose attest.Purpose
-	// MaxAge is how old a verdict may be before the next request dials and judges anew; 0:
-	// 1 h.
+	// MaxAge is the age at which a verdict expires, so that the next request dials and attests
+	// again; 0 means 1 h.
 	MaxAge time.Duration
 	// DialContext opens the TCP connection; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
-	// OnPeer, if set, is told of each server that was accepted, before any request is sent
-	// to it. It must be safe for concurrent use.
+	// OnPeer, if set, is called for each accepted server, before any request is sent to it. It must
+	// be safe for concurrent use.
 	OnPeer func(attest.Peer)
-	// Observe, if set, is told of every connection once its set-up has ended. It must be
-	// fast and safe for concurrent use.
+	// Observe, if set, is called for every connection once its set-up has ended. It must be fast
+	// and safe for concurrent use.
 	Observe func(SetUp)
 }
 
-// Transport is an [http.RoundTripper] for https URLs, over muster-atls/1 and HTTP/2. To
-// each host it keeps one connection, however many requests begin at once: each costs both
+// Transport is an [http.RoundTripper] for https URLs, over muster-atls/1 and HTTP/2. It keeps one
+// connection to each host, however many requests begin at once, because each connection costs both
 // sides a quote.
 //
-// An error that says why we refused a server, or why it refused us, is an
-// [attest.Refusal] for [errors.As]; to try again at once does not help then. [Unproven] tells
-// whether the server had proven what it is before. Other errors are those of [http.Transport].
+// If this side refused the server or the server refused this side, [errors.As] finds an
+// [attest.Refusal] in the error; an immediate retry does not help then. [Unproven] reports whether
+// the server had not proven its identity. Other errors are those of [http.Transport].
 type Transport struct {
 	cfg        ClientConfig
 	sideConfig sideConfig
@@ -62,27 +62,28 @@ type Transport struct {
 	closed  bool
 }
 
-// heldRefusal answers the calls that wait for the same dial, instead of a quote for each.
+// heldRefusal answers the calls that wait for the same dial, so that not each of them costs a
+// quote.
 type heldRefusal struct {
 	err   error
 	until time.Time
 }
 
-// refusalHold is how long a refusal answers for new dials to its address at least.
+// refusalHold is the minimum time for which a refusal answers new dials to its address.
 const refusalHold = 250 * time.Millisecond
 
-// NewTransport says what of cfg is missing.
+// NewTransport returns a Transport. The error names the fields that cfg lacks.
 func NewTransport(cfg ClientConfig) (*Transport, error) {
 	p := sideConfig{
 		role:      roleClient,
 		attester:  cfg.Attester,
-		judges:    true,
+		appraises: true,
 		verifier:  cfg.Verifier,
 		appraiser: cfg.Appraiser,
 		purpose:   cfg.PeerPurpose,
 	}
 	if cfg.Appraiser == NoAppraiser {
-		return nil, errors.New("atls: a client that judges nobody could talk to anybody: give an Appraiser")
+		return nil, errors.New("atls: a client must appraise its server: set Appraiser")
 	}
 	if err := p.check(); err != nil {
 		return nil, err
@@ -93,7 +94,7 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 	if cfg.DialContext == nil {
 		cfg.DialContext = (&net.Dialer{Timeout: handshakeTimeout, KeepAlive: 30 * time.Second}).DialContext
 	}
-	// A transport lives until Close, as http.Transport does until its connections idle.
+	// A transport lives until Close, as an http.Transport lives until its connections are idle.
 	ctx, cancel := context.WithCancel(context.Background())
 	t := &Transport{
 		cfg:        cfg,
@@ -107,13 +108,13 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 	return t, nil
 }
 
-// newHTTP gives a pool of connections. When verdicts age, a new pool takes over.
+// newHTTP returns a pool of connections. When a verdict has expired, a new pool replaces it.
 func (t *Transport) newHTTP() *http.Transport {
 	protocols := new(http.Protocols)
-	protocols.SetUnencryptedHTTP2(true) // inside TLS that is plain HTTP/2
+	protocols.SetUnencryptedHTTP2(true) // inside TLS this is plain HTTP/2
 	pool := &http.Transport{
 		Protocols:          protocols,
-		MaxConnsPerHost:    1,               // or every concurrent first call would dial and quote for itself
+		MaxConnsPerHost:    1,               // or all concurrent first calls would each dial and cost a quote
 		IdleConnTimeout:    4 * time.Minute, // before the server, which closes after 5 min, without GOAWAY
 		DisableCompression: true,
 		HTTP2: &http.HTTP2Config{
@@ -129,8 +130,8 @@ func (t *Transport) newHTTP() *http.Transport {
 	return pool
 }
 
-// RoundTrip implements [http.RoundTripper]. It takes https URLs only: a URL that says http
-// would leave without attestation anywhere else.
+// RoundTrip implements [http.RoundTripper]. It accepts https URLs only: other transports would send
+// a request for an http URL without attestation.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	if req.URL == nil || req.URL.Scheme != "https" || req.URL.Host == "" {
 		closeBody(req)
@@ -149,7 +150,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	inner := req.WithContext(ctx)
 	u := *req.URL
-	u.Scheme = "http" // inside: the connections of this pool are TLS already
+	u.Scheme = "http" // inside: the connections of this pool use TLS already
 	if u.Port() == "" {
 		u.Host = net.JoinHostPort(u.Hostname(), "443")
 	}
@@ -178,7 +179,7 @@ func redacted(u *url.URL) string {
 	return u.Redacted()
 }
 
-// pool gives the connections to use: new ones once a verdict has aged.
+// pool returns the connections to use: new ones once a verdict has expired.
 func (t *Transport) pool() (*http.Transport, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -191,8 +192,8 @@ func (t *Transport) pool() (*http.Transport, error) {
 	return t.current, nil
 }
 
-// Forget makes the next request dial and judge anew, as after a change of the policy.
-// Requests under way end as they would.
+// Forget makes the next request dial and attest again, for instance after a change of the policy.
+// Running requests end normally.
 func (t *Transport) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -206,11 +207,11 @@ func (t *Transport) replace() {
 	old := t.current
 	t.current, t.oldest = t.newHTTP(), time.Time{}
 	clear(t.refused)
-	// Closing runs our own hooks, which take the lock.
+	// Closing calls our own hooks, which take the lock.
 	t.dials.Go(old.CloseIdleConnections)
 }
 
-// CloseIdleConnections is what [http.Client.CloseIdleConnections] calls.
+// CloseIdleConnections implements the method that [http.Client.CloseIdleConnections] calls.
 func (t *Transport) CloseIdleConnections() {
 	t.mu.Lock()
 	pool := t.current
@@ -218,7 +219,7 @@ func (t *Transport) CloseIdleConnections() {
 	pool.CloseIdleConnections()
 }
 
-// Close ends all connections at once and waits for dials to end. Requests under way fail.
+// Close closes all connections at once and waits for dials to end. Running requests fail.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
@@ -237,8 +238,8 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// dial opens a connection, runs handshake and exchange, and gives it to HTTP/2 only once
-// both verdicts are "accepted".
+// dial opens a connection, runs handshake and exchange, and passes it to HTTP/2 only if both
+// verdicts are "accepted".
 func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, addr string) (net.Conn, error) {
 	if err := t.begin(addr); err != nil {
 		return nil, err
@@ -253,7 +254,7 @@ func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, add
 		return nil, err
 	}
 	conn := &tracked{Conn: raw, onClose: t.gone}
-	conn.left.Store(-1) // what a server sends is bounded by frames, then by HTTP
+	conn.left.Store(-1) // frames, then HTTP, bound what a server sends
 	if err := t.track(conn); err != nil {
 		_ = raw.Close()
 		return nil, err
@@ -266,7 +267,7 @@ func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, add
 		_ = conn.Close()
 	} else {
 		s.Peer = ac.peer
-		if err = t.judged(ac, pool); err != nil {
+		if err = t.noteVerdict(ac, pool); err != nil {
 			_ = conn.Close()
 			return nil, err
 		}
@@ -286,10 +287,10 @@ func (t *Transport) dial(ctx context.Context, pool *http.Transport, network, add
 func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s *SetUp) (*Conn, error) {
 	conf := newTLSConfig()
 	conf.NextProtos = []string{ALPN}
-	// Certificates carry no trust here: the exchange that follows does (A1).
+	// Certificates carry no trust here; the exchange that follows establishes trust (A1).
 	conf.InsecureSkipVerify = true
 	if host, _, err := net.SplitHostPort(addr); err == nil {
-		conf.ServerName = host // for proxies that route by it; not sent for an address
+		conf.ServerName = host // for proxies that route by it; not sent for an IP address
 	}
 	tc := tls.Client(conn, conf)
 	began := time.Now()
@@ -299,7 +300,7 @@ func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s
 		return nil, fmt.Errorf("TLS handshake with %s: %w", addr, &ExchangeError{Err: classifyHandshake(err)})
 	}
 	s.Times.Handshake = time.Since(began)
-	// What ends the dial ends the exchange.
+	// The end of the dial's context ends the exchange.
 	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
 	ac, times, err := establish(ctx, tc, conn, t.sideConfig)
 	times.Handshake = s.Times.Handshake
@@ -307,7 +308,7 @@ func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s
 	if err != nil {
 		return nil, fmt.Errorf("attested TLS with %s: %w", addr, err)
 	}
-	if ac.peer == nil { // A1: cannot be, since a client always judges
+	if ac.peer == nil { // A1: cannot happen, since a client always appraises
 		return nil, fmt.Errorf("attested TLS with %s: no verdict", addr)
 	}
 	return ac, nil
@@ -355,8 +356,8 @@ func (t *Transport) gone(c *tracked) {
 	delete(t.conns, c)
 }
 
-// judged notes the age of a verdict for the pool that it belongs to.
-func (t *Transport) judged(ac *Conn, pool *http.Transport) error {
+// noteVerdict records the age of a verdict for the pool that it belongs to.
+func (t *Transport) noteVerdict(ac *Conn, pool *http.Transport) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.closed {
@@ -385,9 +386,9 @@ func (c *captured) set(conn net.Conn) {
 	c.peer = ac.peer
 }
 
-// CapturePeer gives a context for a request, and a function that tells which server
-// answered it: the peer of the connection that the request went over, which another
-// request's need not be. It gives false before the request has one.
+// CapturePeer returns a context for one request, and a function that returns the server that
+// answered it: the peer of the connection that the request used. Another request may use another
+// connection. The function returns false before the request has a connection.
 func CapturePeer(ctx context.Context) (context.Context, func() (attest.Peer, bool)) {
 	c := &captured{}
 	return context.WithValue(ctx, captureKey{}, c), func() (attest.Peer, bool) {

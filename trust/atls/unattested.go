@@ -7,8 +7,8 @@ import (
 	"github.com/muster-k8s/muster/trust/admission"
 )
 
-// unattested is the peer of one exchange at a server, until it has attested: everything that it
-// makes the server spend passes here. A nil one, a client's, bounds nothing.
+// unattested is the peer of one exchange at a server, until it has attested. Every use of the
+// server's resources by that peer goes through it. A nil one, a client's, limits nothing.
 type unattested struct {
 	conn     *tracked
 	limiters *limiters
@@ -24,7 +24,7 @@ func (u *unattested) hold(bytes int64) error {
 	return nil
 }
 
-// release gives back what the exchange held.
+// release frees the resources that the exchange held.
 func (u *unattested) release() {
 	if u == nil {
 		return
@@ -34,7 +34,7 @@ func (u *unattested) release() {
 	}
 }
 
-// sends asks for room for evidence of size bytes that the peer is about to send.
+// sends reserves memory for evidence of size bytes that the peer is about to send.
 func (u *unattested) sends(size int64) error {
 	if u == nil {
 		return nil
@@ -42,18 +42,18 @@ func (u *unattested) sends(size int64) error {
 	if err := u.hold(evidenceCopies * size); err != nil {
 		return err
 	}
-	u.conn.left.Add(size + size/16 + 4<<10) // with the heads of TLS records
+	u.conn.left.Add(size + size/16 + 4<<10) // with the headers of TLS records
 	return nil
 }
 
-// discards lets the peer send size bytes more, which nobody keeps.
+// discards lets the peer send size bytes more, which are not stored.
 func (u *unattested) discards(size int64) {
 	if u != nil {
 		u.conn.left.Add(size)
 	}
 }
 
-// gets asks for room for our evidence, which the peer may leave unread.
+// gets reserves memory for our evidence, which the peer may leave unread.
 func (u *unattested) gets() error {
 	if u == nil {
 		return nil
@@ -61,7 +61,7 @@ func (u *unattested) gets() error {
 	return u.hold(evidenceCopies * u.limiters.evidence.Load())
 }
 
-// got says how long the evidence has become.
+// got records the size of the evidence.
 func (u *unattested) got(size int) {
 	if u == nil || size == 0 {
 		return
@@ -70,8 +70,10 @@ func (u *unattested) got(size int) {
 	u.held[len(u.held)-1].Shrink(2 * int64(size))
 }
 
-// works keeps the peer's place until done is called: the time that the server takes is no reason to prefer another peer. If newcomers could take the
-// place, a server that needs more than 2 s, since many machines come at one time, would finish none. Then it is as young as a new one.
+// works keeps the peer's place until done is called, because a place is lost only by the peer's own
+// delay, not by the server's work. If new connections could take the place, a server that needs
+// more than 2 s, because many machines come at one time, would finish no exchange. After done the
+// place is as young as a new one.
 func (u *unattested) works() (done func()) {
 	if u == nil {
 		return func() {}
@@ -79,17 +81,17 @@ func (u *unattested) works() (done func()) {
 	return u.conn.setUp.Pin()
 }
 
-// verify checks the peer's evidence when it is its source's turn.
+// verify checks the peer's evidence when its source gets a slot.
 func (u *unattested) verify(ctx context.Context, check func() error) error {
 	if u == nil {
 		return check()
 	}
-	defer u.works()() // what the peer's TPM needs next may take as long again
+	defer u.works()() // the peer's TPM may need as long again for its next step
 	return queued(u.limiters.verify.Do(ctx, u.conn.source, check))
 }
 
-// challenge answers the peer's challenge when it is its source's turn, among those of peers
-// that have attested or among the others.
+// challenge answers the peer's challenge when its source gets a slot, in the queue of attested
+// peers or in that of the others.
 func (u *unattested) challenge(ctx context.Context, attested bool, answer func() error) error {
 	switch {
 	case u == nil:

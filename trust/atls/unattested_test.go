@@ -25,7 +25,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// metered is a server's attester whose TPM takes its time, and counts activations.
+// metered is a server's attester whose TPM takes some time, and counts activations.
 type metered struct {
 	attest.Attester
 	takes   time.Duration
@@ -48,24 +48,24 @@ func (m *metered) Respond(ctx context.Context, c *attestv1.Challenge, b attest.B
 	return m.Attester.Respond(ctx, c, b)
 }
 
-// garbled answers challenges with nonsense, as who has only copied a certificate does.
+// garbled answers challenges with random bytes, like a peer that has only copied a certificate.
 type garbled struct{ attest.Attester }
 
 func (garbled) Respond(context.Context, *attestv1.Challenge, attest.Binding) ([]byte, error) {
 	return make([]byte, 32), nil
 }
 
-// from makes a client come from an address of the loopback network.
+// from makes a client connect from an address of the loopback network.
 func from(cc *atls.ClientConfig, ip string) {
 	cc.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		return (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}).DialContext(ctx, network, addr)
 	}
 }
 
-// The TPM of a server that wants evidence works for accepted machines only.
+// The TPM of a server that asks for evidence answers challenges of accepted machines only.
 func TestAChallengeIsAnsweredOnceThePeerIsAccepted(t *testing.T) {
-	w := newWorld(t)
-	stranger := attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "another boot loader"})
+	w := newFixture(t)
+	refused := attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "another boot loader"})
 	for name, tt := range map[string]struct {
 		client  func(*atls.ClientConfig)
 		want    attestv1.Reason
@@ -73,7 +73,7 @@ func TestAChallengeIsAnsweredOnceThePeerIsAccepted(t *testing.T) {
 	}{
 		"an accepted machine":                            {answers: 1},
 		"a copied certificate, whose key is not there":   {client: func(c *atls.ClientConfig) { c.Attester = garbled{c.Attester} }, want: attestv1.Reason_REASON_ACTIVATION_FAILED},
-		"a genuine machine that the policy refuses":      {client: func(c *atls.ClientConfig) { c.Attester = stranger.Attester(attest.PurposeMachine) }, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a genuine machine that the policy refuses":      {client: func(c *atls.ClientConfig) { c.Attester = refused.Attester(attest.PurposeMachine) }, want: attestv1.Reason_REASON_POLICY_REFUSED},
 		"evidence that was made for another purpose":     {client: func(c *atls.ClientConfig) { c.Attester = w.client.Attester(attest.PurposeKMS) }, want: attestv1.Reason_REASON_BINDING_MISMATCH},
 		"no evidence, where that is a session of a kind": {client: func(c *atls.ClientConfig) { c.Attester = atls.NoAttester }, answers: 1}, // metered: see below
 	} {
@@ -95,13 +95,13 @@ func TestAChallengeIsAnsweredOnceThePeerIsAccepted(t *testing.T) {
 	}
 }
 
-// raw is a peer that sends frames as it likes.
+// raw is a peer that sends arbitrary frames.
 type raw struct {
 	*tls.Conn
 	t *testing.T
 }
 
-func (w *world) raw(t *testing.T, url, ip string) raw {
+func (w *fixture) raw(t *testing.T, url, ip string) raw {
 	t.Helper()
 	d := &tls.Dialer{NetDialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}, Config: &tls.Config{
 		MinVersion: tls.VersionTLS13, NextProtos: []string{atls.ALPN}, InsecureSkipVerify: true,
@@ -120,7 +120,7 @@ func (r raw) send(f *attestv1.Frame) {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	_, _ = r.Write(append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...)) // what the server thinks of it, it says
+	_, _ = r.Write(append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...)) // the server's verdict shows its reaction
 }
 
 // verdict reads frames up to the server's verdict.
@@ -148,7 +148,7 @@ func (r raw) verdict() attestv1.Reason {
 var tpmOffer = &attestv1.Frame{Message: &attestv1.Frame_Offer{Offer: &attestv1.Offer{Gives: []attestv1.Format{attestv1.Format_FORMAT_TPM2}, Accepts: []attestv1.Format{attestv1.Format_FORMAT_TPM2}}}}
 
 func TestAChallengeBeforeEvidenceIsRefused(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	tpm := &metered{Attester: w.server.Attester(attest.PurposeJoinservice)}
 	sc := w.serverConfig(t)
 	sc.Attester = tpm
@@ -163,10 +163,10 @@ func TestAChallengeBeforeEvidenceIsRefused(t *testing.T) {
 	}
 }
 
-// Peers that did not attest have the TPM one at a time, and for a part of the time; machines that
-// attest, and an owner's program that comes for the first time, don't wait for all of them.
+// Challenges of unattested peers use the TPM one at a time, and for a part of the time; machines that attest, and a new
+// owner's program, do not wait for all of them.
 func TestChallengesOfUnattestedPeersLeaveTheTPMToOthers(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	tpm := &metered{Attester: w.server.Attester(attest.PurposeJoinservice), takes: 50 * time.Millisecond}
 	sc := w.serverConfig(t)
 	sc.Attester = tpm
@@ -181,7 +181,7 @@ func TestChallengesOfUnattestedPeersLeaveTheTPMToOthers(t *testing.T) {
 		from(&cc, fmt.Sprintf("127.0.9.%d", 1+i%20))
 		wg.Go(func() {
 			for ctx.Err() == nil {
-				cc.Verifier = attesttest.Verifier(t, w.ca) // one that knows no AK, so that it challenges
+				cc.Verifier = attesttest.Verifier(t, w.ca) // knows no AK, so it challenges
 				tr, err := atls.NewTransport(cc)
 				if err != nil {
 					t.Error(err)
@@ -196,7 +196,7 @@ func TestChallengesOfUnattestedPeersLeaveTheTPMToOthers(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatal("no unattested peer was answered")
 		}
-		time.Sleep(time.Millisecond) // until the flood is there
+		time.Sleep(time.Millisecond) // until the flood has arrived
 	}
 	for i := range 10 {
 		cc := w.clientConfig(t)
@@ -222,7 +222,7 @@ func (retrying) Attest(context.Context, attestv1.Format, attest.Binding) (*attes
 }
 
 func TestWhoCanAnswerForAServerHoldsAClientUpForSeconds(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc := w.serverConfig(t)
 	sc.Attester = retrying{sc.Attester}
 	_, err := get(t.Context(), dial(t, w.clientConfig(t)), serve(t, sc, whoami).url)
@@ -230,7 +230,7 @@ func TestWhoCanAnswerForAServerHoldsAClientUpForSeconds(t *testing.T) {
 	if !errors.As(err, &r) || !r.Remote || r.RetryAfter != 5*time.Second {
 		t.Errorf("%v, want BUSY for 5 s", err)
 	}
-	// And without any evidence, by hand.
+	// And without any evidence, frame by frame.
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -259,9 +259,9 @@ func TestWhoCanAnswerForAServerHoldsAClientUpForSeconds(t *testing.T) {
 	wg.Wait()
 }
 
-// A peer that did not attest has sent what it may long before it has filled anything.
+// An unattested peer reaches its byte limit long before it has filled any buffer.
 func TestWhatAnUnattestedConnectionSendsIsBounded(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc := w.serverConfig(t)
 	s := serve(t, sc, whoami)
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true}}
@@ -281,13 +281,13 @@ func TestWhatAnUnattestedConnectionSendsIsBounded(t *testing.T) {
 	if err := post(64 << 10); err == nil {
 		t.Error("64 KiB passed where 16 KiB may")
 	}
-	// A client that asks often is not cut off: its connections are wound up in time.
+	// A client that asks often is not cut off: its connections are closed with GOAWAY in time.
 	for range 40 {
 		if err := post(4 << 10); err != nil {
 			t.Fatalf("a small request: %v", err)
 		}
 	}
-	// Who has attested sends as much as it likes.
+	// An attested peer may send any amount.
 	cc := w.clientConfig(t)
 	honest := dial(t, cc)
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.url, bytes.NewReader(make([]byte, 1<<20)))
@@ -301,9 +301,9 @@ func TestWhatAnUnattestedConnectionSendsIsBounded(t *testing.T) {
 	_ = resp.Body.Close()
 }
 
-// Where a secret is shown in a large request, few sessions send one at a time; the others send what every session may.
+// Where a large request presents a secret, only a few sessions may send one at a time; the others have the usual limit.
 func TestFewSessionsSendMuch(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc := w.serverConfig(t)
 	sc.Appraiser = atls.NoAppraiser
 	sc.Limits = atls.Limits{ConnBytes: 16 << 10, Large: 2, LargePerSource: 1, LargeBytes: 64 << 10}
@@ -353,9 +353,9 @@ func TestFewSessionsSendMuch(t *testing.T) {
 	}
 }
 
-// Before its handshake is over a peer may send less than TLS would take from it.
+// Before its handshake has ended a peer may send less than TLS would accept.
 func TestAnEndlessHelloIsCutOff(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	s := serve(t, w.serverConfig(t), whoami)
 	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", strings.TrimPrefix(s.url, "https://"))
 	if err != nil {
@@ -383,9 +383,9 @@ func isTimeout(err error) bool {
 	return errors.As(err, &n) && n.Timeout()
 }
 
-// A hundred sources take all places; one more still gets in.
+// A hundred sources take all places; one more still gets a place.
 func TestSourcesWithTheMostConnectionsGiveWay(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	sc := w.serverConfig(t)
 	sc.Limits.SetUp, sc.Limits.SetUpPerSource, sc.Limits.Open, sc.Limits.OpenPerSource = 40, 8, 40, 8
 	s := serve(t, sc, whoami)
@@ -416,10 +416,9 @@ func TestSourcesWithTheMostConnectionsGiveWay(t *testing.T) {
 	}
 }
 
-// A ban closes the connections of a machine that reads nothing without waiting for it: not even
-// for TLS to say so.
+// A ban closes the connections of a machine that reads nothing, without waiting for it, not even for a TLS alert.
 func TestABanDoesNotWaitForAPeerThatDoesNotRead(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	inner, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -454,7 +453,7 @@ func TestABanDoesNotWaitForAPeerThatDoesNotRead(t *testing.T) {
 	wg.Wait()
 }
 
-// stuckListener's connections take nothing more once full is set, until they are closed.
+// stuckListener's connections accept no more writes once full is set, until they are closed.
 type stuckListener struct {
 	net.Listener
 	full *atomic.Bool

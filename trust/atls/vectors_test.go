@@ -124,7 +124,7 @@ func TestOfferFramesAreEncodedAsInTheVectors(t *testing.T) {
 	}
 }
 
-// A change of any part changes the binding: each of them keeps an attack out.
+// A change of any part changes the binding: each part prevents an attack.
 func TestEveryPartIsInTheBinding(t *testing.T) {
 	ekm, offers := [32]byte{1}, [32]byte{2}
 	seen := map[attest.Binding]string{}

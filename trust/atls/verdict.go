@@ -7,8 +7,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// verdictCodes are the reasons that a Verdict may carry (docs/attested-tls.md, section 9). An answer to an RPC may carry others, which
-// only a peer gives that was accepted: a Verdict comes before that, from whoever answers.
+// verdictCodes are the reasons that a Verdict may carry (docs/attested-tls.md, section 9). A
+// response to an RPC may carry others, because only an accepted peer sends it, whereas any peer can
+// send a Verdict.
 var verdictCodes = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_ACCEPTED: true, attestv1.Reason_REASON_FORMAT_NONE: true, attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST: true,
 	attestv1.Reason_REASON_FRAME_INVALID: true, attestv1.Reason_REASON_EVIDENCE_MALFORMED: true, attestv1.Reason_REASON_BINDING_MISMATCH: true,
@@ -19,7 +20,8 @@ var verdictCodes = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_BUSY: true, attestv1.Reason_REASON_DEADLINE: true, attestv1.Reason_REASON_INTERNAL: true,
 }
 
-// verdictCode returns the reason that the peer is told of a refusal of ours: a fault of ours, if no Verdict may carry its own.
+// verdictCode returns the reason that is sent to the peer for our refusal: INTERNAL
+// if no Verdict may carry r.
 func verdictCode(r attestv1.Reason) attestv1.Reason {
 	if !verdictCodes[r] {
 		return attestv1.Reason_REASON_INTERNAL
@@ -27,15 +29,18 @@ func verdictCode(r attestv1.Reason) attestv1.Reason {
 	return r
 }
 
-// ExchangeError says that no session came about. It wraps the cause: an [attest.Refusal], or an error of the network.
+// ExchangeError means that no session was established. It wraps the cause: an [attest.Refusal], or
+// a network error.
 type ExchangeError struct {
-	// Accepted says that this side had accepted the peer's evidence before: only then is the sender of a refusal known.
+	// Accepted reports whether this side had accepted the peer's evidence before: only then is the
+	// sender of a refusal known.
 	Accepted bool
 	// Err is the cause.
 	Err error
 }
 
-// Error returns the text of the cause, and marks a refusal by a peer that has not proven what it is.
+// Error returns the text of the cause, and marks a refusal by a peer that has not proven its
+// identity.
 func (e *ExchangeError) Error() string {
 	if r, ok := errors.AsType[*attest.Refusal](e.Err); ok && r.Remote && !e.Accepted {
 		return e.Err.Error() + " (it has not proven what it is)"
@@ -46,15 +51,17 @@ func (e *ExchangeError) Error() string {
 // Unwrap returns the cause.
 func (e *ExchangeError) Unwrap() error { return e.Err }
 
-// Unproven reports whether err is that of a session that did not come about, with a peer that had not proven what it is:
-// whoever can answer in its place can cause any such error, without a TPM.
+// Unproven reports whether err means that no session was established, with a peer that had not
+// proven its identity. A network attacker that answers in the peer's place can cause any such
+// error, without a TPM.
 func Unproven(err error) bool {
 	e, ok := errors.AsType[*ExchangeError](err)
 	return ok && !e.Accepted
 }
 
-// UnprovenRefusal reports whether err is a refusal by such a peer. A server may refuse a client before it has proven itself,
-// so this need not be an attack; but what the reason says is no fact, and neither is the remedy for it.
+// UnprovenRefusal reports whether err is a refusal by such a peer. A server may refuse a client
+// before it has proven its own identity, so this need not be an attack; but neither the reason nor
+// the remedy for it can be trusted.
 func UnprovenRefusal(err error) bool {
 	r, ok := errors.AsType[*attest.Refusal](err)
 	return ok && r.Remote && Unproven(err)

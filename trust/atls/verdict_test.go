@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// tabled gives the codes of the table in section 9 of the specification.
+// tabled returns the codes in the table of section 9 of the specification.
 func tabled(t *testing.T) map[string]bool {
 	t.Helper()
 	page, err := os.ReadFile("../../docs/attested-tls.md")
@@ -36,36 +36,38 @@ func tabled(t *testing.T) map[string]bool {
 	return codes
 }
 
-// Whoever answers in a server's place, without a TPM, can refuse; but only as a Verdict can, and never as one that has proven itself.
+// A network attacker that answers in a server's place, without a TPM, can refuse, but only with the
+// reasons of a Verdict, and never as a server that has proven its identity.
 func TestTheVerdictOfAStrangerIsKnownAsOne(t *testing.T) {
-	w, codes := newWorld(t), tabled(t)
+	w, codes := newFixture(t), tabled(t)
 	for n, name := range attestv1.Reason_name {
 		reason := attestv1.Reason(n)
 		if name = strings.TrimPrefix(name, "REASON_"); name == "ACCEPTED" || name == "UNSPECIFIED" {
 			continue
 		}
-		_, err := get(t.Context(), dial(t, w.clientConfig(t)), "https://"+atlstest.Stranger(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)}))
+		_, err := get(t.Context(), dial(t, w.clientConfig(t)), "https://"+atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)}))
 		var r *attest.Refusal
 		switch {
 		case !errors.As(err, &r) || !atls.Unproven(err):
 			t.Errorf("%s: %v", name, err)
 		case codes[name] && (r.Reason != reason || !r.Remote || !atls.UnprovenRefusal(err) || r.RetryAfter > 5*time.Second || !strings.Contains(err.Error(), "has not proven")):
-			t.Errorf("%s: %v, want the stranger's refusal", name, err)
+			t.Errorf("%s: %v, want the unattested server's refusal", name, err)
 		case !codes[name] && (r.Reason != attestv1.Reason_REASON_FRAME_INVALID || r.Remote || atls.UnprovenRefusal(err)):
 			t.Errorf("%s: %v, want FRAME_INVALID: no verdict says that", name, err)
 		}
 	}
 }
 
-// A server's refusal is its own word if the client knows its key: then the server has proven itself before it refuses. What no Verdict
-// may carry, it calls a fault of its own.
+// A client that knows a server's key can attribute the server's refusal to it: the server has
+// proven its identity before it refuses. A reason that no Verdict may carry is sent as the server's
+// own fault.
 func TestTheVerdictOfAKnownServerIsItsOwn(t *testing.T) {
 	for refused, want := range map[attestv1.Reason]attestv1.Reason{
 		attestv1.Reason_REASON_BANNED:       attestv1.Reason_REASON_BANNED,
 		attestv1.Reason_REASON_NOT_READY:    attestv1.Reason_REASON_NOT_READY,
 		attestv1.Reason_REASON_NOT_ENROLLED: attestv1.Reason_REASON_INTERNAL,
 	} {
-		w := newWorld(t)
+		w := newFixture(t)
 		cc := w.clientConfig(t)
 		good, bad := serve(t, w.serverConfig(t), whoami), w.serverConfig(t)
 		bad.Appraiser = refusing{refused}
@@ -85,7 +87,7 @@ func TestTheVerdictOfAKnownServerIsItsOwn(t *testing.T) {
 	}
 }
 
-// refusing accepts nobody.
+// refusing accepts no peer.
 type refusing struct{ reason attestv1.Reason }
 
 func (r refusing) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {

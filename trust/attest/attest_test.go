@@ -81,7 +81,7 @@ func certificate(t testing.TB, name string, isCA bool) (*x509.Certificate, strin
 
 func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
 
-// facts are those of a machine that booted what goodPolicy accepts.
+// facts are those of a machine that booted an image that goodPolicy accepts.
 func facts(root *x509.Certificate) *checked.Facts {
 	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKKind: "ecc-p256", EKRoot: root, AKKind: "ecc-p256"}
 	for i := range f.PCRs {
@@ -193,12 +193,12 @@ func TestParsePolicy(t *testing.T) {
 		"no class with anyFirmware is read": {change: func(p *attestv1.Policy) {
 			p.Tpm2.Classes, p.Insecure = nil, &attestv1.InsecureSwitches{AnyFirmware: true}
 		}},
-		"more classes than allowed are refused":  {func(p *attestv1.Policy) { p.Tpm2.Classes = slices.Repeat(p.Tpm2.Classes, MaxClasses+1) }, "more than 64"},
-		"a class that judges nothing is refused": {func(p *attestv1.Policy) { p.Tpm2.Classes[0].Pcrs = nil }, "lacks PCR 0"},
+		"more classes than allowed are refused": {func(p *attestv1.Policy) { p.Tpm2.Classes = slices.Repeat(p.Tpm2.Classes, MaxClasses+1) }, "more than 64"},
+		"a class without PCRs is refused":       {func(p *attestv1.Policy) { p.Tpm2.Classes[0].Pcrs = nil }, "lacks PCR 0"},
 		"a class that lacks the drivers is refused": {func(p *attestv1.Policy) {
 			p.Tpm2.Classes[0].Pcrs = slices.Delete(p.Tpm2.Classes[0].Pcrs, 1, 2)
 		}, "lacks PCR 2"},
-		"a class that lists what the image says is refused": {func(p *attestv1.Policy) {
+		"a class that lists a PCR of the image is refused": {func(p *attestv1.Policy) {
 			p.Tpm2.Classes[0].Pcrs = append(p.Tpm2.Classes[0].Pcrs, p.Tpm2.Images[0].Pcrs[0])
 		}, "lists PCR 4"},
 		"a class with rules alone is read": {change: func(p *attestv1.Policy) {
@@ -244,7 +244,7 @@ func TestParsePolicy(t *testing.T) {
 
 func TestAppraise(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
-	foreign, _ := ca(t, "somebody")
+	foreign, _ := ca(t, "another authority")
 	_, otherRoot := ca(t, "another operator's")
 	cluster := [32]byte{1}
 	for name, tt := range map[string]struct {
@@ -389,8 +389,8 @@ func TestAppraise(t *testing.T) {
 	})
 }
 
-// everyBootPCR and everyFirmwarePCR are what docs/threat-model.md and the policy's schema promise. Tests read them here,
-// so that a register that the program loses is missed.
+// everyBootPCR and everyFirmwarePCR are the registers that docs/threat-model.md and the policy's schema list.
+// They are repeated here, so that the test fails if the program loses one.
 var (
 	everyBootPCR     = []int{4, 8, 9, 11, 12, 13, 14}
 	everyFirmwarePCR = []int{0, 2, 3, 7}

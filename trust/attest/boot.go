@@ -14,21 +14,21 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
-// MaxImages and MaxClasses are how many images and machine classes a policy may list.
+// MaxImages and MaxClasses are the largest numbers of images and machine classes in a policy.
 const (
 	MaxImages  = 64
 	MaxClasses = 64
 )
 
-// PCRs that a policy judges (TCG PC Client Platform Firmware Profile, section 3.3.4).
+// PCRs that a policy appraises (TCG PC Client Platform Firmware Profile, section 3.3.4).
 var (
-	// imagePCRs are those of an image: 4, 9 and 11 hold what was booted, the others stay zero on a machine that nobody tampered
-	// with.
+	// imagePCRs are the PCRs of an image: 4, 9 and 11 hold what was booted; the others stay zero
+	// unless the machine was tampered with.
 	imagePCRs = []int{4, 8, 9, 11, 12, 13, 14}
-	// firmwarePCRs are those that a class must list unless it has rules over the event log: firmware, drivers from elsewhere and their configuration,
-	// Secure Boot.
+	// firmwarePCRs are the PCRs that a class must list unless it has rules over the event log:
+	// firmware, drivers from outside the firmware volume and their configuration, Secure Boot.
 	firmwarePCRs = []int{0, 2, 3, 7}
-	// classPCRs are those that a class may list.
+	// classPCRs are the PCRs that a class may list.
 	classPCRs = []int{0, 1, 2, 3, 5, 6, 7}
 )
 
@@ -36,13 +36,13 @@ var (
 type boot struct {
 	name string
 	pcrs map[int][]byte
-	log  *logRules // of a class, nil: the values say it all
+	log  *logRules // of a class; nil: only PCR values are compared
 }
 
 // logRules are the rules of a class over the event log.
 type logRules struct {
 	drivers    [][]byte
-	secureBoot map[string][]byte // digests of PK, KEK and db; nil: not judged
+	secureBoot map[string][]byte // digests of PK, KEK and db; nil: not appraised
 }
 
 var bootName = regexp.MustCompile(`^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$`)
@@ -81,7 +81,7 @@ func (p *Policy) parseClasses(list []*attestv1.MachineClass) error {
 		}
 		for pcr := range b.pcrs {
 			if !slices.Contains(classPCRs, pcr) {
-				return invalid("%s.pcrs lists PCR %d: a class judges %v", field, pcr, classPCRs)
+				return invalid("%s.pcrs lists PCR %d: a class may list %v", field, pcr, classPCRs)
 			}
 		}
 		if b.log, err = p.parseLogRules(field, m.GetEventLog()); err != nil {
@@ -89,7 +89,7 @@ func (p *Policy) parseClasses(list []*attestv1.MachineClass) error {
 		}
 		for _, pcr := range firmwarePCRs {
 			if b.pcrs[pcr] == nil && b.log == nil {
-				return invalid("%s.pcrs lacks PCR %d, and there is no eventLog that would judge it", field, pcr)
+				return invalid("%s.pcrs lacks PCR %d, and the class has no eventLog rules in its place", field, pcr)
 			}
 		}
 		p.classes = append(p.classes, b)
@@ -107,7 +107,7 @@ func (p *Policy) parseBoot(field, name string, values []*attestv1.PcrValue, othe
 	}
 	for _, v := range values {
 		if v.GetIndex() >= LockPCR {
-			return boot{}, invalid("%s.pcrs: PCR %d cannot be listed: policies judge PCR 0 to 14", field, v.GetIndex())
+			return boot{}, invalid("%s.pcrs: PCR %d cannot be listed: policies may list PCR 0 to 14", field, v.GetIndex())
 		}
 		i := int(v.GetIndex())
 		if b.pcrs[i] != nil {
@@ -148,22 +148,24 @@ func (p *Policy) parseLogRules(field string, m *attestv1.EventLogRules) (*logRul
 	return r, nil
 }
 
-// fit returns which of these the claims are, or how they differ from the one that they resemble most: by the number of PCRs, since a rule may have several things to say of one.
+// fit returns the name of the image or class that the claims match, or how they differ from the
+// most similar one: the one with the fewest different PCRs, because several rules may fail for one
+// PCR.
 func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
-	best := &MismatchError{Kind: kind} // A3: of none
+	best := &MismatchError{Kind: kind} // A3: no match
 	for i, b := range all {
 		m := b.differs(c)
 		if len(m) == 0 {
 			return b.name, nil
 		}
-		if i == 0 || pcrs(m) <= pcrs(best.Mismatches) { // of those that resemble it as much, the last: new ones are added at the end
+		if i == 0 || pcrs(m) <= pcrs(best.Mismatches) { // of equally similar ones take the last, since new ones are appended
 			best = &MismatchError{Kind: kind, Name: b.name, Others: len(all) - 1, Mismatches: m}
 		}
 	}
 	return "", best
 }
 
-// pcrs is how many PCRs differ; an event log that can't be judged counts as one.
+// pcrs returns how many PCRs differ; an event log that cannot be appraised counts as one.
 func pcrs(all []Mismatch) int {
 	seen := map[int]bool{}
 	for _, m := range all {
@@ -216,17 +218,18 @@ func (r *logRules) differs(c Claims) []Mismatch {
 	return out
 }
 
-// Comparison is a machine beside the image or class of a policy that it is, or resembles most.
+// Comparison compares a machine with the matching or most similar image or class of a policy.
 type Comparison struct {
 	// Kind is "image" or "class", Name is its name.
 	Kind, Name string
-	// Values are those that it must have, by PCR.
+	// Values are the required values, by PCR.
 	Values map[int][]byte
-	// Mismatches is empty if it fits.
+	// Mismatches is empty if the machine matches.
 	Mismatches []Mismatch
 }
 
-// Compare returns how the machine compares with the policy's images and classes, for people: [Policy.Appraise] decides. It is empty for claims that say nothing.
+// Compare compares the machine with the policy's images and classes, for display; [Policy.Appraise]
+// decides. It is empty for empty claims.
 func (p *Policy) Compare(c Claims) (out []Comparison) {
 	if !c.valid() || c.Bank() != p.bank {
 		return nil
@@ -248,18 +251,19 @@ func (p *Policy) Compare(c Claims) (out []Comparison) {
 	return out
 }
 
-// describe names an event for people.
+// describe returns a readable name of an event.
 func describe(e checked.Event) string {
 	return strings.TrimSpace(fmt.Sprintf("%s %q, digest %s", e.Type, e.Text, hex.EncodeToString(e.Digest)))
 }
 
-// Mismatch is a PCR that does not fit.
+// Mismatch is a PCR with an unacceptable value.
 type Mismatch struct {
-	// PCR is the register's number; -1: the event log as a whole.
+	// PCR is the register's number; -1 means the event log as a whole.
 	PCR int
-	// Expected is the acceptable value, Seen the quoted one. Expected is nil if a rule over the event log is broken.
+	// Expected is the acceptable value, Seen the quoted one. Expected is nil if a rule over the
+	// event log is violated.
 	Expected, Seen []byte
-	// Why is the broken rule, or what the event log has in this PCR; empty without a log.
+	// Why is the violated rule, or the event log's entries for this PCR; empty without a log.
 	Why string
 }
 
@@ -274,9 +278,11 @@ func (m Mismatch) String() string {
 	}
 }
 
-// MismatchError says how a machine differs from the image or class of a policy that it resembles most. It never reaches the peer.
+// MismatchError describes how a machine differs from the most similar image or class of a policy.
+// It is never sent to the peer.
 type MismatchError struct {
-	// Kind is "image" or "class", Name is its name, and Others is how many others there are, which fit no better.
+	// Kind is "image" or "class", Name is its name, and Others is how many others there are, none
+	// of which is more similar.
 	Kind, Name string
 	Others     int
 	Mismatches []Mismatch
@@ -304,7 +310,7 @@ func (e *MismatchError) Error() string {
 	return s
 }
 
-// MismatchesOf returns the PCRs that a refusal is about, nil if it is about something else.
+// MismatchesOf returns the PCRs that caused a refusal, nil if it has another cause.
 func MismatchesOf(err error) []Mismatch {
 	if m, ok := errors.AsType[*MismatchError](err); ok {
 		return m.Mismatches

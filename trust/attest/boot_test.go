@@ -57,7 +57,7 @@ func TestEventLogRules(t *testing.T) {
 			}, want: "PCR 3",
 		},
 		"Secure Boot that is off is refused": {firmware: func(f *checked.Firmware) { f.SecureBoot = false }, want: "PCR 7: Secure Boot is off"},
-		"Secure Boot that is off is accepted where it is not judged": {
+		"Secure Boot that is off is accepted if no rule requires it": {
 			rules:    func(r *attestv1.EventLogRules) { r.SecureBoot = nil },
 			firmware: func(f *checked.Firmware) { f.SecureBoot, f.Keys["PK"] = false, other },
 		},
@@ -67,7 +67,7 @@ func TestEventLogRules(t *testing.T) {
 		"a key that is missing is refused":    {firmware: func(f *checked.Firmware) { delete(f.Keys, "db") }, want: "the digest of db"},
 		"another dbx is accepted":             {firmware: func(f *checked.Firmware) { f.Keys["dbx"] = other }},
 		"a machine without a log is refused":  {facts: func(f *checked.Facts) { f.Firmware = nil }, want: "no event log"},
-		"a log that says nothing is refused":  {facts: func(f *checked.Facts) { f.Firmware, f.FirmwareErr = nil, errors.New("PCR 2 has no separator") }, want: "PCR 2 has no separator"},
+		"an unusable log is refused":          {facts: func(f *checked.Facts) { f.Firmware, f.FirmwareErr = nil, errors.New("PCR 2 has no separator") }, want: "PCR 2 has no separator"},
 		"other firmware is accepted":          {facts: func(f *checked.Facts) { f.PCRs[0] = value('x') }},
 		"an image that is not the one is not": {facts: func(f *checked.Facts) { f.PCRs[4] = value('x') }, want: "PCR 4"},
 	} {
@@ -101,8 +101,9 @@ func TestEventLogRules(t *testing.T) {
 	}
 }
 
-// A machine whose Secure Boot was switched off, and its keys deleted, differs from its own class in PCR 7 alone, however many rules say so; from another machine's, whose Secure Boot is
-// off as well, in PCR 0.
+// A machine whose Secure Boot was switched off, and its keys deleted, differs from its own class in
+// PCR 7 alone, although several rules fail for it. From another machine's class, whose Secure Boot
+// is off as well, it differs in PCR 0.
 func TestTheClassThatIsNamedDiffersInTheFewestPCRs(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	p, f := goodPolicy(pemRoot), facts(root)
@@ -164,7 +165,7 @@ func TestSameBootAcceptsOnlyTheSameBoot(t *testing.T) {
 	}
 }
 
-// another returns a class like c with another value of PCR 0.
+// another returns a copy of class c with another value of PCR 0.
 func another(c *attestv1.MachineClass) *attestv1.MachineClass {
 	out := &attestv1.MachineClass{Name: "class-b"}
 	for _, v := range c.GetPcrs() {

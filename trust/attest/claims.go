@@ -16,17 +16,19 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
-// Claims is what genuine evidence says. Only a verifier of this module can make one that
-// is not empty (A2); the zero value is refused by every policy.
+// Claims is the content of genuine evidence. Only a verifier of this module can make non-empty
+// claims (A2). Every policy refuses the zero value.
 type Claims struct {
 	facts    *checked.Facts
-	evidence *checked.Evidence // nil: it came over no connection
+	evidence *checked.Evidence // nil: not received over a connection
 }
 
-// NewClaims is for verifiers: outside this module there is none but the zero argument, which gives empty claims.
+// NewClaims is for verifiers: code outside this module can pass only the zero argument, which
+// returns empty claims.
 func NewClaims(f checked.Sealed[checked.Facts]) Claims { return Claims{facts: checked.Open(f)} }
 
-// From is for package atls: it returns the claims with what the connection knows of their evidence.
+// From is for package atls: it returns the claims with the data that the connection adds about
+// their evidence.
 func (c Claims) From(e checked.Sealed[checked.Evidence]) Claims {
 	if known := checked.Open(e); known != nil {
 		c.evidence = known
@@ -34,10 +36,10 @@ func (c Claims) From(e checked.Sealed[checked.Evidence]) Claims {
 	return c
 }
 
-// valid says whether a verifier made c.
+// valid reports whether a verifier made c.
 func (c Claims) valid() bool { return c.facts != nil }
 
-// Format gives the evidence's format.
+// Format returns the evidence's format.
 func (c Claims) Format() attestv1.Format {
 	if !c.valid() {
 		return attestv1.Format_FORMAT_UNSPECIFIED
@@ -45,7 +47,7 @@ func (c Claims) Format() attestv1.Format {
 	return c.facts.Format
 }
 
-// Bank gives the hash of the quoted PCR bank; 0 for empty claims.
+// Bank returns the hash of the quoted PCR bank; 0 for empty claims.
 func (c Claims) Bank() crypto.Hash {
 	if !c.valid() {
 		return 0
@@ -53,8 +55,7 @@ func (c Claims) Bank() crypto.Hash {
 	return c.facts.Bank
 }
 
-// PCR gives a copy of PCR i, 0 to 15, as long as the bank's digest; nil if i is out of
-// range.
+// PCR returns a copy of PCR i, 0 to 15, as long as the bank's digest; nil if i is out of range.
 func (c Claims) PCR(i int) []byte {
 	if !c.valid() || i < 0 || i >= len(c.facts.PCRs) {
 		return nil
@@ -62,7 +63,7 @@ func (c Claims) PCR(i int) []byte {
 	return bytes.Clone(c.facts.PCRs[i])
 }
 
-// Machine gives the machine's ID.
+// Machine returns the machine's ID.
 func (c Claims) Machine() MachineID {
 	if !c.valid() {
 		return MachineID{}
@@ -70,7 +71,7 @@ func (c Claims) Machine() MachineID {
 	return MachineIDOf(c.facts.EKPublic)
 }
 
-// EKRoot gives the root certificate that vouches for the endorsement key.
+// EKRoot returns the root certificate to which the endorsement key's certificate chains.
 func (c Claims) EKRoot() *x509.Certificate {
 	if !c.valid() {
 		return nil
@@ -78,7 +79,8 @@ func (c Claims) EKRoot() *x509.Certificate {
 	return c.facts.EKRoot
 }
 
-// EKChain returns the certificates from the endorsement key's to the root's, 2 to 5 of them; nil for empty claims.
+// EKChain returns the certificates from the endorsement key's to the root's, 2 to 5 of them; nil
+// for empty claims.
 func (c Claims) EKChain() []Certificate {
 	if !c.valid() {
 		return nil
@@ -102,7 +104,7 @@ func (c Claims) AKKind() AKKind {
 	return AKKind(c.facts.AKKind)
 }
 
-// AKName gives the attestation key's name (TPM 2.0 Library, Part 1, section 16).
+// AKName returns the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 func (c Claims) AKName() []byte {
 	if !c.valid() {
 		return nil
@@ -114,13 +116,13 @@ func (c Claims) AKName() []byte {
 type Clock struct {
 	// ResetCount counts TPM resets, RestartCount restarts and resumes since the last one.
 	ResetCount, RestartCount uint32
-	// Clock is the time that the TPM was powered, in milliseconds' resolution.
+	// Clock is the time for which the TPM was powered, with a resolution of milliseconds.
 	Clock time.Duration
-	// Safe says that no higher value was ever reported.
+	// Safe reports that the TPM never reported a higher value of Clock.
 	Safe bool
 }
 
-// Clock gives the TPM's counters at the time of the quote.
+// Clock returns the TPM's counters at the time of the quote.
 func (c Claims) Clock() Clock {
 	if !c.valid() {
 		return Clock{}
@@ -129,7 +131,7 @@ func (c Claims) Clock() Clock {
 	return Clock{ResetCount: f.ResetCount, RestartCount: f.RestartCount, Clock: f.Clock, Safe: f.Safe}
 }
 
-// FirmwareVersion gives the TPM's firmware version as the quote states it.
+// FirmwareVersion returns the TPM's firmware version as the quote states it.
 func (c Claims) FirmwareVersion() uint64 {
 	if !c.valid() {
 		return 0
@@ -137,12 +139,13 @@ func (c Claims) FirmwareVersion() uint64 {
 	return c.facts.FirmwareVersion
 }
 
-// Firmware is what a replayed event log says of the time before the boot loader.
+// Firmware is the part of a replayed event log that precedes the boot loader.
 type Firmware = checked.Firmware
 
 var errNoEventLog = errors.New("the machine sent no event log")
 
-// Firmware returns what the replayed event log says of the firmware, or why there is nothing that could be believed.
+// Firmware returns the firmware's part of the replayed event log, or the error why no part of it
+// can be trusted.
 func (c Claims) Firmware() (*Firmware, error) {
 	switch {
 	case !c.valid():
@@ -152,15 +155,15 @@ func (c Claims) Firmware() (*Firmware, error) {
 	case c.facts.Firmware == nil:
 		return nil, errNoEventLog
 	}
-	fw := *c.facts.Firmware // a copy: claims don't change (A2)
+	fw := *c.facts.Firmware // a copy: claims do not change (A2)
 	fw.Drivers, fw.DriverConfig, fw.Keys = slices.Clone(fw.Drivers), slices.Clone(fw.DriverConfig), maps.Clone(fw.Keys)
 	return &fw, nil
 }
 
-// maxMeasured bounds what a mismatch tells of one PCR, in bytes.
+// maxMeasured bounds the text about one PCR in a mismatch, in bytes.
 const maxMeasured = 512
 
-// measured says what the event log has in a PCR.
+// measured describes the event log's entries for a PCR.
 func (c Claims) measured(pcr int) string {
 	var all []string
 	for _, e := range c.Events() {
@@ -175,7 +178,7 @@ func (c Claims) measured(pcr int) string {
 // Event is one measurement of a replayed event log.
 type Event = checked.Event
 
-// Events gives the replayed event log, if it was sent.
+// Events returns the replayed event log if it was sent.
 func (c Claims) Events() []Event {
 	if !c.valid() {
 		return nil
@@ -183,7 +186,7 @@ func (c Claims) Events() []Event {
 	return append([]Event(nil), c.facts.Events...)
 }
 
-// EvidenceDigest returns the SHA-256 of the evidence's bytes as they were received, an encoded
+// EvidenceDigest returns the SHA-256 of the evidence's bytes as received, an encoded
 // muster.attest.v1.Evidence; zero if it came over no connection.
 func (c Claims) EvidenceDigest() [32]byte {
 	if !c.valid() || c.evidence == nil {
@@ -192,8 +195,8 @@ func (c Claims) EvidenceDigest() [32]byte {
 	return c.evidence.Digest
 }
 
-// SignedPolicy gives the policy that the peer presents, nil if none. It is worth nothing
-// until [OpenPolicy] has checked its signature.
+// SignedPolicy returns the policy that the peer presents, nil if none. It must not be used before
+// [OpenPolicy] has checked its signature.
 func (c Claims) SignedPolicy() *attestv1.SignedPolicy {
 	if !c.valid() {
 		return nil
@@ -208,8 +211,8 @@ type Peer struct {
 	session   checked.Session
 }
 
-// NewPeer is for package atls: outside this module there is none but the zero last argument, which gives no
-// peer.
+// NewPeer is for package atls: code outside this module can pass only the zero value as last
+// argument, which returns no peer.
 func NewPeer(c Claims, a Appraisal, s checked.Sealed[checked.Session]) Peer {
 	session := checked.Open(s)
 	if session == nil {
@@ -218,23 +221,22 @@ func NewPeer(c Claims, a Appraisal, s checked.Sealed[checked.Session]) Peer {
 	return Peer{claims: c, appraisal: a, session: *session}
 }
 
-// Machine gives the peer's machine ID.
+// Machine returns the peer's machine ID.
 func (p Peer) Machine() MachineID { return p.claims.Machine() }
 
-// Claims gives what its evidence said.
+// Claims returns the claims of its evidence.
 func (p Peer) Claims() Claims { return p.claims }
 
-// Appraisal says by what it was accepted.
+// Appraisal returns the rules that accepted it.
 func (p Peer) Appraisal() Appraisal { return p.appraisal }
 
-// Purpose gives the purpose that its evidence was made for.
+// Purpose returns the purpose that its evidence was made for.
 func (p Peer) Purpose() Purpose { return Purpose(p.session.Purpose) }
 
-// VerifiedAt gives the time of the verdict. A verdict ages: who needs a fresh one looks
-// here.
+// VerifiedAt returns the time of the verdict. A caller that needs a recent verdict must check it.
 func (p Peer) VerifiedAt() time.Time { return p.session.VerifiedAt }
 
-// String names the peer for logs.
+// String returns a name of the peer for logs.
 func (p Peer) String() string { return fmt.Sprintf("%s %s", p.Purpose(), p.Machine()) }
 
 type peerKey struct{}
@@ -244,8 +246,8 @@ func WithPeer(ctx context.Context, p Peer) context.Context {
 	return context.WithValue(ctx, peerKey{}, p)
 }
 
-// PeerFrom gives the peer of the connection that a request came over (J1); false if that
-// peer is not attested.
+// PeerFrom returns the peer of the connection that a request came over (J1), and false if that peer
+// is not attested.
 func PeerFrom(ctx context.Context) (Peer, bool) {
 	p, ok := ctx.Value(peerKey{}).(Peer)
 	return p, ok && p.claims.valid()

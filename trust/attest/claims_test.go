@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
-// claimsOf is what a verifier makes of facts.
+// claimsOf returns the claims that a verifier makes of facts.
 func claimsOf(f *checked.Facts) Claims { return NewClaims(checked.Seal(*f)) }
 
 func TestReasons(t *testing.T) {

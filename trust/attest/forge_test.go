@@ -10,16 +10,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// The functions below could stand in any module: they name no type of an internal package, but infer it.
+// The functions below could be in any module: they name no type of an internal package, but infer
+// it.
 
-// forge calls the constructor with whatever change makes of the zero argument.
+// forge calls the constructor with an argument that change made from the zero argument.
 func forge[In, Out any](constructor func(In) Out, change func(reflect.Value)) Out {
 	var in In
 	change(reflect.ValueOf(&in).Elem())
 	return constructor(in)
 }
 
-// fill sets all that reflection can, whole trees of it, without package unsafe.
+// fill sets all fields that reflection can set, recursively, without package unsafe.
 func fill(v reflect.Value) {
 	if !v.CanSet() {
 		return
@@ -58,7 +59,7 @@ func TestClaimsAndPeersCannotBeForged(t *testing.T) {
 				t.Errorf("forged claims: %v", err)
 			}
 
-			// Genuine claims, and a purpose or a time that no session gave them.
+			// Genuine claims, with a purpose or a time that no session set.
 			genuine, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{1})
 			if err != nil {
 				t.Fatal(err)

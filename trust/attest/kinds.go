@@ -7,8 +7,8 @@ import (
 	"crypto/rsa"
 )
 
-// EKKind is a kind of endorsement key. A TPM has one of each that it supports, and the machine ID is that
-// of one of them: a policy says for each root which (A8).
+// EKKind is a kind of endorsement key. A TPM has one key of each kind that it supports, and the
+// machine ID is that of one of them, so a policy lists the kind for each root (A8).
 type EKKind string
 
 // The kinds that evidence may have.
@@ -18,13 +18,13 @@ const (
 	EKRSA2048 EKKind = "rsa-2048"
 )
 
-// anyEK is for roots that no policy has: see [NewSameBoot].
+// anyEK is for roots that are not from a policy: see [NewSameBoot].
 const anyEK EKKind = "any"
 
 // EKKinds lists the kinds, as policies write them.
 var EKKinds = []EKKind{EKP256, EKP384, EKRSA2048}
 
-// EKKindOf returns the kind of an endorsement key; empty if it is none.
+// EKKindOf returns the kind of an endorsement key; empty if its kind is unknown.
 func EKKindOf(key crypto.PublicKey) EKKind {
 	switch k := key.(type) {
 	case *ecdsa.PublicKey:

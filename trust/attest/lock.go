@@ -8,8 +8,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// LockPCR is the register that holds the node lock. No policy names it: the verifier
-// computes its value from what is asked for.
+// LockPCR is the register that holds the node lock. No policy lists it: the verifier computes its
+// expected value.
 const LockPCR = 15
 
 // Lock is a state of the node lock: [Unlocked], [LockedTo] a cluster, or [AnyLock].
@@ -27,17 +27,17 @@ const (
 	lockAny
 )
 
-// Unlocked is a machine that belongs to no cluster since it was booted: PCR 15 is zero.
+// Unlocked is the state of a machine that joined no cluster since it was booted: PCR 15 is zero.
 func Unlocked() Lock { return Lock{kind: lockOpen} }
 
-// LockedTo is a machine that belongs to that cluster.
+// LockedTo is the state of a machine that belongs to that cluster.
 func LockedTo(clusterID [32]byte) Lock { return Lock{kind: lockCluster, clusterID: clusterID} }
 
-// AnyLock matches every value. It is for who cannot know the cluster yet: a machine that
-// judges its first joinservice, and `muster verify`.
+// AnyLock matches every value. It is for callers that cannot know the cluster yet: a machine that
+// appraises its first joinservice, and `muster verify`.
 func AnyLock() Lock { return Lock{kind: lockAny} }
 
-// lockDigest gives what is extended into [LockPCR] to lock a machine to a cluster:
+// lockDigest returns the digest that is extended into [LockPCR] to lock a machine to a cluster:
 // H(cluster ID), with the bank's hash (B1).
 func lockDigest(bank crypto.Hash, clusterID [32]byte) []byte {
 	h := bank.New()
@@ -45,7 +45,7 @@ func lockDigest(bank crypto.Hash, clusterID [32]byte) []byte {
 	return h.Sum(nil)
 }
 
-// LockValue gives [LockPCR] of a machine that is locked to the cluster: extend(0,
+// LockValue returns [LockPCR] of a machine that is locked to the cluster: extend(0,
 // H(cluster ID)) with the bank's hash.
 func LockValue(bank crypto.Hash, clusterID [32]byte) []byte {
 	h := bank.New()
@@ -54,7 +54,7 @@ func LockValue(bank crypto.Hash, clusterID [32]byte) []byte {
 	return h.Sum(nil)
 }
 
-// CheckLock says whether the claims show one of the states; none given: refused (A3).
+// CheckLock checks that the claims have one of the states. It refuses if no state is given (A3).
 func CheckLock(c Claims, states ...Lock) error {
 	if !c.valid() {
 		return Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "no claims")

@@ -20,7 +20,7 @@ import (
 // MaxPolicySize is the limit of a policy's JSON, in bytes.
 const MaxPolicySize = 256 << 10
 
-// MaxControlPlanes is how many control planes a policy may list.
+// MaxControlPlanes is the largest number of control planes in a policy.
 const MaxControlPlanes = 64
 
 // Banks lists the PCR banks that a policy may name.
@@ -30,30 +30,29 @@ var Banks = map[string]crypto.Hash{
 	"sha512": crypto.SHA512,
 }
 
-// Policy says which claims are acceptable. It is immutable. The zero value accepts
-// nothing (A3).
+// Policy decides which claims are acceptable. It is immutable. The zero value accepts nothing (A3).
 type Policy struct {
 	message     *attestv1.Policy
 	bank        crypto.Hash
-	machines    map[MachineID]bool // empty: any that a root vouches for
+	machines    map[MachineID]bool // empty: any machine whose EK certificate chains to a root
 	servers     []MachineID        // control planes; empty: none
 	roots       []ekRoot
 	revoked     revoked
 	images      []boot
 	classes     []boot
-	anyFirmware bool // a machine may also be of no class
+	anyFirmware bool // a machine may also match no class
 	nodeCIDRs   []netip.Prefix
 	acceptsTPM  bool
 }
 
-// ekRoot vouches for endorsement keys of one kind. One of no kind vouches for none (A3).
+// ekRoot is a root for endorsement keys of one kind. One without a kind certifies none (A3).
 type ekRoot struct {
 	cert        *x509.Certificate
 	kind        EKKind
 	minFirmware uint64 // of the TPM; 0: any
 }
 
-// vouchesFor says whether the claims' endorsement key is one of the root's.
+// certifies reports whether the claims' endorsement key chains to the root and has its kind.
 func (r ekRoot) certifies(c Claims) bool {
 	return r.cert.Equal(c.EKRoot()) && (r.kind == c.EKKind() || r.kind == anyEK)
 }
@@ -64,8 +63,8 @@ const (
 	RoleControlPlane = "control-plane"
 )
 
-// ParsePolicy reads a policy in protobuf's JSON mapping. Unknown fields, missing rules and
-// contradictions are refused with POLICY_INVALID.
+// ParsePolicy reads a policy in protobuf's JSON mapping. It refuses unknown fields, missing rules
+// and contradictions with POLICY_INVALID.
 func ParsePolicy(json []byte) (*Policy, error) {
 	if len(json) > MaxPolicySize {
 		return nil, invalid("it has %d bytes, more than %d", len(json), MaxPolicySize)
@@ -164,7 +163,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 			return invalid("tpm2.ekRoots[%d].minFirmwareVersion: %w", i, err)
 		}
 		if !slices.Contains(EKKinds, root.kind) {
-			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q vouches for, of %q", i, r.GetKey(), c.Subject, EKKinds)
+			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q certifies, one of %q", i, r.GetKey(), c.Subject, EKKinds)
 		}
 		for j, other := range p.roots { // A8
 			if !bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
@@ -174,7 +173,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: say the same in both", i, j)
 			}
 			if other.kind != root.kind {
-				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another kind: an authority vouches for one kind, or a TPM is a machine for each", i, j)
+				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], with another kind: list an authority with one kind only, since each kind of key would make a TPM another machine", i, j)
 			}
 		}
 		p.roots = append(p.roots, root)
@@ -184,7 +183,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 		return invalid("tpm2.ekRoots is empty, so no machine could be accepted")
 	}
 	if len(p.machines) == 0 && !allOperator && !p.message.GetInsecure().GetAnyMachine() {
-		return invalid("tpm2: a TPM vendor's root also vouches for an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
+		return invalid("tpm2: a TPM vendor's root also certifies an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
 	}
 	return nil
 }
@@ -197,7 +196,7 @@ func policySigningInput(json []byte) []byte {
 	return append([]byte("muster policy v1\x00"), json...)
 }
 
-// SignPolicy signs the policy's bytes. It does not check what they say.
+// SignPolicy signs the policy's bytes. It does not check their content.
 func SignPolicy(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
 	return &attestv1.SignedPolicy{Policy: json, Signature: ed25519.Sign(owner, policySigningInput(json))}
 }
@@ -217,10 +216,10 @@ func OpenPolicy(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, err
 	return ParsePolicy(s.GetPolicy())
 }
 
-// Serial is the owner's count of changes.
+// Serial returns the owner's count of changes.
 func (p *Policy) Serial() uint64 { return p.message.GetSerial() }
 
-// EKRoots lists the roots that vouch for endorsement keys.
+// EKRoots lists the root certificates for endorsement keys.
 func (p *Policy) EKRoots() []*x509.Certificate {
 	var out []*x509.Certificate
 	for _, r := range p.roots {
@@ -229,22 +228,22 @@ func (p *Policy) EKRoots() []*x509.Certificate {
 	return out
 }
 
-// Bank is the PCR bank that is judged; 0 if the policy accepts no TPM.
+// Bank returns the PCR bank that the policy appraises; 0 if the policy accepts no TPM.
 func (p *Policy) Bank() crypto.Hash { return p.bank }
 
-// AllowsRole says whether machines may have the role.
+// AllowsRole reports whether machines may have the role.
 func (p *Policy) AllowsRole(role string) bool { return slices.Contains(p.message.GetRoles(), role) }
 
-// AllowsAddress says whether a node may have the address.
+// AllowsAddress reports whether a node may have the address.
 func (p *Policy) AllowsAddress(a netip.Addr) bool {
 	return slices.ContainsFunc(p.nodeCIDRs, func(c netip.Prefix) bool { return c.Contains(a.Unmap()) })
 }
 
-// AllowsPlainState says whether machines may keep their state on a disk that is not
+// AllowsPlainState reports whether machines may keep their state on a disk that is not
 // encrypted.
 func (p *Policy) AllowsPlainState() bool { return p.message.GetInsecure().GetAllowPlainState() }
 
-// Insecure lists the switches that are on, by their name in the policy.
+// Insecure lists the insecure switches that are on, by their name in the policy.
 func (p *Policy) Insecure() []string {
 	var on []string
 	s := p.message.GetInsecure()
@@ -263,9 +262,9 @@ func (p *Policy) Insecure() []string {
 	return on
 }
 
-// Appraise says whether the claims are acceptable and the node lock is in one of the
-// states. Refusals: FORMAT_NONE, EK_UNTRUSTED, POLICY_REFUSED (with a [MismatchError] if
-// PCRs differ), LOCK_FOREIGN.
+// Appraise checks that the claims are acceptable and that the node lock is in one of the states.
+// Refusals: FORMAT_NONE, EK_UNTRUSTED, POLICY_REFUSED (with a [MismatchError] if PCRs differ),
+// LOCK_FOREIGN.
 func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
@@ -287,7 +286,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())
 	}
 	if c.Bank() != p.bank {
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy judges %s", c.Bank(), p.bank)
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy has values for bank %s", c.Bank(), p.bank)
 	}
 	a := Appraisal{PolicySerial: p.Serial()}
 	var bad *MismatchError
@@ -303,8 +302,9 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	return a, nil
 }
 
-// AppraiseServer is [Policy.Appraise] for the machine of a joinservice or kms, which the policy must also list as a
-// control plane (A7). It refuses one that is not listed with SERVER_NOT_LISTED.
+// AppraiseServer is [Policy.Appraise] for the machine of a joinservice or kms, which the policy
+// must also list as a control plane (A7). It refuses a machine that is not listed with
+// SERVER_NOT_LISTED.
 func (p *Policy) AppraiseServer(c Claims, locks ...Lock) (Appraisal, error) {
 	a, err := p.Appraise(c, locks...)
 	if err != nil {
@@ -328,10 +328,11 @@ func (p *Policy) MayServe(m MachineID) error {
 // ControlPlanes returns the machines that may serve joinservice and kms, in the policy's order.
 func (p *Policy) ControlPlanes() []MachineID { return slices.Clone(p.servers) }
 
-// For gives an Appraiser that judges by p and expects one of the lock states.
+// For returns an Appraiser that uses [Policy.Appraise] and expects one of the lock states.
 func (p *Policy) For(locks ...Lock) Appraiser { return policyAppraiser{p.Appraise, locks} }
 
-// ForServer returns an Appraiser that judges by [Policy.AppraiseServer] and expects one of the lock states.
+// ForServer returns an Appraiser that uses [Policy.AppraiseServer] and expects one of the lock
+// states.
 func (p *Policy) ForServer(locks ...Lock) Appraiser { return policyAppraiser{p.AppraiseServer, locks} }
 
 type policyAppraiser struct {

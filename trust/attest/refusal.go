@@ -9,20 +9,20 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// Refusal is an error with the one reason that error detail, metric, log and audit record
-// share (R1).
+// Refusal is an error with one reason, which is the same in the error detail, metric, log and audit
+// record (R1).
 type Refusal struct {
-	// Reason is what a stranger learns.
+	// Reason is the only part that is sent to an unauthenticated peer.
 	Reason attestv1.Reason
-	// RetryAfter is how long to wait before trying again; 0 if that cannot help.
+	// RetryAfter is how long to wait before a retry; 0 if a retry cannot help.
 	RetryAfter time.Duration
-	// Remote says that the peer refused us, rather than we the peer.
+	// Remote reports that the peer refused us, not we the peer.
 	Remote bool
 	// Err has the details, for our own log only; nil for a remote refusal.
 	Err error
 }
 
-// Error gives "REASON: details".
+// Error returns "REASON: details".
 func (r *Refusal) Error() string {
 	s := ReasonName(r.Reason)
 	if r.Remote {
@@ -34,21 +34,21 @@ func (r *Refusal) Error() string {
 	return s
 }
 
-// Unwrap gives the details.
+// Unwrap returns the details.
 func (r *Refusal) Unwrap() error { return r.Err }
 
-// Refuse makes a Refusal; format and args are those of [fmt.Errorf].
+// Refuse returns a Refusal; format and args are those of [fmt.Errorf].
 func Refuse(reason attestv1.Reason, format string, args ...any) error {
 	return &Refusal{Reason: reason, Err: fmt.Errorf(format, args...)}
 }
 
-// RefuseFor makes a Refusal that asks to try again after d.
+// RefuseFor returns a Refusal that asks the peer to retry after d.
 func RefuseFor(d time.Duration, reason attestv1.Reason, format string, args ...any) error {
 	return &Refusal{Reason: reason, RetryAfter: d, Err: fmt.Errorf(format, args...)}
 }
 
-// ReasonOf gives the reason of the outermost Refusal in err's tree: ACCEPTED for nil,
-// INTERNAL for an error that is none.
+// ReasonOf returns the reason of the outermost Refusal in err's tree: ACCEPTED for nil, INTERNAL if
+// there is none.
 func ReasonOf(err error) attestv1.Reason {
 	if err == nil {
 		return attestv1.Reason_REASON_ACCEPTED
@@ -59,8 +59,8 @@ func ReasonOf(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_INTERNAL
 }
 
-// ReasonName gives a reason as logs, metrics and audit records write it:
-// POLICY_REFUSED. A number that this version does not know gives UNKNOWN_n.
+// ReasonName returns a reason as logs, metrics and audit records write it: POLICY_REFUSED. For a
+// number that this version does not know it returns UNKNOWN_n.
 func ReasonName(r attestv1.Reason) string {
 	name, ok := attestv1.Reason_name[int32(r)]
 	if !ok {

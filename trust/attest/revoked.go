@@ -17,13 +17,13 @@ const MaxRevoked = 1024
 // Certificate is one certificate of an endorsement key's chain, as a policy revokes it.
 type Certificate = checked.Certificate
 
-// revoked holds what vouches for nobody any more. The zero value revokes nothing.
+// revoked holds the revoked keys and certificates. The zero value revokes nothing.
 type revoked struct {
 	keys         map[[32]byte]bool
 	certificates map[issued]bool
 }
 
-// issued names a certificate by its issuer's key and its serial number in hexadecimal digits.
+// issued identifies a certificate by its issuer's key and its serial number in hexadecimal digits.
 type issued struct {
 	issuer [32]byte
 	serial string
@@ -67,7 +67,7 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	}
 	for m := range p.machines {
 		if p.revoked.keys[m] {
-			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: strike it from one of them", m)
+			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: remove it from one of them", m)
 		}
 	}
 	for _, m := range p.servers {
@@ -92,8 +92,9 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	return nil
 }
 
-// check refuses a chain that has something revoked. The chain begins with the endorsement key's certificate and ends with
-// the root. One without certificates can't be judged, and is refused as well (A3).
+// check refuses a chain that contains a revoked key or certificate. The chain begins with the
+// endorsement key's certificate and ends with the root. A chain without certificates cannot be
+// checked, and is refused as well (A3).
 func (r revoked) check(chain []Certificate) error {
 	if len(chain) == 0 {
 		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate's chain is not known, so it cannot be compared with what the policy revokes")

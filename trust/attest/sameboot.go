@@ -8,22 +8,22 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// SameBoot accepts machines that booted what this one did. A machine that does not know
-// its owner's key yet judges its first joinservice by it: whoever boots the same image is
-// trusted as far as this machine trusts itself.
+// SameBoot accepts machines that booted the same image as this machine. A machine that does not
+// know its owner's key yet uses it to appraise its first joinservice: it trusts another machine
+// with the same image as it trusts itself.
 type SameBoot struct {
 	policy *Policy
 }
 
-// NewSameBoot takes this machine's own PCR values (index to value, read from its TPM) and
-// the EK roots of its image. All boot PCRs must be there.
+// NewSameBoot takes this machine's own PCR values (index to value, read from its TPM) and the EK
+// roots of its image. All boot PCRs must be there.
 func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate) (*SameBoot, error) {
 	if len(roots) == 0 {
 		return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "the image has no EK roots, so no machine could be accepted: set ekRoots in its configuration")
 	}
 	p := &Policy{message: &attestv1.Policy{}, bank: bank, acceptsTPM: true, anyFirmware: true}
 	for _, r := range roots {
-		p.roots = append(p.roots, ekRoot{cert: r, kind: anyEK}) // which machine it is does not matter here
+		p.roots = append(p.roots, ekRoot{cert: r, kind: anyEK}) // the machine's identity does not matter here
 	}
 	image := boot{name: "own", pcrs: map[int][]byte{}}
 	for _, i := range imagePCRs {
@@ -36,5 +36,5 @@ func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate
 	return &SameBoot{policy: p}, nil
 }
 
-// For gives an Appraiser that expects one of the lock states.
+// For returns an Appraiser that expects one of the lock states.
 func (s *SameBoot) For(locks ...Lock) Appraiser { return s.policy.For(locks...) }

@@ -9,7 +9,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// A7: to be accepted is not enough for the machine of a joinservice or kms.
+// A7: an accepted machine may not serve joinservice or kms unless the policy lists it.
 func TestOnlyListedMachinesMayServe(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	listed, other := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -20,7 +20,7 @@ func TestOnlyListedMachinesMayServe(t *testing.T) {
 		}
 		return c
 	}
-	nobody := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{listed})
+	noServers := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{listed})
 	one := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{listed}, attesttest.ControlPlanes(listed))
 	for name, tt := range map[string]struct {
 		policy  *attest.Policy
@@ -29,7 +29,7 @@ func TestOnlyListedMachinesMayServe(t *testing.T) {
 	}{
 		"a listed one":                           {one, listed, attestv1.Reason_REASON_ACCEPTED},
 		"another one of the same image and root": {one, other, attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"a policy that lists nobody (A3)":        {nobody, listed, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+		"a policy that lists no server (A3)":     {noServers, listed, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"no policy (A3)":                         {&attest.Policy{}, listed, attestv1.Reason_REASON_FORMAT_NONE},
 	} {
 		c := claims(tt.machine)

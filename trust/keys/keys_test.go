@@ -113,7 +113,7 @@ func TestEveryDiskHasItsOwnKey(t *testing.T) {
 	})
 }
 
-// K4: each part of what a disk's key follows from changes it, so without one of them there is no key.
+// K4: each input of a disk's key changes it, so without one of them there is no key.
 func TestEachPartOfADisksKeyCounts(t *testing.T) {
 	id, err := keys.ParseDiskID("5f0c95b6-2a3d-4c7e-9f10-0123456789ab")
 	if err != nil {
@@ -196,8 +196,8 @@ func TestAnExposedKeyIsACopy(t *testing.T) {
 	}
 }
 
-// Each way of printing or marshalling is tried on the secrets and on structs around them; the
-// bytes are looked for raw, in hexadecimal in both cases and as decimal numbers.
+// Each way of printing or marshaling is tried on the secrets and on structs around them. The output
+// must not contain the bytes raw, in hexadecimal in both cases, or as decimal numbers.
 func TestSecretsNeverPrint(t *testing.T) {
 	raw := [32]byte{0xde, 0xad, 0xbe, 0xef, 0xfe, 0xed, 0xfa, 0xce}
 	root := keys.NewRoot(raw, raw)
@@ -205,7 +205,7 @@ func TestSecretsNeverPrint(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// No method makes one of chosen bytes: what is derived is looked for below.
+	// No method makes one of chosen bytes, so the test searches for the derived bytes below.
 	etcd := root.EtcdEncryption()
 	derived := etcd.Expose()
 	boot, err := keys.ParseBootSecret(raw[:])
@@ -293,7 +293,7 @@ func FuzzParseDiskID(f *testing.F) {
 }
 
 func TestABootSecretHasOneForm(t *testing.T) {
-	for name, b := range map[string][]byte{"none": nil, "a short one": make([]byte, 31), "a long one": bytes.Repeat([]byte{1}, 33), "one that nobody filled in": make([]byte, 32)} {
+	for name, b := range map[string][]byte{"none": nil, "a short one": make([]byte, 31), "a long one": bytes.Repeat([]byte{1}, 33), "one that was never set": make([]byte, 32)} {
 		if _, err := keys.ParseBootSecret(b); err == nil {
 			t.Errorf("%s is accepted", name)
 		}

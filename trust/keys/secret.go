@@ -7,14 +7,14 @@ import (
 	"log/slog"
 )
 
-// hidden is what every secret prints as.
+// hidden is the printed form of every secret.
 const hidden = "[secret]"
 
-// errHidden is what every attempt to marshal a secret gives.
+// errHidden is the error of every attempt to marshal a secret.
 var errHidden = errors.New("keys: a secret is not marshalled; call Expose where it is sent")
 
-// secret keeps 32 bytes inside a function value: fmt and reflection find no bytes behind
-// it, whatever struct it stands in and whatever verb is used (K3).
+// secret keeps 32 bytes inside a function value, where fmt and reflection find no bytes, in any
+// struct and with any verb (K3).
 type secret struct{ get func() *[Size]byte }
 
 func hide(b []byte) secret {

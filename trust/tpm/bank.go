@@ -2,15 +2,15 @@ package tpm
 
 import (
 	"crypto"
-	_ "crypto/sha256" // a bank's hash must be linked in
+	_ "crypto/sha256" // links a bank's hash
 	_ "crypto/sha512"
 	"fmt"
 
 	gotpm "github.com/google/go-tpm/tpm2"
 )
 
-// Bank is a TPM_ALG_ID: the hash algorithm of a bank of PCRs. Only SHA-256 and stronger
-// ones exist here; a SHA-1 bank is never judged.
+// Bank is a TPM_ALG_ID: the hash algorithm of a bank of PCRs. Only SHA-256 and stronger algorithms
+// exist here; a SHA-1 bank is never accepted.
 type Bank uint16
 
 // The banks (TCG Algorithm Registry, section 6.2).
@@ -64,12 +64,12 @@ func (b Bank) Size() int {
 	return 0
 }
 
-// Extended returns the value of a PCR of bank b, now value, after it is extended by
-// digest: H(value || digest) (Part 1, 17.2).
+// Extended returns the new value of a PCR of bank b, whose current value is value, after an
+// extension by digest: H(value || digest) (Part 1, 17.2).
 func (b Bank) Extended(value, digest []byte) []byte {
 	h, ok := b.Hash()
 	if !ok {
-		panic("tpm: Extended: " + b.String()) // a Bank is checked where it comes in
+		panic("tpm: Extended: " + b.String()) // a Bank is checked where it is parsed
 	}
 	d := h.New()
 	d.Write(value)

@@ -16,7 +16,7 @@ type conn struct {
 	used  []gotpm.TPMHandle // loaded by this sequence, in order
 }
 
-// keyID names a primary key of the endorsement hierarchy.
+// keyID identifies a primary key of the endorsement hierarchy.
 type keyID string
 
 // object is a loaded key.
@@ -26,16 +26,16 @@ type object struct {
 	public gotpm.TPMTPublic
 }
 
-// savedKey is the context of a primary key (TPM2_ContextSave). Loading it takes far
-// less time than making the key again, and a TPM that has been reset since refuses it.
+// savedKey is the context of a primary key (TPM2_ContextSave). Loading it takes far less time than
+// making the key again. A TPM that was reset since then refuses it.
 type savedKey struct {
 	context gotpm.TPMSContext
 	name    gotpm.TPM2BName
 	public  gotpm.TPMTPublic
 }
 
-// primary loads the endorsement hierarchy's primary key of a template. The hierarchy's
-// auth value must be empty, as it is on a machine that nobody else manages.
+// primary loads the endorsement hierarchy's primary key of a template. The hierarchy's auth value
+// must be empty, as it is unless other software manages the TPM.
 func (c *conn) primary(id keyID, template gotpm.TPMTPublic) (*object, error) {
 	c.owner.mu.Lock()
 	saved, ok := c.owner.keys[id]
@@ -46,7 +46,7 @@ func (c *conn) primary(id keyID, template gotpm.TPMTPublic) (*object, error) {
 			c.used = append(c.used, rsp.LoadedHandle)
 			return &object{handle: rsp.LoadedHandle, name: saved.name, public: saved.public}, nil
 		}
-		// The TPM was reset: make the key anew.
+		// The TPM was reset: make the key again.
 	}
 	rsp, err := withRoom(c, gotpm.CreatePrimary{
 		PrimaryHandle: gotpm.AuthHandle{Handle: gotpm.TPMRHEndorsement, Auth: gotpm.PasswordAuth(nil)},
@@ -72,9 +72,9 @@ func (c *conn) primary(id keyID, template gotpm.TPMTPublic) (*object, error) {
 	return o, nil
 }
 
-// withRoom runs a command that loads something. If the TPM has no room, it flushes what
-// a killed process left behind and tries once more. That cannot hit a living one: the
-// lock is held, and a kernel resource manager shows us no handles but our own.
+// withRoom runs a command that loads something. If the TPM has no room, it flushes handles that a
+// killed process left behind and tries once more. This cannot flush a running process's handles:
+// this process holds the lock, and a kernel resource manager shows us only our own handles.
 func withRoom[R any](c *conn, execute func(transport.TPM, ...gotpm.Session) (R, error)) (R, error) {
 	rsp, err := execute(c.tpm)
 	if !errors.Is(err, gotpm.TPMRCObjectMemory) && !errors.Is(err, gotpm.TPMRCSessionMemory) && !errors.Is(err, gotpm.TPMRCSessionHandles) {
@@ -104,7 +104,7 @@ func (c *conn) flushLeftovers() error {
 	return nil
 }
 
-// handles lists up to count handles from first on, within first's range.
+// handles lists up to count handles, starting at first, within first's range.
 func (c *conn) handles(first gotpm.TPMHandle, count uint32) ([]gotpm.TPMHandle, error) {
 	var out []gotpm.TPMHandle
 	for next := first; ; {
@@ -131,7 +131,7 @@ func (c *conn) handles(first gotpm.TPMHandle, count uint32) ([]gotpm.TPMHandle, 
 	}
 }
 
-// flush unloads what this sequence loaded, last first.
+// flush unloads everything that this sequence loaded, in reverse order.
 func (c *conn) flush() error {
 	var errs []error
 	for _, h := range slices.Backward(c.used) {

@@ -9,19 +9,23 @@ import (
 	gotpm "github.com/google/go-tpm/tpm2"
 )
 
-// CounterIndex is the NV index of the counter that says which state of the disk is the newest (B7). 0x01800000 to 0x01BFFFFF are for the owner's indices (TCG Registry of Reserved
-// TPM 2.0 Handles and Localities, section 2.2).
+// CounterIndex is the NV index of the counter that identifies the newest state of the disk (B7).
+// 0x01800000 to 0x01BFFFFF are for the owner's indices (TCG Registry of Reserved TPM 2.0 Handles
+// and Localities, section 2.2).
 const CounterIndex = gotpm.TPMHandle(0x01804D55)
 
 var (
-	// ErrNoCounter means that the TPM has no counter at [CounterIndex], or one that was never incremented.
+	// ErrNoCounter means that the TPM has no counter at [CounterIndex], or one that was never
+	// incremented.
 	ErrNoCounter = errors.New("the TPM has no counter")
-	// ErrForeignCounter means that something else than Muster's counter is at [CounterIndex]: something that can be set to a value of choice, perhaps.
+	// ErrForeignCounter means that [CounterIndex] holds something other than Muster's counter,
+	// possibly an index that can be set to any value.
 	ErrForeignCounter = errors.New("the TPM has something else where Muster's counter should be")
 )
 
-// counterTemplate is the public area of the counter (Part 2, 13.4, TPMS_NV_PUBLIC). Its auth value is empty, and it is not orderly: each increment is in the
-// TPM's non-volatile memory before it is answered (Part 1, 37.3.2).
+// counterTemplate is the public area of the counter (Part 2, 13.4, TPMS_NV_PUBLIC). Its auth value
+// is empty, and it is not orderly: the TPM stores each increment in non-volatile memory before it
+// responds (Part 1, 37.3.2).
 func counterTemplate() gotpm.TPMSNVPublic {
 	return gotpm.TPMSNVPublic{
 		NVIndex: CounterIndex, NameAlg: gotpm.TPMAlgSHA256, DataSize: 8,
@@ -71,8 +75,10 @@ func (t *TPM) DefineCounter(ctx context.Context) (value uint64, err error) {
 	return value, err
 }
 
-// counter reads the counter, once its public area says that it can't be set back: attributes, name algorithm and size are those of the template
-// (Part 3, 31.6, TPM2_NV_ReadPublic). Whoever has the TPM in hand can put an ordinary index there, of any value.
+// counter reads the counter, after it has checked that the counter cannot be set back: its
+// attributes, name algorithm and size must be those of the template (Part 3, 31.6,
+// TPM2_NV_ReadPublic). An attacker with access to the TPM can define an ordinary index there, with
+// any value.
 func (c *conn) counter() (uint64, error) {
 	public, err := gotpm.NVReadPublic{NVIndex: CounterIndex}.Execute(c.tpm)
 	if errors.Is(err, gotpm.TPMRCHandle) {
@@ -106,8 +112,9 @@ func (c *conn) counter() (uint64, error) {
 	return binary.BigEndian.Uint64(b), nil
 }
 
-// increment adds one and reads the value (Part 3, 31.8, TPM2_NV_Increment). The first increment of a counter gives it the largest value that any
-// counter of this TPM has had, plus one (Part 1, 37.3.2): one that was deleted and made anew is never lower.
+// increment adds one and reads the value (Part 3, 31.8, TPM2_NV_Increment). The first increment of
+// a counter sets it to the largest value that any counter of this TPM has had, plus one (Part 1,
+// 37.3.2), so a counter that was deleted and defined again is never lower.
 func (c *conn) increment() (uint64, error) {
 	public, err := gotpm.NVReadPublic{NVIndex: CounterIndex}.Execute(c.tpm)
 	if err != nil {

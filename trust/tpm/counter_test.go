@@ -10,7 +10,8 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// Whoever has the TPM in hand can delete the counter and put an index there that takes any value: that is not believed.
+// An attacker with access to the TPM can delete the counter and define an index that can be set to
+// any value: it is refused.
 func TestAnIndexThatCanBeSetIsNoCounter(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	dev, bare := e.Open(), raw(t, e)

@@ -14,18 +14,18 @@ import (
 
 const (
 	maxCertificate  = 8 << 10 // bytes of one certificate
-	maxChain        = 4       // certificates that are sent, the endorsement key's included: verifiers take no more
+	maxChain        = 4       // certificates that are sent, the endorsement key's included: verifiers accept no more
 	maxStored       = 8       // certificates that are read from the TPM
-	nvBuffer        = 512     // bytes per TPM2_NV_Read: every PC Client TPM grants as much
+	nvBuffer        = 512     // bytes per TPM2_NV_Read: every PC Client TPM permits as much
 	nvChainFirst    = gotpm.TPMHandle(0x01C00100)
 	nvChainLast     = gotpm.TPMHandle(0x01C001FF)
 	nvEndorsement   = gotpm.TPMHandle(0x01C00000)
 	nvEndorsementTo = gotpm.TPMHandle(0x01C07FFF)
 )
 
-// ekSlots are the NV indices where the TCG EK Credential Profile stores certificates
-// (2.2.1.4, 2.2.1.5), in the order in which Muster takes them: ECC first, since one TPM must
-// not be two machines, and a verifier knows which kind it gets from the certificate alone.
+// ekSlots are the NV indices where the TCG EK Credential Profile stores certificates (2.2.1.4,
+// 2.2.1.5), in Muster's order of preference: ECC first. The order is fixed because one TPM must not
+// be two machines; a verifier learns the kind from the certificate alone.
 var ekSlots = []struct {
 	index, nonce gotpm.TPMHandle
 	kind         ekKind
@@ -38,8 +38,8 @@ var ekSlots = []struct {
 	{0x01C00012, 0, kindRSA2048, true},           // H-1
 }
 
-// knownEK remembers what was found, since neither certificates nor seeds change while a
-// process lives, and reading NV takes tens of commands.
+// knownEK caches the endorsement key, since certificates and seeds do not change during the life of
+// a process, and reading NV takes tens of commands.
 type knownEK struct {
 	EK
 	id       keyID
@@ -68,7 +68,7 @@ func (t *TPM) EndorsementKey(ctx context.Context) (EK, error) {
 	return EK{Certificates: cloneAll(known.Certificates), Public: bytes.Clone(known.Public)}, nil
 }
 
-// endorsementKey loads the endorsement key, finding out first which one it is.
+// endorsementKey finds the endorsement key and loads it.
 func (c *conn) endorsementKey() (*knownEK, *object, error) {
 	c.owner.mu.Lock()
 	known := c.owner.ek
@@ -78,7 +78,7 @@ func (c *conn) endorsementKey() (*knownEK, *object, error) {
 		if err != nil {
 			return nil, nil, err
 		}
-		// The saved context or the seed could be another's by now; the certificate decides.
+		// The saved context or the seed may be another one by now; the certificate decides.
 		if !bytes.Equal(gotpm.Marshal(o.public), known.Public) {
 			return nil, nil, ErrCertificateMismatch
 		}
@@ -104,7 +104,7 @@ func (c *conn) endorsementKey() (*knownEK, *object, error) {
 	return nil, nil, ErrNoCertificate
 }
 
-// tryEK reads a certificate and makes the key it is for.
+// tryEK reads a certificate and makes its key.
 func (c *conn) tryEK(index, nonce gotpm.TPMHandle, kind ekKind, high bool, indices []gotpm.TPMHandle) (*knownEK, *object, error) {
 	data, err := c.readNV(index, maxCertificate)
 	if err != nil {
@@ -153,8 +153,8 @@ func (c *conn) tryEK(index, nonce gotpm.TPMHandle, kind ekKind, high bool, indic
 	return nil, nil, ErrCertificateMismatch
 }
 
-// uniqueFromNonce puts the TPM vendor's EK nonce into the template's unique part, as the
-// profile wants it where a nonce index exists (B.2).
+// uniqueFromNonce puts the TPM vendor's EK nonce into the template's unique part, as the profile
+// requires if a nonce index exists (B.2).
 func (k ekKind) uniqueFromNonce(nonce []byte) gotpm.TPMUPublicID {
 	if k.rsaBits != 0 {
 		b := make([]byte, k.rsaBits/8)
@@ -169,8 +169,8 @@ func (k ekKind) uniqueFromNonce(nonce []byte) gotpm.TPMUPublicID {
 	})
 }
 
-// chain returns leaf and the issuers that the TPM stores from 0x01C00100 on (EK Credential
-// Profile, 2.2.1.5.2: certificates in DER, one after the other, across indices).
+// chain returns leaf and the issuers that the TPM stores from 0x01C00100 on (EK Credential Profile,
+// 2.2.1.5.2: certificates in DER, one after the other, across indices).
 func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byte, error) {
 	var data []byte
 	for _, index := range indices {
@@ -183,8 +183,7 @@ func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byt
 		}
 		data = append(data, part...)
 	}
-	// What cannot be parsed there is no reason not to attest: the verifier may know the
-	// issuers itself.
+	// Unparseable issuers do not prevent attestation: the verifier may have the issuers itself.
 	issuers, _ := splitCertificates(data)
 	out := [][]byte{leaf.Raw}
 	for cert := leaf; len(out) < maxChain; {
@@ -202,8 +201,8 @@ func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byt
 	return out, nil
 }
 
-// splitCertificates parses certificates that stand one after the other. NV indices are
-// often larger than their content: what follows is padding of 0x00 or 0xFF.
+// splitCertificates parses concatenated certificates. NV indices are often larger than their
+// content: the rest is padding of 0x00 or 0xFF.
 func splitCertificates(data []byte) ([]*x509.Certificate, error) {
 	var out []*x509.Certificate
 	for len(data) > 0 && data[0] != 0x00 && data[0] != 0xFF && len(out) < maxStored {
@@ -221,8 +220,8 @@ func splitCertificates(data []byte) ([]*x509.Certificate, error) {
 	return out, nil
 }
 
-// readNV reads an NV index of at most limit bytes, authorised by its own empty auth
-// value or else by the owner's.
+// readNV reads an NV index of at most limit bytes, authorized by the index's own empty auth value,
+// or else by the owner's.
 func (c *conn) readNV(index gotpm.TPMHandle, limit int) ([]byte, error) {
 	public, err := gotpm.NVReadPublic{NVIndex: index}.Execute(c.tpm)
 	if err != nil {

@@ -112,7 +112,7 @@ func TestNVThatIsNoCertificateIsRefused(t *testing.T) {
 }
 
 func TestAnRSAAttestationKeyPassesTheVerifier(t *testing.T) {
-	// swtpm has ECC, so the key is made by hand as a TPM without it would make it.
+	// swtpm has ECC, so the test makes the key by hand as a TPM without ECC would make it.
 	e := tpmtest.SWTPM(t)
 	dev := raw(t, e)
 	key, err := gotpm.CreatePrimary{

@@ -13,7 +13,7 @@ type Slot struct {
 	Nonce    uint32 // 0: none
 }
 
-// Slots lists the places and templates that EndorsementKey knows.
+// Slots lists the slots and templates that EndorsementKey knows.
 func Slots() []Slot {
 	names := []string{"L-2", "H-2", "H-3", "L-1", "H-1"}
 	var out []Slot
@@ -29,7 +29,7 @@ func NonceTemplate(i int, nonce []byte) gotpm.TPMTPublic {
 	return s.kind.template(s.high, s.kind.uniqueFromNonce(nonce))
 }
 
-// Forget drops what t remembers of keys, as a new process would.
+// Forget clears t's cached keys, as in a new process.
 func (t *TPM) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -37,11 +37,11 @@ func (t *TPM) Forget() {
 	t.keys = map[keyID]savedKey{}
 }
 
-// What tests of the outside need of the inside.
+// Internals that external tests need.
 var (
 	OpenPath          = openPath
 	SplitCertificates = splitCertificates
 )
 
-// Patient gives a TPM that retries as conn's does.
+// Patient returns a TPM that retries as conn's does.
 func Patient(dev transport.TPM) transport.TPM { return patient{dev} }

@@ -33,15 +33,15 @@ func openPath(path string) (transport.TPMCloser, error) {
 	return nil, fmt.Errorf("%s is neither a character device nor a unix socket", path)
 }
 
-// socketTPM sends each command over a connection of its own, as emulators expect it.
-// Unlike go-tpm's linuxudstpm it reads a response to its announced end and gives up on
-// an emulator that does not answer, so that a hung one doesn't hold the lock for ever.
+// socketTPM sends each command over a connection of its own, as emulators expect. Unlike go-tpm's
+// linuxudstpm it reads a response up to its announced length, and times out if an emulator does not
+// answer, so that the lock is not held forever.
 type socketTPM struct{ path string }
 
 // Send implements [transport.TPM].
 func (s *socketTPM) Send(cmd []byte) ([]byte, error) {
-	// Not the caller's context: a started sequence runs to its end, or its handles would
-	// stay loaded.
+	// Not the caller's context: a started sequence must run to its end, or its handles would stay
+	// loaded.
 	deadline := time.Now().Add(commandTimeout)
 	c, err := dial(s.path, deadline)
 	if err != nil {
@@ -70,8 +70,8 @@ func (s *socketTPM) Send(cmd []byte) ([]byte, error) {
 	return rsp, nil
 }
 
-// dial connects to a socket. An emulator serves one connection at a time and queues few:
-// EAGAIN means that its queue is full at the moment.
+// dial connects to a socket. An emulator serves one connection at a time and queues few: EAGAIN
+// means that its queue is full at the moment.
 func dial(path string, deadline time.Time) (net.Conn, error) {
 	for {
 		c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
@@ -88,8 +88,8 @@ func dial(path string, deadline time.Time) (net.Conn, error) {
 // Close implements [io.Closer]. No connection outlives its command.
 func (s *socketTPM) Close() error { return nil }
 
-// lockFile takes an exclusive flock(2) on path, waiting until ctx ends. It is released
-// by the returned function, and by the kernel if the process dies.
+// lockFile takes an exclusive flock(2) on path, and waits for it until ctx ends. The returned
+// function releases it; so does the kernel if the process dies.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o600)
 	if err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/google/go-tpm/tpm2/transport"
 )
 
-// quoteAttempts is how often a quote is made anew because a PCR was extended between it
-// and the reading of its values.
+// quoteAttempts is how often a quote is made again because a PCR was extended between the quote and
+// the reading of the values.
 const quoteAttempts = 5
 
 const akID keyID = "attestation key"
@@ -32,8 +32,8 @@ func (t *TPM) AttestationKey(ctx context.Context) ([]byte, error) {
 	return public, err
 }
 
-// attestationKey loads the attestation key: ECC P-256, RSA-2048 where the TPM has no such
-// curve. Which one it is depends on the TPM alone, so that it stays the same.
+// attestationKey loads the attestation key: ECC P-256, or RSA-2048 if the TPM does not have that
+// curve. The choice depends on the TPM alone, so the key stays the same.
 func (c *conn) attestationKey() (*object, error) {
 	c.owner.mu.Lock()
 	saved, ok := c.owner.keys[akID]
@@ -53,15 +53,15 @@ func (c *conn) attestationKey() (*object, error) {
 	return c.primary(akID, AKTemplate(useRSA))
 }
 
-// quotedPCRs selects PCR 0 to 15. Bit for bit what a verifier expects.
+// quotedPCRs selects PCR 0 to 15, encoded exactly as a verifier expects.
 func quotedPCRs(bank Bank) gotpm.TPMLPCRSelection {
 	return gotpm.TPMLPCRSelection{PCRSelections: []gotpm.TPMSPCRSelection{
 		{Hash: gotpm.TPMIAlgHash(bank), PCRSelect: []byte{0xFF, 0xFF, 0x00}},
 	}}
 }
 
-// Quote implements [Device]. The error wraps [ErrBankInactive] if the TPM doesn't keep
-// the bank, and [ErrPCRsMoved] if PCRs did not hold still.
+// Quote implements [Device]. The error wraps [ErrBankInactive] if the TPM does not keep the bank,
+// and [ErrPCRsMoved] if PCRs were extended during every attempt.
 func (t *TPM) Quote(ctx context.Context, extraData [32]byte, bank Bank) (Quote, error) {
 	var q Quote
 	err := t.sequence(ctx, "quote", func(c *conn) error {
@@ -119,8 +119,8 @@ func (c *conn) quote(ak *object, extraData [32]byte, bank Bank) (Quote, error) {
 	}, nil
 }
 
-// readPCRs reads count PCRs from first on. A TPM returns at most eight at once, and may
-// return fewer.
+// readPCRs reads count PCRs, starting at first. A TPM returns at most eight at once, and may return
+// fewer.
 func (c *conn) readPCRs(bank Bank, first, count int) ([][]byte, error) {
 	values := make([][]byte, 0, count)
 	for len(values) < count {
@@ -171,7 +171,7 @@ func (t *TPM) ReadPCR(ctx context.Context, bank Bank, pcr int) ([]byte, error) {
 const maxEvent = 1024
 
 // Measure implements [Device]: the TPM itself hashes data for each bank that it keeps
-// (TPM2_PCR_Event, Part 3, 22.3), so that none is left out.
+// (TPM2_PCR_Event, Part 3, 22.3), so no bank is omitted.
 func (t *TPM) Measure(ctx context.Context, pcr int, data []byte) error {
 	return t.sequence(ctx, "measure", func(c *conn) error {
 		if pcr < 0 || pcr >= PCRCount || len(data) > maxEvent {
@@ -185,8 +185,8 @@ func (t *TPM) Measure(ctx context.Context, pcr int, data []byte) error {
 	})
 }
 
-// Extend extends one PCR in one bank by a digest that is already computed, as firmware
-// does. It leaves the other banks as they are: for the node lock use Measure (B1).
+// Extend extends one PCR in one bank by a computed digest, as firmware does. It does not change the
+// other banks: for the node lock use Measure (B1).
 func (t *TPM) Extend(ctx context.Context, bank Bank, pcr int, digest []byte) error {
 	return t.sequence(ctx, "extend PCR", func(c *conn) error {
 		if pcr < 0 || pcr >= PCRCount || bank.Size() == 0 || len(digest) != bank.Size() {
@@ -200,8 +200,8 @@ func (t *TPM) Extend(ctx context.Context, bank Bank, pcr int, digest []byte) err
 	})
 }
 
-// ActivateCredential implements [Device]. The secret comes back encrypted under a session
-// that is salted for the endorsement key: who listens on the TPM's bus doesn't learn it.
+// ActivateCredential implements [Device]. The secret is returned encrypted under a session that is
+// salted for the endorsement key, so an attacker who listens on the TPM's bus does not learn it.
 func (t *TPM) ActivateCredential(ctx context.Context, blob, encryptedSecret []byte) ([]byte, error) {
 	var secret []byte
 	err := t.sequence(ctx, "activate credential", func(c *conn) error {
@@ -217,9 +217,9 @@ func (t *TPM) ActivateCredential(ctx context.Context, blob, encryptedSecret []by
 			gotpm.Salted(ek.handle, ek.public),
 			gotpm.AESEncryption(128, gotpm.EncryptOut),
 		}
-		// By policy in the high range too, although its auth value is empty: whoever uses that is under
-		// the dictionary attack protection, and a TPM whose power is cut a few times after it refuses
-		// for minutes or hours (TPM_RC_LOCKOUT).
+		// The high range also uses a policy, although its auth value is empty: use of the auth
+		// value is under dictionary attack protection, and a TPM whose power is cut a few times
+		// after such a use refuses for minutes or hours (TPM_RC_LOCKOUT).
 		satisfy := endorsementSecret
 		if known.high {
 			satisfy = endorsementBranch(ek.public.NameAlg)

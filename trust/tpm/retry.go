@@ -8,12 +8,12 @@ import (
 	"github.com/google/go-tpm/tpm2/transport"
 )
 
-// retryFor bounds how long a TPM may ask for patience with one command.
+// retryFor bounds how long a TPM may postpone one command.
 const retryFor = 30 * time.Second
 
-// patient sends a command again while the TPM says that it has not started it: for
-// instance before the first use of a key under dictionary attack protection, when it has
-// to write NV first. A kernel driver does the same; a socket has nobody to do it.
+// patient sends a command again while the TPM responds that it has not started the command: for
+// instance before the first use of a key under dictionary attack protection, when the TPM has to
+// write NV first. A kernel driver does the same; a socket has no driver.
 type patient struct{ transport.TPM }
 
 // Send implements [transport.TPM].

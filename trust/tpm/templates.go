@@ -12,14 +12,14 @@ import (
 	gotpm "github.com/google/go-tpm/tpm2"
 )
 
-// akMarker is hashed into the attestation key's authPolicy. No policy session can
-// satisfy it and none is needed (userWithAuth); it only makes the key another one than
-// those of other agents on the machine, which sign whatever nonce they are given (A5).
+// akMarker is hashed into the attestation key's authPolicy. No policy session can satisfy it and
+// none is needed (userWithAuth). It only makes the key differ from the keys of other agents on the
+// machine, which sign any nonce that they receive (A5).
 const akMarker = "muster-atls/1 attestation key"
 
-// AKTemplate returns the public area of the attestation key, without its unique part:
-// ECC P-256 with ECDSA and SHA-256, or RSA-2048 with RSASSA and SHA-256. A key made from
-// it in the endorsement hierarchy is the same after each boot.
+// AKTemplate returns the public area of the attestation key, without its unique part: ECC P-256
+// with ECDSA and SHA-256, or RSA-2048 with RSASSA and SHA-256. A key made from it in the
+// endorsement hierarchy is the same after each boot.
 func AKTemplate(rsaKey bool) gotpm.TPMTPublic {
 	marker := sha256.Sum256([]byte(akMarker))
 	public := gotpm.TPMTPublic{
@@ -64,9 +64,9 @@ func AKTemplate(rsaKey bool) gotpm.TPMTPublic {
 // ErrEKKind means that no template here makes an endorsement key of that kind.
 var ErrEKKind = errors.New("endorsement key is none of ECC P-256, ECC P-384, RSA 2048")
 
-// ekKind is what the TCG EK Credential Profile for TPM 2.0 (version 2.5, section B)
-// fixes together. Whoever makes a credential for an EK needs exactly these; they are the
-// same for the low range and the high range of a kind.
+// ekKind is a set of algorithms of the TCG EK Credential Profile for TPM 2.0 (version 2.5, section
+// B). A credential for an EK needs exactly these. They are the same for the low range and the high
+// range of a kind.
 type ekKind struct {
 	nameAlg gotpm.TPMIAlgHash
 	symBits uint16
@@ -83,7 +83,7 @@ var (
 	kindRSA2048 = ekKind{nameAlg: gotpm.TPMAlgSHA256, symBits: 128, rsaBits: 2048, policyB: policyBSHA256}
 )
 
-// kindOf names the kind of an endorsement key by its public part.
+// kindOf returns the kind of an endorsement key with that public part.
 func kindOf(key crypto.PublicKey) (ekKind, error) {
 	switch k := key.(type) {
 	case *ecdsa.PublicKey:
@@ -101,9 +101,9 @@ func kindOf(key crypto.PublicKey) (ekKind, error) {
 	return ekKind{}, ErrEKKind
 }
 
-// EncapsulationKey returns an endorsement key, known by its certificate, as
-// gotpm.CreateCredential wants it: with the name algorithm and cipher of its template. It
-// returns [ErrEKKind] for other keys than ECC P-256, ECC P-384 and RSA 2048.
+// EncapsulationKey returns an endorsement key, known from its certificate, in the form that
+// gotpm.CreateCredential needs: with the name algorithm and cipher of its template. It returns
+// [ErrEKKind] for other keys than ECC P-256, ECC P-384 and RSA 2048.
 func EncapsulationKey(key crypto.PublicKey) (gotpm.LabeledEncapsulationKey, error) {
 	kind, err := kindOf(key)
 	if err != nil {
@@ -117,7 +117,7 @@ func EncapsulationKey(key crypto.PublicKey) (gotpm.LabeledEncapsulationKey, erro
 	return gotpm.ImportEncapsulationKey(&public)
 }
 
-// symmetric is the cipher under which the EK protects secrets that are sent to it.
+// symmetric is the cipher that encrypts secrets sent to the EK.
 func (k ekKind) symmetric() gotpm.TPMTSymDefObject {
 	return gotpm.TPMTSymDefObject{
 		Algorithm: gotpm.TPMAlgAES,
@@ -126,7 +126,7 @@ func (k ekKind) symmetric() gotpm.TPMTSymDefObject {
 	}
 }
 
-// template returns the kind's template of the high range (its use authorised by an empty
+// template returns the kind's template of the high range (its use authorized by an empty
 // auth value or PolicyB) or the low range (by PolicyA).
 func (k ekKind) template(high bool, unique gotpm.TPMUPublicID) gotpm.TPMTPublic {
 	public := gotpm.TPMTPublic{

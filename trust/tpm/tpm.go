@@ -1,16 +1,15 @@
-// Package tpm speaks the few TPM 2.0 commands that Muster needs: who is this TPM
-// (its endorsement key and certificate), what has this machine booted (a quote), is
-// this attestation key yours (activation), one PCR extension, the node lock, and one NV
-// counter, by which an older copy of the machine's disk is found.
+// Package tpm sends the few TPM 2.0 commands that Muster needs: the identity of the TPM (its
+// endorsement key and certificate), the measurements of the booted software (a quote), the proof
+// that an attestation key belongs to the TPM (activation), one PCR extension (the node lock), and
+// one NV counter, which detects an older copy of the machine's disk.
 //
-// Think of it as a device that is never held. Each call is one sequence: take the
-// machine-wide lock file, open the TPM, run the commands, flush what they loaded,
-// close, release. So several processes of Muster share one TPM without a daemon, and
-// a process that is killed leaves at worst a transient handle, which the next
-// sequence flushes when the TPM has no room left.
+// The TPM is not kept open. Each call is one sequence: take the machine-wide lock file, open the
+// TPM, run the commands, flush what they loaded, close, release the lock. So several processes of
+// Muster share one TPM without a daemon. A killed process leaves at most a transient handle, which
+// the next sequence flushes when the TPM has no room left.
 //
-// Structures leave this package as the TPM marshals them (TPM 2.0 Library, Part 2).
-// Nothing here decides whether they are to be believed: that is trust/attest/tpm2.
+// Structures leave this package as the TPM marshals them (TPM 2.0 Library, Part 2). This package
+// does not verify them: trust/attest/tpm2 does.
 package tpm
 
 import (
@@ -27,15 +26,15 @@ import (
 // extend but not reset (TCG PC Client Platform TPM Profile, section 4.6).
 const PCRCount = 16
 
-// DefaultLock is the file whose lock serialises all processes that use the TPM.
+// DefaultLock is the file whose lock serializes all processes that use the TPM.
 const DefaultLock = "/run/muster/tpm.lock"
 
-// commandTimeout bounds one command. Making an RSA primary key is the slowest; on
-// discrete TPMs it takes up to about a minute (PC Client Profile, duration "long").
+// commandTimeout bounds one command. Making an RSA primary key is the slowest; on discrete TPMs it
+// takes up to about a minute (PC Client Profile, duration "long").
 const commandTimeout = 2 * time.Minute
 
-// Device is what the rest of Muster asks of a TPM. [*TPM] implements it; tpmtest.Contract
-// says what an implementation promises.
+// Device is the part of a TPM that the rest of Muster uses. [*TPM] implements it; tpmtest.Contract
+// checks what an implementation must do.
 type Device interface {
 	// EndorsementKey returns the endorsement key that has a certificate, an ECC one
 	// before an RSA one: one TPM must not be two machines.
@@ -52,16 +51,16 @@ type Device interface {
 	// Measure extends one PCR, 0 to 15, by the hash of data, 0 to 1024 bytes: in every
 	// bank that the TPM keeps, by that bank's hash.
 	Measure(ctx context.Context, pcr int, data []byte) error
-	// ReadPCR reads one PCR, unsigned: good for looking at oneself, never for
-	// judging somebody else (A2).
+	// ReadPCR reads one PCR, unsigned. It is for this machine's own use, never to appraise another
+	// machine (A2).
 	ReadPCR(ctx context.Context, bank Bank, pcr int) ([]byte, error)
-	// Counter reads the counter at [CounterIndex], which only goes up. Errors wrap
-	// [ErrNoCounter] or [ErrForeignCounter] where they apply.
+	// Counter reads the counter at [CounterIndex], which only increases. Errors wrap [ErrNoCounter]
+	// or [ErrForeignCounter] where they apply.
 	Counter(ctx context.Context) (uint64, error)
 	// IncrementCounter adds one to the counter and returns its value.
 	IncrementCounter(ctx context.Context) (uint64, error)
-	// DefineCounter makes the counter and returns its first value, which is larger than
-	// that of any counter that this TPM has had. What is at its index is deleted.
+	// DefineCounter makes the counter and returns its first value, which is larger than that of any
+	// counter that this TPM has had. It deletes what is at its index.
 	DefineCounter(ctx context.Context) (uint64, error)
 }
 
@@ -70,8 +69,8 @@ type EK struct {
 	// Certificates are X.509 in DER: the key's own first, then the issuers that the
 	// TPM stores, in order and without a self-signed root. 1 to 4.
 	Certificates [][]byte
-	// Public is the key's TPMT_PUBLIC. The TPM holds the private part: the key was
-	// made from the template, and found equal to the certificate's.
+	// Public is the key's TPMT_PUBLIC. The TPM holds the private part: the key was made from the
+	// template, and equals the certificate's key.
 	Public []byte
 }
 
@@ -89,18 +88,18 @@ type Quote struct {
 	PCRs [][]byte
 }
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
-	// ErrNoCertificate means that the TPM stores no endorsement key certificate. A
-	// machine like that cannot be told from an emulated one.
+	// ErrNoCertificate means that the TPM stores no endorsement key certificate. Such a machine
+	// cannot be distinguished from an emulated one.
 	ErrNoCertificate = errors.New("the TPM stores no endorsement key certificate")
-	// ErrCertificateMismatch means that no key template of the TCG EK Credential
-	// Profile gives the key that the stored certificate names.
+	// ErrCertificateMismatch means that no key template of the TCG EK Credential Profile produces
+	// the key in the stored certificate.
 	ErrCertificateMismatch = errors.New("the endorsement key certificate is for another key")
-	// ErrBankInactive means that the TPM does not keep PCRs in the bank asked for.
+	// ErrBankInactive means that the TPM does not keep PCRs in the requested bank.
 	ErrBankInactive = errors.New("the TPM keeps no PCRs in this bank")
-	// ErrPCRsMoved means that PCRs were extended during each of several attempts to
-	// read them together with their quote.
+	// ErrPCRsMoved means that PCRs were extended during each of several attempts to read them
+	// together with their quote.
 	ErrPCRsMoved = errors.New("PCRs were extended while they were read")
 )
 
@@ -111,23 +110,22 @@ type Option func(*TPM)
 // processes that use the same TPM must name the same file.
 func WithLock(path string) Option { return func(t *TPM) { t.lock = path } }
 
-// TPM is a TPM that is opened for each sequence of commands. It is safe for
-// concurrent use; sequences queue.
+// TPM is a TPM that is opened for each sequence of commands. It is safe for concurrent use;
+// sequences wait for each other.
 type TPM struct {
 	open func() (transport.TPMCloser, error)
 	lock string        // empty: no other process can reach this TPM
-	turn chan struct{} // holds one token: the right to run a sequence in this process
+	slot chan struct{} // holds one token: the right to run a sequence in this process
 
-	mu   sync.Mutex // guards what follows; never held during commands
+	mu   sync.Mutex // guards the following fields; never held during commands
 	ek   *knownEK
 	keys map[keyID]savedKey
 }
 
 var _ Device = (*TPM)(nil)
 
-// Open returns the TPM at path: a character device (/dev/tpmrm0), or the unix socket
-// that an emulator (swtpm's data socket) listens on. Nothing is opened before the
-// first call of a method.
+// Open returns the TPM at path: a character device (/dev/tpmrm0), or a unix socket (the data socket
+// of the emulator swtpm). It opens nothing before the first call of a method.
 func Open(path string, opts ...Option) *TPM {
 	t := newTPM(func() (transport.TPMCloser, error) { return openPath(path) })
 	t.lock = DefaultLock
@@ -148,14 +146,13 @@ func New(opener func() (transport.TPMCloser, error), opts ...Option) *TPM {
 }
 
 func newTPM(open func() (transport.TPMCloser, error)) *TPM {
-	t := &TPM{open: open, turn: make(chan struct{}, 1), keys: make(map[keyID]savedKey)}
-	t.turn <- struct{}{}
+	t := &TPM{open: open, slot: make(chan struct{}, 1), keys: make(map[keyID]savedKey)}
+	t.slot <- struct{}{}
 	return t
 }
 
-// sequence runs use with the TPM open and the machine-wide lock held. ctx is honoured
-// while waiting for its turn; once commands run they run to their end, so that what
-// they loaded is flushed.
+// sequence runs use with the TPM open and the machine-wide lock held. While it waits for its slot
+// it returns when ctx ends. Started commands run to their end, so that what they loaded is flushed.
 func (t *TPM) sequence(ctx context.Context, what string, use func(*conn) error) (err error) {
 	defer func() {
 		if err != nil {
@@ -163,8 +160,8 @@ func (t *TPM) sequence(ctx context.Context, what string, use func(*conn) error) 
 		}
 	}()
 	select {
-	case <-t.turn:
-		defer func() { t.turn <- struct{}{} }()
+	case <-t.slot:
+		defer func() { t.slot <- struct{}{} }()
 	case <-ctx.Done():
 		return fmt.Errorf("waiting for the TPM: %w", context.Cause(ctx))
 	}

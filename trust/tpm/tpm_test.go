@@ -44,7 +44,7 @@ func raw(t testing.TB, e *tpmtest.Emulator) transport.TPM {
 	return tpm.Patient(dev)
 }
 
-// exchange takes a device's evidence through the real attester and verifier.
+// exchange passes a device's evidence through the real attester and verifier.
 func exchange(t testing.TB, dev tpm.Device, ca *attesttest.CA) (attest.Claims, error) {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: dev, Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
@@ -89,7 +89,7 @@ func TestAResetTPMIsTheSameMachine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.Restart() // saved contexts are worth nothing now
+	e.Restart() // saved contexts are invalid now
 	after, err := dev.Quote(t.Context(), [32]byte{1}, tpm.SHA256)
 	if err != nil {
 		t.Fatal(err)
@@ -103,8 +103,8 @@ func TestAResetTPMIsTheSameMachine(t *testing.T) {
 	}
 }
 
-// A power cut after a use of the endorsement key's auth value counts as guessing (Part 1, dictionary
-// attack protection), so that value is not used.
+// A power cut after a use of the endorsement key's auth value counts as an attempt to guess it
+// (Part 1, dictionary attack protection), so that value is not used.
 func TestATPMWhosePowerIsCutOftenStillProvesItsKeys(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	for i := range 8 {
@@ -188,7 +188,7 @@ func TestTheNodeLockIsWhatTheVerifierComputes(t *testing.T) {
 func TestQuotesWhilePCRsMove(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	quoter := e.Open()
-	// Its own lock: an extension that does not wait, like the kernel's.
+	// With a lock of its own, it extends without waiting, like the kernel.
 	rude := tpm.Open(e.Socket, tpm.WithLock(filepath.Join(t.TempDir(), "other.lock")))
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -208,7 +208,7 @@ func TestQuotesWhilePCRsMove(t *testing.T) {
 	for i := range 20 {
 		q, err := quoter.Quote(t.Context(), [32]byte{byte(i)}, tpm.SHA256)
 		if errors.Is(err, tpm.ErrPCRsMoved) {
-			continue // said so, rather than sent values that were not signed
+			continue // it returned an error, not values that were not signed
 		}
 		if err != nil {
 			t.Error(err)
@@ -233,7 +233,7 @@ func evidenceOf(q tpm.Quote) *attestv1.Tpm2Evidence {
 func TestProcessesTakeTurns(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	var wg sync.WaitGroup
-	for range 3 { // each TPM opens the lock file for itself, as a process does
+	for range 3 { // each TPM opens the lock file itself, as a process does
 		dev := e.Open()
 		wg.Go(func() {
 			for i := range 4 {

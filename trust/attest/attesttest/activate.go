@@ -14,8 +14,8 @@ import (
 	gotpm "github.com/google/go-tpm/tpm2"
 )
 
-// ActivateCredential implements [tpm.Device] as Part 1, section 24 and annex C.6.1
-// describe it: the seed is agreed by ECDH, and guards a credential for one name.
+// ActivateCredential implements [tpm.Device] as described in Part 1, section 24 and annex C.6.1:
+// ECDH agrees on the seed, which protects a credential for one name.
 func (m *Machine) ActivateCredential(ctx context.Context, blob, encryptedSecret []byte) ([]byte, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err

@@ -16,7 +16,7 @@ type Measurement struct {
 	Digests map[tpm.Bank][]byte
 }
 
-// BootLog gives the event log of a boot, and what it extends in order.
+// BootLog returns the event log of a boot, and the extended measurements in order.
 func BootLog(t testing.TB, opts Options, banks ...tpm.Bank) ([]byte, []Measurement) {
 	t.Helper()
 	w := eventlog.NewWriter(banks...)

@@ -1,8 +1,8 @@
-// Package attesttest mints genuine TPM 2.0 evidence without a TPM: a certificate
-// authority, and machines whose endorsement and attestation keys are in software. Nothing
-// in it short-cuts verification. A [Machine] keeps tpmtest.Contract like any TPM, its
-// evidence goes through the real attester and is judged by the real verifier, and what a
-// [Tamper] breaks is refused by it for exactly that reason.
+// Package attesttest makes genuine TPM 2.0 evidence without a TPM, from a certificate authority and
+// machines whose endorsement and attestation keys are in software. It bypasses no part of the
+// verification: a [Machine] passes tpmtest.Contract like any TPM, the real attester makes its
+// evidence, the real verifier checks it, and the verifier refuses the change of a [Tamper] for
+// exactly that reason.
 //
 //	ca := attesttest.NewCA(t)
 //	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -37,13 +37,13 @@ var serial atomic.Int64
 // NewCA makes a root.
 func NewCA(t testing.TB) *CA { return newCA(t, "attesttest root", nil, nil) }
 
-// NewCAValid makes a root that is valid for a certain time. Others began an hour ago and
-// last for a day.
+// NewCAValid makes a root with this validity period. Other roots are valid from an hour ago, for a
+// day.
 func NewCAValid(t testing.TB, from, to time.Time) *CA {
 	return newCA(t, "attesttest root", nil, func(c *x509.Certificate) { c.NotBefore, c.NotAfter = from, to })
 }
 
-// Intermediate makes an authority under ca, whose certificate machines send along. change
+// Intermediate makes an authority under ca. Machines send its certificate in their chain. change
 // may be nil.
 func (ca *CA) Intermediate(t testing.TB, change func(*x509.Certificate)) *CA {
 	return newCA(t, "attesttest intermediate", ca, change)
@@ -88,7 +88,7 @@ func create(t testing.TB, template, issuer *x509.Certificate, public any, signer
 	return der
 }
 
-// Root gives the root that ca leads to.
+// Root returns the root that ca chains to.
 func (ca *CA) Root() *x509.Certificate {
 	for ca.parent != nil {
 		ca = ca.parent
@@ -96,15 +96,15 @@ func (ca *CA) Root() *x509.Certificate {
 	return ca.cert
 }
 
-// Roots gives the root as a list, as verifiers and policies want it.
+// Roots returns the root as a list, for verifiers and policies.
 func (ca *CA) Roots() []*x509.Certificate { return []*x509.Certificate{ca.Root()} }
 
-// PEM gives the root in PEM.
+// PEM returns the root in PEM.
 func (ca *CA) PEM() string {
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: ca.Root().Raw}))
 }
 
-// Issue gives the certificate chain of an endorsement key, its own first and without the
+// Issue returns the certificate chain of an endorsement key, its own first and without the
 // root. change may be nil.
 func (ca *CA) Issue(t testing.TB, public any, change func(*x509.Certificate)) [][]byte {
 	t.Helper()
@@ -115,7 +115,8 @@ func (ca *CA) Issue(t testing.TB, public any, change func(*x509.Certificate)) []
 		BasicConstraintsValid: true,
 		KeyUsage:              x509.KeyUsageKeyAgreement,
 		UnknownExtKeyUsage:    []asn1.ObjectIdentifier{{2, 23, 133, 8, 1}}, // tcg-kp-EKCertificate
-		// Critical, since the subject is empty: what TPM vendors and swtpm write.
+		// Critical, since the subject is empty: the same as in certificates of TPM vendors and
+		// swtpm.
 		ExtraExtensions: []pkix.Extension{{Id: asn1.ObjectIdentifier{2, 5, 29, 17}, Critical: true, Value: TPMName("id:4D555354", "attesttest", "id:00010000")}},
 	}
 	if change != nil {
@@ -128,7 +129,7 @@ func (ca *CA) Issue(t testing.TB, public any, change func(*x509.Certificate)) []
 	return chain
 }
 
-// TPMName gives the value of a subject alternative name extension with the three TCG
+// TPMName returns the value of a subject alternative name extension with the three TCG
 // attributes of a TPM.
 func TPMName(manufacturer, model, version string) []byte {
 	type attribute struct {
@@ -145,7 +146,7 @@ func TPMName(manufacturer, model, version string) []byte {
 func marshal(v any) []byte {
 	b, err := asn1.Marshal(v)
 	if err != nil {
-		panic(err) // of values that are fixed above
+		panic(err) // of the constant values above
 	}
 	return b
 }

@@ -26,29 +26,28 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Options say what a machine is. The zero value is a machine that boots the image "image"
-// with Secure Boot off and is unlocked.
+// Options describe a machine. The zero value is a machine that boots the image "image" with Secure
+// Boot off and is unlocked.
 type Options struct {
-	// Image names what the machine boots. Equal names give equal PCRs 4, 9 and 11.
+	// Image is the name of the booted image. Equal names give equal PCRs 4, 9 and 11.
 	Image string
 	// SecureBoot is the state that its firmware measures.
 	SecureBoot bool
-	// Drivers are what its firmware loads from outside the firmware volume: PCR 2.
+	// Drivers are loaded from outside the firmware volume: PCR 2.
 	Drivers []string
 	// Bank is the bank that is quoted; 0 stands for SHA-256. All machines also keep the
 	// other two.
 	Bank tpm.Bank
 	// EK is the kind of its endorsement key: ECC P-256 or RSA 2048; empty stands for the former.
 	EK attest.EKKind
-	// TPM is a machine that has the same TPM, so that the attestation key is the same; nil: none. By
-	// its endorsement key it is another machine.
+	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
+	// another endorsement key it is another machine.
 	TPM *Machine
-	// Tamper makes it another machine than a genuine one.
+	// Tamper makes the machine's evidence differ from genuine evidence.
 	Tamper Tamper
 }
 
-// Tamper changes what a machine says, for tests of what is then refused. Nil functions
-// change nothing.
+// Tamper changes a machine's evidence, for tests of refusals. Nil functions change nothing.
 type Tamper struct {
 	// Certificate changes the EK certificate before it is signed.
 	Certificate func(*x509.Certificate)
@@ -56,19 +55,19 @@ type Tamper struct {
 	AK func(*gotpm.TPMTPublic)
 	// Attest changes a quote before it is signed.
 	Attest func(*gotpm.TPMSAttest)
-	// Signature gives the TPMT_SIGNATURE of a quote, in place of the AK's.
+	// Signature returns the TPMT_SIGNATURE of a quote, in place of the AK's.
 	Signature func(attest []byte) []byte
 	// Evidence changes finished evidence.
 	Evidence func(*attestv1.Evidence)
 	// MAC changes the answer to a challenge.
 	MAC func([]byte) []byte
-	// Name is what credentials are opened for, in place of the AK's own name: the AK is
-	// one that the machine's TPM does not have.
+	// Name is the key name for which credentials are opened, in place of the AK's own name: the
+	// machine's TPM does not have this AK.
 	Name []byte
 }
 
-// Machine is a machine with a TPM in software. It implements [tpm.Device]; tpmtest.Contract
-// holds it to what a TPM does. It is safe for concurrent use.
+// Machine is a machine with a TPM in software. It implements [tpm.Device], and tpmtest.Contract
+// checks that it behaves like a TPM. It is safe for concurrent use.
 type Machine struct {
 	t     testing.TB
 	opts  Options
@@ -94,7 +93,7 @@ var _ tpm.Device = (*Machine)(nil)
 
 var banks = []tpm.Bank{tpm.SHA256, tpm.SHA384, tpm.SHA512}
 
-// NewMachine makes a machine with an endorsement key that ca vouches for, and boots it.
+// NewMachine makes a machine whose endorsement key ca certifies, and boots it.
 func NewMachine(t testing.TB, ca *CA, opts Options) *Machine {
 	t.Helper()
 	if opts.Image == "" {
@@ -153,7 +152,7 @@ func point(t testing.TB, k *ecdsa.PublicKey) *gotpm.TPMSECCPoint {
 	}
 }
 
-// ID gives the machine's ID.
+// ID returns the machine's ID.
 func (m *Machine) ID() attest.MachineID {
 	cert, err := x509.ParseCertificate(m.chain[0])
 	if err != nil {
@@ -162,37 +161,37 @@ func (m *Machine) ID() attest.MachineID {
 	return attest.MachineIDOf(cert.RawSubjectPublicKeyInfo)
 }
 
-// Roots gives the root that vouches for the machine's endorsement key.
+// Roots returns the root for the machine's endorsement key.
 func (m *Machine) Roots() []*x509.Certificate { return m.ca.Roots() }
 
-// Bank gives the bank that the machine's evidence quotes.
+// Bank returns the bank that the machine's evidence quotes.
 func (m *Machine) Bank() tpm.Bank { return m.opts.Bank }
 
-// EventLog gives the path of the firmware's event log.
+// EventLog returns the path of the firmware's event log.
 func (m *Machine) EventLog() string { return m.log }
 
-// Quotes tells how many quotes the TPM has made.
+// Quotes returns how many quotes the TPM has made.
 func (m *Machine) Quotes() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.quotes
 }
 
-// PCRs gives a copy of PCR 0 to 15 in the quoted bank.
+// PCRs returns a copy of PCR 0 to 15 in the quoted bank.
 func (m *Machine) PCRs() [][]byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return cloneAll(m.pcrs[m.opts.Bank])
 }
 
-// SetPCR puts a value into a PCR, which no TPM would do; in the quoted bank.
+// SetPCR sets a PCR of the quoted bank, which no real TPM would do.
 func (m *Machine) SetPCR(pcr int, value []byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.pcrs[m.opts.Bank][pcr] = bytes.Clone(value)
 }
 
-// SetCounters sets what the TPM counts, as if it had been reset or cleared.
+// SetCounters sets the TPM's counters and clock, as if it had been reset or cleared.
 func (m *Machine) SetCounters(resets, restarts uint32, clock time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -207,7 +206,7 @@ func (m *Machine) LockTo(clusterID [32]byte) {
 	}
 }
 
-// Reboot switches the machine off and on: PCRs begin anew and resetCount goes up.
+// Reboot switches the machine off and on: PCRs start at zero and resetCount increases.
 func (m *Machine) Reboot() { m.boot() }
 
 // BootImage switches the machine off and on, and boots another image from then on.
@@ -216,7 +215,7 @@ func (m *Machine) BootImage(image string) {
 	m.boot()
 }
 
-// Attester gives the machine's evidence of one purpose, made by the real attester.
+// Attester returns the real attester of one purpose, on this machine.
 func (m *Machine) Attester(p attest.Purpose) attest.Attester {
 	m.t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: m, Purpose: p, Bank: m.opts.Bank, EventLog: m.log})
@@ -226,7 +225,7 @@ func (m *Machine) Attester(p attest.Purpose) attest.Attester {
 	return attester{a, m.opts.Tamper}
 }
 
-// attester tampers with what the real one made.
+// attester changes the evidence of the real attester.
 type attester struct {
 	*tpm2.Attester
 	tamper Tamper
@@ -320,7 +319,7 @@ func (m *Machine) Quote(ctx context.Context, extraData [32]byte, bank tpm.Bank) 
 	return tpm.Quote{Attest: message, Signature: signature, AKPublic: gotpm.Marshal(m.akPub), Bank: bank, PCRs: values}, nil
 }
 
-// Sign gives a TPMT_SIGNATURE, ECDSA with SHA-256, over a message.
+// Sign returns a TPMT_SIGNATURE, ECDSA with SHA-256, over a message.
 func Sign(key *ecdsa.PrivateKey, message []byte) ([]byte, error) {
 	digest := sha256.Sum256(message)
 	r, s, err := ecdsa.Sign(rand.Reader, key, digest[:])

@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// Verifier gives a real verifier that trusts ca.
+// Verifier returns a real verifier that trusts ca.
 func Verifier(t testing.TB, ca *CA) *tpm2.Verifier {
 	t.Helper()
 	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return ca.Roots() }, Now: time.Now})
@@ -26,9 +26,9 @@ func Verifier(t testing.TB, ca *CA) *tpm2.Verifier {
 	return v
 }
 
-// Policy gives a policy in JSON that accepts what the machines have booted, in the roles
-// worker and control-plane, with addresses in 192.168.77.0/24 and 10.0.0.0/8. Each change
-// is made to it before it is encoded.
+// Policy returns a policy in JSON that accepts the images and firmware of the machines, in the
+// roles worker and control-plane, with addresses in 192.168.77.0/24 and 10.0.0.0/8. Each change is
+// applied before it is encoded.
 func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1.Policy)) []byte {
 	t.Helper()
 	if len(machines) == 0 {
@@ -65,7 +65,7 @@ func Policy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*attestv1
 	return b
 }
 
-// values returns what a machine has in these PCRs.
+// values returns the machine's values of these PCRs.
 func values(m *Machine, pcrs ...int) (out []*attestv1.PcrValue) {
 	for _, i := range pcrs {
 		out = append(out, &attestv1.PcrValue{Index: uint32(i), Value: hex.EncodeToString(m.PCRs()[i])})
@@ -99,8 +99,8 @@ func ParsedPolicy(t testing.TB, ca *CA, machines []*Machine, changes ...func(*at
 	return p
 }
 
-// Claims takes evidence of a machine through the whole exchange with a fresh binding,
-// without a connection, and gives what the verifier made of it.
+// Claims passes evidence of a machine through the whole exchange with a fresh binding, without a
+// connection, and returns the verifier's claims.
 func Claims(ctx context.Context, a attest.Attester, v attest.Verifier, p attest.Purpose, b attest.Binding) (attest.Claims, error) {
 	ev, err := a.Attest(ctx, attestv1.Format_FORMAT_TPM2, b)
 	if err != nil {

@@ -15,47 +15,47 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Config lists what an Attester needs. TPM, Purpose and Bank are required.
+// Config configures an Attester. TPM, Purpose and Bank are required.
 type Config struct {
 	// TPM makes the quotes.
 	TPM tpm.Device
-	// Purpose is what every quote of this Attester says that it is for (A5). It is fixed
-	// here, where the process that owns the TPM starts; no request can change it.
+	// Purpose is the purpose of every quote of this Attester (A5). It is set here, when the process
+	// that owns the TPM starts; no request can change it.
 	Purpose attest.Purpose
 	// Bank is the bank that is quoted.
 	Bank tpm.Bank
-	// EventLog is the path of the firmware's event log, mostly
-	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and
-	// none is sent.
+	// EventLog is the path of the firmware's event log, usually
+	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and none is
+	// sent.
 	EventLog string
 }
 
-// Attester implements [attest.Attester] with a TPM. One quote is in flight at a time, and
-// who comes meanwhile shares the next one.
+// Attester implements [attest.Attester] with a TPM. One quote runs at a time, and callers that come
+// meanwhile share the next one.
 type Attester struct {
 	cfg    Config
 	flight chan struct{} // holds one token: the right to quote
-	next   time.Time     // when the next quote for the public may begin; the token's holder's
+	next   time.Time     // when the next quote for the public may begin; owned by the token's holder
 
 	mu      sync.Mutex
 	waiting *batch // takes statements until its quote begins; nil: none
 }
 
-// publicInterval lies between quotes for the public. Everybody may ask for one, and a TPM
-// that is busy with them would have no time for machines that join.
+// publicInterval is the interval between quotes for the public. Any client may ask for one, and a
+// TPM that is busy with them would have no time for machines that join.
 const publicInterval = time.Second
 
-// batch is the statements that share a quote.
+// batch is a set of statements that share a quote.
 type batch struct {
 	leaves  []digest
-	callers int // that still want the result
+	callers int // that still wait for the result
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when quote and err are set
 	quote   tpm.Quote
 	err     error
 }
 
-// NewAttester returns an Attester, or says which part of cfg is missing or wrong.
+// NewAttester returns an Attester. The error names the part of cfg that is missing or wrong.
 func NewAttester(cfg Config) (*Attester, error) {
 	switch {
 	case cfg.TPM == nil:
@@ -107,9 +107,8 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	return a.evidence(ek, batch, i, events), nil
 }
 
-// AttestAll makes evidence over several bindings with one quote, 1 to 1,024 of them. It is
-// for who may quote only so often and collects those that ask: see [Attester.Attest] for
-// the rest.
+// AttestAll makes evidence over 1 to 1,024 bindings with one quote. It is for callers that may
+// quote only at a limited rate and collect requests meanwhile. For the rest see [Attester.Attest].
 func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []attest.Binding) ([]*attestv1.Evidence, error) {
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
@@ -139,7 +138,7 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	return out, nil
 }
 
-// evidence is for statement i of a batch that has its quote.
+// evidence returns the evidence for statement i of a batch that has its quote.
 func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, events []byte) *attestv1.Evidence {
 	e := &attestv1.Tpm2Evidence{
 		EkCertificates: ek.Certificates,
@@ -160,7 +159,7 @@ func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, events []byte) *atte
 	}
 }
 
-// join adds a statement to the batch that waits, or begins one.
+// join adds a statement to the waiting batch, or begins a new one.
 func (a *Attester) join(ctx context.Context, s attest.Statement) (*batch, int, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -168,7 +167,7 @@ func (a *Attester) join(ctx context.Context, s attest.Statement) (*batch, int, e
 		return nil, 0, attest.RefuseFor(publicInterval, attestv1.Reason_REASON_BUSY, "%d callers wait for public evidence", maxLeaves)
 	}
 	if a.waiting == nil || len(a.waiting.leaves) == maxLeaves {
-		// Not the caller's context: others share the quote. It is cancelled when nobody
+		// Not the caller's context: other callers share the quote. It is canceled when no caller
 		// wants the result any more.
 		shared, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		a.waiting = &batch{done: make(chan struct{}), cancel: cancel}
@@ -180,19 +179,19 @@ func (a *Attester) join(ctx context.Context, s attest.Statement) (*batch, int, e
 	return b, len(b.leaves) - 1, nil
 }
 
-// leave is what a caller does that gives up.
+// leave is called by a caller that gives up.
 func (a *Attester) leave(b *batch) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if b.callers--; b.callers == 0 {
 		if a.waiting == b {
-			a.waiting = nil // nobody may join a batch that is cancelled
+			a.waiting = nil // no caller may join a batch that is canceled
 		}
 		b.cancel()
 	}
 }
 
-// run makes the batch's quote when its turn comes. It ends with the quote.
+// run makes the batch's quote when it gets the token. It returns when the quote is done.
 func (a *Attester) run(ctx context.Context, b *batch) {
 	defer close(b.done)
 	defer b.cancel()
@@ -216,14 +215,15 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	}
 	a.mu.Lock()
 	if a.waiting == b {
-		a.waiting = nil // from here on its leaves are fixed
+		a.waiting = nil // from here on its leaves do not change
 	}
 	a.mu.Unlock()
 	b.quote, b.err = a.cfg.TPM.Quote(ctx, root(b.leaves), a.cfg.Bank)
 }
 
-// readLog returns the quoted bank's event log as evidence carries it, nil if the machine has none, or one that does not follow the
-// specification: such a machine can still be judged by the values of its PCRs.
+// readLog returns the quoted bank's event log as evidence carries it. It returns nil if the machine
+// has no log, or one that does not follow the specification: such a machine can still be appraised
+// by the values of its PCRs.
 func (a *Attester) readLog() ([]byte, error) {
 	if a.cfg.EventLog == "" {
 		return nil, nil
@@ -238,9 +238,9 @@ func (a *Attester) readLog() ([]byte, error) {
 	return log.Marshal()
 }
 
-// Respond implements [attest.Attester]. The challenge's secret does not leave this
-// function: what it returns is worth nothing in another session. A challenge that this TPM
-// cannot open is refused with ACTIVATION_FAILED.
+// Respond implements [attest.Attester]. The challenge's secret does not leave this function: the
+// returned MAC is useless in another session. It refuses a challenge that this TPM cannot open with
+// ACTIVATION_FAILED.
 func (a *Attester) Respond(ctx context.Context, c *attestv1.Challenge, b attest.Binding) ([]byte, error) {
 	if len(c.GetCredentialBlob()) > 256 || len(c.GetEncryptedSecret()) > 512 {
 		return nil, refuse(attestv1.Reason_REASON_FRAME_INVALID, "a challenge of %d and %d bytes", len(c.GetCredentialBlob()), len(c.GetEncryptedSecret()))

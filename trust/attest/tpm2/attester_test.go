@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// slow is a TPM that makes a quote only when it is told to.
+// slow is a TPM that makes a quote only when the test lets it.
 type slow struct {
 	*attesttest.Machine
 	begun chan context.Context // one for each quote that begins
@@ -66,7 +66,7 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() { ask(0) })
-	<-s.begun // the first quote is in flight
+	<-s.begun // the first quote has begun
 	for i := 1; i <= 1024; i++ {
 		wg.Go(func() { ask(i) })
 	}
@@ -74,7 +74,7 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 	for i := 1025; i <= n; i++ {
 		wg.Go(func() { ask(i) })
 	}
-	waitFor(t, func() bool { return tpm2.Waiting(a) == n-1024 }) // and the one after it has the rest
+	waitFor(t, func() bool { return tpm2.Waiting(a) == n-1024 }) // and the one after it has the others
 	for range 3 {
 		s.goOn <- struct{}{}
 	}
@@ -95,7 +95,7 @@ func TestStatementsThatWaitShareAQuote(t *testing.T) {
 		if _, err := v.Verify(t.Context(), r.ev, attest.NewStatement(attest.PurposeMachine, b), b); err != nil {
 			t.Fatalf("statement %d: %v", r.i, err)
 		}
-		if r.i%100 == 0 { // somebody else's place in the tree
+		if r.i%100 == 0 { // another caller's place in the tree
 			b := bindingOf(r.i + 1)
 			if _, err := v.Verify(t.Context(), r.ev, attest.NewStatement(attest.PurposeMachine, b), b); attest.ReasonOf(err) != badBinding {
 				t.Fatalf("statement %d passes for another: %v", r.i, err)
@@ -125,9 +125,9 @@ func TestACallerThatGivesUpHoldsNobodyUp(t *testing.T) {
 		t.Error(err)
 	}
 	if s.Quotes() != 1 {
-		t.Errorf("%d quotes, one was for nobody", s.Quotes())
+		t.Errorf("%d quotes, one was for canceled callers", s.Quotes())
 	}
-	// The next one begins anew.
+	// The next quote starts a new batch.
 	s.goOn <- struct{}{}
 	if _, err := a.Attest(t.Context(), tpmFormat, bindingOf(3)); err != nil {
 		t.Error(err)
@@ -216,7 +216,7 @@ func TestTheThousandthStrangerComesAgainLater(t *testing.T) {
 		}
 		wg.Wait()
 		if served.Load() != 1024 || busy.Load() != 76 {
-			t.Errorf("%d were served, %d told to come again", served.Load(), busy.Load())
+			t.Errorf("%d were served, %d refused as busy", served.Load(), busy.Load())
 		}
 	})
 }

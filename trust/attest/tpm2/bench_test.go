@@ -9,8 +9,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// BenchmarkVerify judges evidence of a machine whose AK is known, as a server does for
-// most connections: two ECDSA verifications, one for the quote and one for the chain.
+// BenchmarkVerify verifies evidence of a machine whose AK is known, as a server does for most
+// connections: two ECDSA verifications, one for the quote and one for the chain.
 func BenchmarkVerify(b *testing.B) {
 	ca := attesttest.NewCA(b)
 	v := attesttest.Verifier(b, ca)

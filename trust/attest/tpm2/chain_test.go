@@ -25,7 +25,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// authority is one that issues for tests with a key of any kind.
+// authority is a certificate authority for tests, with a key of any kind.
 type authority struct {
 	cert *x509.Certificate
 	key  crypto.Signer
@@ -40,7 +40,8 @@ func curveKey(t testing.TB, c elliptic.Curve) crypto.Signer {
 	return k
 }
 
-// issue makes a certificate that parent signs, nil: the key itself. change may be nil.
+// issue makes a certificate that parent signs; with a nil parent it is self-signed. change may be
+// nil.
 func issue(t testing.TB, parent *authority, name string, key crypto.Signer, change func(*x509.Certificate)) *authority {
 	t.Helper()
 	template := &x509.Certificate{
@@ -70,7 +71,7 @@ func issue(t testing.TB, parent *authority, name string, key crypto.Signer, chan
 	return a
 }
 
-// ekOf is the change that makes an EK certificate.
+// ekOf is the change that makes a certificate an EK certificate.
 func ekOf(c *x509.Certificate) {
 	c.IsCA, c.KeyUsage = false, x509.KeyUsageKeyAgreement
 	c.UnknownExtKeyUsage = []asn1.ObjectIdentifier{{2, 23, 133, 8, 1}}
@@ -84,8 +85,8 @@ func chainOf(as ...*authority) [][]byte {
 	return out
 }
 
-// TestSignaturesThatAnUnknownPeerMakesUsCheck counts what takes time, with the worst chains
-// that a peer can send. crypto/x509 checks up to 100 signatures for one of them.
+// TestSignaturesThatAnUnknownPeerMakesUsCheck counts signature checks, the slow part, for the worst
+// chains that a peer can send. crypto/x509 checks up to 100 signatures for one of them.
 func TestSignaturesThatAnUnknownPeerMakesUsCheck(t *testing.T) {
 	p256, p384, p521 := elliptic.P256(), elliptic.P384(), elliptic.P521()
 	root := issue(t, nil, "root", curveKey(t, p384), nil)
@@ -93,7 +94,7 @@ func TestSignaturesThatAnUnknownPeerMakesUsCheck(t *testing.T) {
 	other := issue(t, nil, "other", curveKey(t, p384), nil)
 	roots := []*x509.Certificate{root.cert, other.cert}
 
-	// sameName are issuers that all issue for one another, by name.
+	// sameName returns issuers of one name, so that by name each issued all others.
 	sameName := func(n int, c elliptic.Curve) [][]byte {
 		own := issue(t, nil, "root", curveKey(t, c), nil)
 		out := chainOf(issue(t, own, "", curveKey(t, p256), ekOf))
@@ -110,7 +111,7 @@ func TestSignaturesThatAnUnknownPeerMakesUsCheck(t *testing.T) {
 		}
 		return append(chainOf(issue(t, a, "", curveKey(t, p256), ekOf)), out...)
 	}
-	ofTheirs := issue(t, nil, "root", curveKey(t, p384), nil) // named as ours
+	ofTheirs := issue(t, nil, "root", curveKey(t, p384), nil) // with the same name as ours
 	genuine := long(root, "1", "2", "3")
 	captured := slices.Clone(genuine)
 	captured[3] = ofTheirs.cert.Raw
@@ -142,7 +143,8 @@ func TestSignaturesThatAnUnknownPeerMakesUsCheck(t *testing.T) {
 	}
 }
 
-// TestChainsThatAreAcceptedAreAcceptedByX509 compares with crypto/x509: what is accepted here is accepted there.
+// TestChainsThatAreAcceptedAreAcceptedByX509 checks that crypto/x509 accepts every chain that is
+// accepted here.
 func TestChainsThatAreAcceptedAreAcceptedByX509(t *testing.T) {
 	p256, p384 := elliptic.P256(), elliptic.P384()
 	root := issue(t, nil, "root", curveKey(t, p384), nil)
@@ -216,14 +218,14 @@ func TestChainsThatAreAcceptedAreAcceptedByX509(t *testing.T) {
 	}
 }
 
-// forged is a's certificate with a signature that does not verify.
+// forged returns a's certificate with a signature that does not verify.
 func forged(a *authority) []byte {
 	b := slices.Clone(a.cert.Raw)
 	b[len(b)-1] ^= 1
 	return b
 }
 
-// smallKey is an RSA key that the library is not asked to sign with.
+// smallKey is an RSA public key of a size that crypto/rsa does not generate; it signs nothing.
 type smallKey struct{ public *rsa.PublicKey }
 
 func (k smallKey) Public() crypto.PublicKey { return k.public }
@@ -258,8 +260,8 @@ func acceptedByX509(t *testing.T, ders [][]byte, root *x509.Certificate, now tim
 	}
 }
 
-// TestVendorsChains verifies EK certificates of real TPMs; each file says where it is from. Each
-// chain is tried with every one of its issuers as the policy's root.
+// TestVendorsChains verifies EK certificates of real TPMs; each file names its source. Each chain
+// is tried with every one of its issuers as the policy's root.
 func TestVendorsChains(t *testing.T) {
 	files, err := filepath.Glob("testdata/ek/*.pem")
 	if err != nil || len(files) == 0 {
@@ -281,7 +283,7 @@ func TestVendorsChains(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for _, sent := range [][][]byte{ders[:i], ders} { // with and without the root and what follows it
+				for _, sent := range [][][]byte{ders[:i], ders} { // with and without the root and the certificates after it
 					if len(sent) > 4 {
 						t.Fatalf("%d certificates", len(sent))
 					}
@@ -300,8 +302,8 @@ func TestVendorsChains(t *testing.T) {
 	}
 }
 
-// BenchmarkUnknownPeer is what an unauthenticated peer costs until it has to answer the challenge:
-// one that has captured the longest EK certificate chain, and one that has none.
+// BenchmarkUnknownPeer measures the cost of an unauthenticated peer until it has to answer the
+// challenge: one that has captured the longest EK certificate chain, and one that has none.
 func BenchmarkUnknownPeer(b *testing.B) {
 	root := issue(b, nil, "root", curveKey(b, elliptic.P384()), nil)
 	ek := curveKey(b, elliptic.P256())

@@ -29,18 +29,18 @@ var (
 	oidTPMVersion      = asn1.ObjectIdentifier{2, 23, 133, 2, 3}
 )
 
-// RSA keys of certificates. Checking a signature takes time with the square of the modulus, and
-// unauthenticated peers choose these keys.
+// Limits of RSA keys in certificates. The time to check a signature grows with the square of the
+// modulus, and unauthenticated peers choose these keys.
 const (
 	minRSABits     = 2048
 	maxRSABits     = 4096
 	maxRSAExponent = 1<<16 + 1
 )
 
-// endorsement is an endorsement key that a root vouches for.
+// endorsement is an endorsement key whose certificate chains to a root.
 type endorsement struct {
 	cert *x509.Certificate
-	// chain are the certificates that were checked: cert, authorities, root.
+	// chain has the checked certificates: cert, authorities, root.
 	chain []*x509.Certificate
 	root  *x509.Certificate
 }
@@ -51,13 +51,13 @@ func verifyEK(ders [][]byte, roots []*x509.Certificate, now time.Time) (*endorse
 	return verifyEKWith(ders, roots, now, (*x509.Certificate).CheckSignatureFrom)
 }
 
-// verifyEKWith is verifyEK with the one function that takes time: it says whether issuer's key
-// signed c and may sign certificates.
+// verifyEKWith is verifyEK with a parameter for the slow function: signed reports whether issuer's
+// key signed c and may sign certificates.
 //
-// crypto/x509 would try every issuer whose name fits, in every order, up to 100 signatures. Here
-// the certificates are taken in the order sent, all checks that cost nothing come first, and
-// signatures are checked from the root downwards: a peer that has no certificate of a root's
-// costs one check for each root of that name, and the first that fails is the last.
+// crypto/x509 would try every issuer with a matching name, in every order, up to 100 signatures.
+// This function takes the certificates in the order sent, makes all cheap checks first, and checks
+// signatures from the root downwards. So a peer without a certificate of a root costs one check for
+// each root of that name, and the first failed check is the last one.
 func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signed func(c, issuer *x509.Certificate) error) (*endorsement, error) {
 	certs := make([]*x509.Certificate, len(ders))
 	for i, der := range ders {
@@ -84,8 +84,8 @@ func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signe
 	if err := handleSAN(leaf); err != nil {
 		return nil, refuse(badEK, "the EK certificate's subject alternative name: %w", err)
 	}
-	// What follows the first certificate that names a root is of no use: a policy may list
-	// an issuer that is no root, and machines send what their TPM stores.
+	// Certificates after the first one that names a root are not needed: a policy may list an
+	// issuer that is not self-signed, and machines send all certificates that their TPM stores.
 	last := slices.IndexFunc(certs, func(c *x509.Certificate) bool {
 		return slices.ContainsFunc(roots, func(r *x509.Certificate) bool { return named(r, c) })
 	})
@@ -127,8 +127,8 @@ func verifyEKWith(ders [][]byte, roots []*x509.Certificate, now time.Time, signe
 	return &endorsement{cert: leaf, chain: slices.Concat(certs, []*x509.Certificate{root}), root: root}, nil
 }
 
-// rootOf returns the first root that c names as its issuer and that check accepts. Vendors have
-// several roots of one name.
+// rootOf returns the first root that c names as its issuer and that check accepts. Some vendors
+// have several roots of one name.
 func rootOf(c *x509.Certificate, roots []*x509.Certificate, check func(*x509.Certificate) error) (*x509.Certificate, error) {
 	var errs []error
 	for _, r := range roots {
@@ -144,11 +144,11 @@ func rootOf(c *x509.Certificate, roots []*x509.Certificate, check func(*x509.Cer
 	return nil, errors.Join(errs...)
 }
 
-// named says whether c names issuer as its own (RFC 5280, 6.1.3 (a)(4)).
+// named reports whether c names issuer as its issuer (RFC 5280, 6.1.3 (a)(4)).
 func named(issuer, c *x509.Certificate) bool { return bytes.Equal(issuer.RawSubject, c.RawIssuer) }
 
-// checkKey accepts RSA keys of 2048 to 4096 bits, and P-256 and P-384. A root's key is the owner's
-// choice and not restricted: some vendors have roots on P-521.
+// checkKey accepts RSA keys of 2048 to 4096 bits, P-256 and P-384. The owner chooses the roots, so
+// their keys are not restricted: some vendors have roots on P-521.
 func checkKey(key any) error {
 	switch k := key.(type) {
 	case *rsa.PublicKey:
@@ -165,8 +165,7 @@ func checkKey(key any) error {
 	return errors.New("its key is neither RSA nor ECDSA")
 }
 
-// checkUse applies what holds for every certificate of a path: RFC 5280, 6.1.3 (a)(2) and
-// 6.1.4 (o).
+// checkUse makes the checks for every certificate of a path: RFC 5280, 6.1.3 (a)(2) and 6.1.4 (o).
 func checkUse(c *x509.Certificate, now time.Time) error {
 	switch {
 	case now.Before(c.NotBefore) || now.After(c.NotAfter):
@@ -177,8 +176,8 @@ func checkUse(c *x509.Certificate, now time.Time) error {
 	return nil
 }
 
-// checkIssuer applies what holds for an issuer with that many others between it and the
-// EK certificate: RFC 5280, 6.1.4 (k), (l) and (m). Its key usage (n) is checked with its signature.
+// checkIssuer makes the checks for an issuer with `below` other issuers between it and the EK
+// certificate: RFC 5280, 6.1.4 (k), (l) and (m). Its key usage (n) is checked with its signature.
 func checkIssuer(c *x509.Certificate, below int) error {
 	switch {
 	case !c.BasicConstraintsValid || !c.IsCA:
@@ -191,15 +190,16 @@ func checkIssuer(c *x509.Certificate, below int) error {
 	return nil
 }
 
-// mayIssueEKs applies an issuer's extended key usages, if it has any, to those below it.
+// mayIssueEKs checks an issuer's extended key usages, if it has any, which apply to the
+// certificates below it.
 func mayIssueEKs(c *x509.Certificate) bool {
 	return len(c.ExtKeyUsage)+len(c.UnknownExtKeyUsage) == 0 ||
 		slices.Contains(c.ExtKeyUsage, x509.ExtKeyUsageAny) ||
 		slices.ContainsFunc(c.UnknownExtKeyUsage, oidEKCertificate.Equal)
 }
 
-// handleSAN parses the subject alternative name where it is critical and crypto/x509 does
-// not know it, and then takes exactly that one off the list of unhandled extensions.
+// handleSAN parses the subject alternative name if it is critical and crypto/x509 does not know it,
+// and then removes exactly that extension from the list of unhandled ones.
 func handleSAN(c *x509.Certificate) error {
 	i := slices.IndexFunc(c.UnhandledCriticalExtensions, oidSubjectAltName.Equal)
 	if i < 0 {
@@ -217,12 +217,12 @@ func handleSAN(c *x509.Certificate) error {
 	return errors.New("is not there")
 }
 
-// TPMName is what the subject alternative name of an EK certificate says about the TPM
-// (TCG EK Credential Profile, 3.2.9).
+// TPMName is the TPM's description in the subject alternative name of an EK certificate (TCG EK
+// Credential Profile, 3.2.9).
 type TPMName struct {
 	// Manufacturer is "id:" and eight hexadecimal digits (TCG TPM Vendor ID Registry).
 	Manufacturer string
-	// Model is the manufacturer's name of the part.
+	// Model is the manufacturer's name of the product.
 	Model string
 	// Version is "id:" and the firmware version in hexadecimal digits.
 	Version string
@@ -230,8 +230,8 @@ type TPMName struct {
 
 const maxNameAttribute = 64 // characters
 
-// ParseTPMName parses the value of a subject alternative name extension (RFC 5280,
-// 4.2.1.6) that has one directoryName with exactly one manufacturer, model and version.
+// ParseTPMName parses the value of a subject alternative name extension (RFC 5280, 4.2.1.6) that
+// has one directoryName with exactly one manufacturer, model and version.
 func ParseTPMName(der []byte) (TPMName, error) {
 	var names []asn1.RawValue
 	if rest, err := asn1.Unmarshal(der, &names); err != nil || len(rest) > 0 {
@@ -257,7 +257,8 @@ func ParseTPMName(der []byte) (TPMName, error) {
 	return out, nil
 }
 
-// parse reads an RDNSequence. Some vendors put the three into one set, some into three.
+// parse reads an RDNSequence. Some vendors put the three attributes into one set, others into three
+// sets.
 func (n *TPMName) parse(der []byte) error {
 	var sets []asn1.RawValue
 	if rest, err := asn1.Unmarshal(der, &sets); err != nil || len(rest) > 0 {

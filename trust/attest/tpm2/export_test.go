@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Waiting tells how many statements wait for the next quote.
+// Waiting returns how many statements wait for the next quote.
 func Waiting(a *Attester) int {
 	a.mu.Lock()
 	defer a.mu.Unlock()

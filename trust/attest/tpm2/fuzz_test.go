@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// refusals are the reasons that a verifier may have.
+// refusals are the reasons that a verifier may return.
 var refusals = map[attestv1.Reason]bool{malformed: true, badSig: true, badAK: true, badBinding: true, badEK: true, badReplay: true}
 
 func FuzzEvidence(f *testing.F) {
@@ -82,7 +82,7 @@ func FuzzQuote(f *testing.F) {
 	})
 }
 
-// FuzzCertificate gives the verifier arbitrary EK certificates.
+// FuzzCertificate passes arbitrary EK certificates to the verifier.
 func FuzzCertificate(f *testing.F) {
 	ca := attesttest.NewCA(f).Intermediate(f, nil)
 	v := attesttest.Verifier(f, ca)

@@ -12,8 +12,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// TestOneTPMIsOneMachine shows one TPM by each of its endorsement keys and each kind of attestation key to a
-// policy that knows it by one of them (A8).
+// TestOneTPMIsOneMachine presents one TPM by each of its endorsement keys and each kind of
+// attestation key to a policy that lists it by one of them (A8).
 func TestOneTPMIsOneMachine(t *testing.T) {
 	ca, otherCA := attesttest.NewCA(t), attesttest.NewCA(t)
 	known := attesttest.NewMachine(t, ca, attesttest.Options{})

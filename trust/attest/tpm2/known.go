@@ -7,20 +7,19 @@ import (
 	"time"
 )
 
-// pairLifetime is how long it is believed, without being shown again, that an AK lives in
-// the TPM of an EK.
+// pairLifetime is how long the proof that an AK and an EK are in one TPM is remembered.
 const pairLifetime = 24 * time.Hour
 
-// pair names an EK public key and an AK name.
+// pair identifies an EK public key and an AK name.
 type pair [sha256.Size]byte
 
 func pairOf(ekSPKI, akName []byte) pair {
-	ek := sha256.Sum256(ekSPKI) // fixed length, so that the parts cannot shift
+	ek := sha256.Sum256(ekSPKI) // fixed length, so the boundary between the parts is unambiguous
 	return sha256.Sum256(append(ek[:], akName...))
 }
 
-// pairs remembers which AK was shown to belong to which EK. Nothing else is remembered:
-// chain, ban and policy are judged anew for each evidence.
+// pairs stores which AKs have proven to be in the TPM of which EK. Nothing else is stored: chain,
+// ban and policy are checked again for each evidence.
 type pairs struct {
 	mu    sync.Mutex
 	max   int
@@ -43,7 +42,7 @@ func (p *pairs) has(k pair, now time.Time) bool {
 		return false
 	}
 	if r := e.Value.(remembered); now.Before(r.until) && now.After(r.until.Add(-pairLifetime-time.Minute)) {
-		return true // a clock that was set back doesn't prolong it
+		return true // a clock that was set back does not prolong it
 	}
 	p.drop(e)
 	return false

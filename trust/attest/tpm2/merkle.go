@@ -28,7 +28,7 @@ func node(left, right digest) digest {
 	return sha256.Sum256(append(b, right[:]...))
 }
 
-// split gives the largest power of two below n, for n > 1.
+// split returns the largest power of two below n, for n > 1.
 func split(n int) int { return 1 << (bits.Len(uint(n-1)) - 1) }
 
 func root(leaves []digest) digest {
@@ -39,7 +39,7 @@ func root(leaves []digest) digest {
 	return node(root(leaves[:k]), root(leaves[k:]))
 }
 
-// path gives the siblings from leaf i up to the root.
+// path returns the siblings on the way from leaf i to the root.
 func path(leaves []digest, i int) []digest {
 	if len(leaves) == 1 {
 		return nil
@@ -51,13 +51,14 @@ func path(leaves []digest, i int) []digest {
 	return append(path(leaves[k:], i-k), root(leaves[:k]))
 }
 
-// rootFrom gives the root that a leaf, its index and its path lead to; false if no tree
-// has such a path. The number of leaves is not sent, and need not be: index and length of
-// the path give each sibling's side. From the bottom up, a 1 bit of the index means a left
-// sibling and a 0 bit a right one, until the node is the last of its level; from there on
-// only left siblings follow, one for each 1 bit, so that is where as many hashes are left
-// as 1 bits. (So the last leaf of a tree may also call itself by the index that it has in a
-// smaller one. Nothing rests on the index: the verifier starts from its own statement.)
+// rootFrom returns the root that follows from a leaf, its index and its path, and false if no tree
+// has such a path. The number of leaves is not sent, because index and path length determine the
+// side of each sibling. From the bottom up, a 1 bit of the index means a left sibling and a 0 bit a
+// right one, until the node is the last of its level. After that there are only left siblings, one
+// for each 1 bit. So this begins where the number of remaining hashes equals the number of
+// remaining 1 bits. (Therefore the last leaf of a tree may also use the index that it has in a
+// smaller tree. This is harmless: the verifier starts from its own statement, and nothing depends
+// on the index.)
 func rootFrom(l digest, index uint32, siblings []digest) (digest, bool) {
 	if index >= maxLeaves || len(siblings) > maxPath {
 		return digest{}, false

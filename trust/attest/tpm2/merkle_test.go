@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// TestTreesOfTheVectors reads what a second, independent program computed.
+// TestTreesOfTheVectors reads results of a second, independent program.
 func TestTreesOfTheVectors(t *testing.T) {
 	raw, err := os.ReadFile("../../atls/testdata/vectors.json")
 	if err != nil {
@@ -83,7 +83,7 @@ func TestEveryLeafLeadsToTheRoot(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 100, 511, 513, 1000, 1023, 1024} {
 		leaves := leavesOf(n)
 		want := root(leaves)
-		step := 1 + n/50 // each of a small tree, and of a large one every step-th and the last
+		step := 1 + n/50 // every leaf of a small tree; of a large one every step-th leaf and the last
 		for i := n - 1; i >= 0; i -= step {
 			p := path(leaves, i)
 			if len(p) > maxPath {
@@ -112,7 +112,8 @@ func TestNoOtherStatementOrPathLeadsToTheRoot(t *testing.T) {
 			if got, ok := rootFrom(leaves[i], uint32(i), changed); ok && got == want {
 				t.Fatal("another path leads to the root")
 			}
-			// A node is no leaf: a shorter path from an inner node needs another prefix.
+			// A node is not a leaf: an inner node has another prefix, so a path that starts from it
+			// fails.
 			if got, ok := rootFrom(leaves[i], uint32(i), p[:len(p)-1]); ok && got == want {
 				t.Fatal("a shorter path leads to the root")
 			}

@@ -75,7 +75,7 @@ func san(der []byte, critical bool) attesttest.Tamper {
 	})
 }
 
-// resign lets a key sign that is not the AK.
+// resign signs with another key than the AK.
 func resign(change func([]byte) []byte) attesttest.Tamper {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -112,7 +112,7 @@ func eccParms(change func(*gotpm.TPMSECCParms)) attesttest.Tamper {
 
 var sha256Alg, sha384Alg, sha1Alg gotpm.TPMIAlgHash = gotpm.TPMAlgSHA256, gotpm.TPMAlgSHA384, gotpm.TPMAlgSHA1
 
-// catalogue is the negative catalogue of quotes, keys and event logs.
+// catalogue lists the negative tests of quotes, keys and event logs.
 var catalogue = map[string]map[string]refused{
 	"quote": {
 		"without extraData":        {attested(func(a *gotpm.TPMSAttest) { a.ExtraData.Buffer = nil }), badBinding},
@@ -172,7 +172,7 @@ var catalogue = map[string]map[string]refused{
 		"of bank 0":                   {evidence(func(e *attestv1.Tpm2Evidence) { e.Bank = 0 }), malformed},
 		"of a bank beyond 16 bits":    {evidence(func(e *attestv1.Tpm2Evidence) { e.Bank = 0x1000B }), malformed},
 		"of an unsigned other bank":   {evidence(func(e *attestv1.Tpm2Evidence) { e.Bank = 0x000C; e.Pcrs = pcrsOf(48) }), malformed},
-		"of a bank nobody knows":      {evidence(func(e *attestv1.Tpm2Evidence) { e.Bank = 0x0012 }), malformed},
+		"of an unknown bank":          {evidence(func(e *attestv1.Tpm2Evidence) { e.Bank = 0x0012 }), malformed},
 		"of a bank that is signed of": {evidence(func(e *attestv1.Tpm2Evidence) { e.Pcrs = pcrsOf(32) }), badSig},
 	},
 	"tree": {
@@ -310,7 +310,8 @@ func TestEvidenceThatIsRefused(t *testing.T) {
 	}
 }
 
-// TestTheSameMachineUntampered shows that the catalogue is refused for what was changed.
+// TestTheSameMachineUntampered shows that each case of the catalogue is refused only because of its
+// change.
 func TestTheSameMachineUntampered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})

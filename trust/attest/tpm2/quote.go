@@ -22,12 +22,12 @@ import (
 
 // Limits of attest.proto, in bytes unless said otherwise.
 const (
-	maxCertificates = 4 // certificates: what the longest chain in a TPM has, Intel's on-die authorities
+	maxCertificates = 4 // certificates: the longest chain in a TPM, that of Intel's on-die authorities
 	maxCertificate  = 8 << 10
 	maxStructure    = 1 << 10 // TPMT_PUBLIC, TPMS_ATTEST, TPMT_SIGNATURE
 )
 
-// refuse keeps call sites short enough to read as a list of checks.
+// refuse shortens the calls, so that they read as a list of checks.
 func refuse(r attestv1.Reason, format string, args ...any) error {
 	return attest.Refuse(r, format, args...)
 }
@@ -76,7 +76,7 @@ func checkSizes(e *attestv1.Tpm2Evidence) error {
 	return nil
 }
 
-// akPrefix is the marshalled template up to its unique part, by kind of key.
+// akPrefix is the marshaled template up to its unique part, by kind of key.
 var (
 	akPrefixECC = templatePrefix(tpm.AKTemplate(false), 4) // two empty TPM2Bs
 	akPrefixRSA = templatePrefix(tpm.AKTemplate(true), 2)  // one
@@ -87,7 +87,7 @@ func templatePrefix(t gotpm.TPMTPublic, unique int) []byte {
 	return b[:len(b)-unique]
 }
 
-// AttestationKey is a public key whose whole public area is that of the template.
+// AttestationKey is a public key whose public area equals the template except for the key itself.
 type AttestationKey struct {
 	// Key is an *ecdsa.PublicKey on P-256 or an *rsa.PublicKey of 2048 bits.
 	Key crypto.PublicKey
@@ -103,8 +103,8 @@ func (ak AttestationKey) kind() attest.AKKind {
 	return attest.AKRSA
 }
 
-// ParseAttestationKey reads a TPMT_PUBLIC and compares all of it but the key itself with
-// the template. The refusal is AK_TEMPLATE, or EVIDENCE_MALFORMED if it is no public area.
+// ParseAttestationKey reads a TPMT_PUBLIC and compares everything except the key itself with the
+// template. The refusal is AK_TEMPLATE, or EVIDENCE_MALFORMED if it is not a public area.
 func ParseAttestationKey(public []byte) (AttestationKey, error) {
 	sum := sha256.Sum256(public)
 	ak := AttestationKey{Name: append([]byte{0x00, 0x0B}, sum[:]...)}
@@ -141,7 +141,7 @@ func ParseAttestationKey(public []byte) (AttestationKey, error) {
 	return AttestationKey{}, refuse(badAK, "the AK's public area differs from the template: %s", describe(t))
 }
 
-// describe names the first difference to the template, for our own log.
+// describe names the first difference from the template, for our own log.
 func describe(t *gotpm.TPMTPublic) string {
 	want := tpm.AKTemplate(t.Type == gotpm.TPMAlgRSA)
 	switch {
@@ -155,15 +155,15 @@ func describe(t *gotpm.TPMTPublic) string {
 	return "algorithm parameters"
 }
 
-// Quoted is what a quote says, once its signature was checked.
+// Quoted is the content of a quote whose signature was checked.
 type Quoted struct {
 	// Clock, ResetCount, RestartCount and Safe are TPMS_CLOCK_INFO.
 	Clock                    time.Duration
 	ResetCount, RestartCount uint32
 	Safe                     bool
-	// FirmwareVersion is the TPM's.
+	// FirmwareVersion is the firmware version of the TPM.
 	FirmwareVersion uint64
-	// PCRs are PCR 0 to 15: their digest is the one that was signed.
+	// PCRs are PCR 0 to 15. The signed digest is the digest of these values.
 	PCRs [tpm.PCRCount][]byte
 }
 
@@ -177,10 +177,10 @@ const (
 	pcr0to15      = "\xFF\xFF\x00" // PCR 0 to 15 of 24
 )
 
-// VerifyQuote checks a quote by a primary key of the endorsement hierarchy: its signature,
-// that it is a quote of exactly PCR 0 to 15 of the bank, extraData, and that the
-// PCR values are those that were signed. It does not ask whose key it is: that is
-// [Verifier]'s part, and a quote alone proves nothing.
+// VerifyQuote checks a quote by a primary key of the endorsement hierarchy: its signature, that it
+// is a quote of exactly PCR 0 to 15 of the bank, extraData, and that the signed digest is that of
+// the PCR values. It does not check which TPM the key belongs to: [Verifier] does, and a quote
+// alone proves nothing.
 func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte) (*Quoted, error) {
 	if err := verifySignature(ak.Key, e.GetAttest(), e.GetSignature()); err != nil {
 		return nil, err
@@ -205,8 +205,8 @@ func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte
 	q.Safe = safe == 1
 	q.Clock = time.Duration(min(clock, uint64(math.MaxInt64/time.Millisecond))) * time.Millisecond
 
-	// The hierarchy is in the qualified name only. Another one than endorsement would
-	// scramble the counters.
+	// The hierarchy is only in the qualified name. In another hierarchy than endorsement the TPM
+	// would obfuscate the counters.
 	qualified := sha256.Sum256(append([]byte(rhEndorsement), ak.Name...))
 	if !bytes.Equal(signer, append([]byte{0x00, 0x0B}, qualified[:]...)) {
 		return nil, refuse(badAK, "the signing key is no primary key of the endorsement hierarchy")
@@ -217,13 +217,13 @@ func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte
 	if selections != 1 || uint32(hash) != e.GetBank() || string(selected) != pcr0to15 {
 		return nil, refuse(malformed, "the quote selects %d banks, 0x%04x: %x; want PCR 0 to 15 of bank 0x%04x", selections, hash, selected, e.GetBank())
 	}
-	// Part 3, 18.4: the digest's hash is that of the signing scheme, SHA-256 for both
-	// templates, whatever the bank.
+	// Part 3, 18.4: the digest's hash is that of the signing scheme, SHA-256 for both templates,
+	// for every bank.
 	if sum := sha256.Sum256(bytes.Join(e.GetPcrs(), nil)); !bytes.Equal(sum[:], pcrDigest) {
 		return nil, refuse(badSig, "the PCR values sent are not those that were signed")
 	}
 	for i, v := range e.GetPcrs() {
-		q.PCRs[i] = bytes.Clone(v) // A2: nothing but these leaves this function
+		q.PCRs[i] = bytes.Clone(v) // A2: no other PCR values leave this function
 	}
 	return q, nil
 }

@@ -2,9 +2,9 @@ package tpm2
 
 import "encoding/binary"
 
-// reader takes marshalled TPM structures apart: big-endian integers and buffers with a
-// length of two bytes before them. After the first read past the end every read gives
-// zero, and done says no.
+// reader parses marshaled TPM structures: big-endian integers, and buffers with a length of two
+// bytes before them. After the first read past the end every read returns zero, and done returns
+// false.
 type reader struct {
 	b      []byte
 	failed bool
@@ -35,5 +35,5 @@ func (r *reader) sized() []byte {
 	return r.take(n)
 }
 
-// done says whether exactly everything was read.
+// done reports whether all bytes were read and no read went past the end.
 func (r *reader) done() bool { return !r.failed && len(r.b) == 0 }

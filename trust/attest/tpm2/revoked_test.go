@@ -10,8 +10,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// What a verifier says of a chain is what a policy revokes: each of its keys and certificates, whichever authority
-// the policy lists as the root.
+// A policy can revoke every key and certificate of a chain that the verifier returns, whichever
+// authority the policy lists as the root.
 func TestARevokedAuthorityVouchesForNobody(t *testing.T) {
 	root := attesttest.NewCA(t)
 	upper := root.Intermediate(t, nil)
@@ -25,7 +25,7 @@ func TestARevokedAuthorityVouchesForNobody(t *testing.T) {
 	if len(chain) != 4 || chain[0].Key != claims.Machine() || chain[3].Key != sha256.Sum256(root.Root().RawSubjectPublicKeyInfo) {
 		t.Fatalf("chain %+v", chain)
 	}
-	judge := func(r *attestv1.Revoked, version string) error {
+	check := func(r *attestv1.Revoked, version string) error {
 		p, err := attest.ParsePolicy(attesttest.Policy(t, root, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
 			p.Tpm2.Revoked, p.Tpm2.EkRoots[0].MinFirmwareVersion = r, version
 		}))
@@ -35,24 +35,24 @@ func TestARevokedAuthorityVouchesForNobody(t *testing.T) {
 		_, err = p.Appraise(claims, attest.Unlocked())
 		return err
 	}
-	if err := judge(nil, attest.FormatFirmwareVersion(claims.FirmwareVersion())); err != nil {
+	if err := check(nil, attest.FormatFirmwareVersion(claims.FirmwareVersion())); err != nil {
 		t.Fatal(err)
 	}
-	if err := judge(nil, attest.FormatFirmwareVersion(claims.FirmwareVersion()+1)); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
+	if err := check(nil, attest.FormatFirmwareVersion(claims.FirmwareVersion()+1)); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED {
 		t.Errorf("firmware that is too old: %v", err)
 	}
 	for i, c := range chain {
-		if err := judge(&attestv1.Revoked{Keys: []string{hex.EncodeToString(c.Key[:])}}, ""); attest.ReasonOf(err) != badEK {
+		if err := check(&attestv1.Revoked{Keys: []string{hex.EncodeToString(c.Key[:])}}, ""); attest.ReasonOf(err) != badEK {
 			t.Errorf("key %d of the chain is revoked: %v", i, err)
 		}
 		if i+1 == len(chain) {
-			break // nobody issued the root
+			break // the root has no issuer
 		}
 		issuer := hex.EncodeToString(chain[i+1].Key[:])
-		if err := judge(&attestv1.Revoked{Certificates: []*attestv1.RevokedCertificate{{IssuerKey: issuer, Serial: c.Serial}}}, ""); attest.ReasonOf(err) != badEK {
+		if err := check(&attestv1.Revoked{Certificates: []*attestv1.RevokedCertificate{{IssuerKey: issuer, Serial: c.Serial}}}, ""); attest.ReasonOf(err) != badEK {
 			t.Errorf("certificate %d of the chain is revoked: %v", i, err)
 		}
-		if err := judge(&attestv1.Revoked{Certificates: []*attestv1.RevokedCertificate{{IssuerKey: issuer, Serial: c.Serial + "0"}}}, ""); err != nil {
+		if err := check(&attestv1.Revoked{Certificates: []*attestv1.RevokedCertificate{{IssuerKey: issuer, Serial: c.Serial + "0"}}}, ""); err != nil {
 			t.Errorf("another certificate of issuer %d is revoked: %v", i+1, err)
 		}
 	}

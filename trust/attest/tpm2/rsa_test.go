@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// rsaAK gives a machine an RSA attestation key, as a TPM without P-256 has it. sign makes its
+// rsaAK gives a machine an RSA attestation key, like a TPM without P-256. sign makes its
 // signatures.
 func rsaAK(public *rsa.PublicKey, sign func(message []byte) []byte) attesttest.Tamper {
 	return attesttest.Tamper{
@@ -31,7 +31,8 @@ func rsaAK(public *rsa.PublicKey, sign func(message []byte) []byte) attesttest.T
 	}
 }
 
-// rsaSignature marshals a TPMT_SIGNATURE by hand: some of those that tests need can't be marshalled otherwise.
+// rsaSignature marshals a TPMT_SIGNATURE by hand, because go-tpm cannot marshal some of the
+// signatures that tests need.
 func rsaSignature(scheme, hash uint16, sig []byte) []byte {
 	var b []byte
 	for _, v := range []uint16{scheme, hash, uint16(len(sig))} {

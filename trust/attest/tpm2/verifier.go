@@ -18,17 +18,16 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// VerifierConfig lists what a Verifier needs. All fields are required, but for
-// KnownPairs.
+// VerifierConfig configures a Verifier. All fields except KnownPairs are required.
 type VerifierConfig struct {
-	// Roots gives the certificates that vouch for endorsement keys. It is asked for each
-	// evidence anew, so that a changed policy takes effect at once. None: nobody is
-	// genuine (A3).
+	// Roots returns the root certificates for endorsement keys. It is called again for each
+	// evidence, so that a changed policy takes effect at once. Without roots no evidence is genuine
+	// (A3).
 	Roots func() []*x509.Certificate
-	// Now tells the time for certificates' validity and for forgetting known pairs.
+	// Now returns the time for certificates' validity and for the expiry of known pairs.
 	Now func() time.Time
-	// KnownPairs is how many pairs of EK and AK are remembered; 0 stands for 16,384,
-	// which takes about 3 MiB.
+	// KnownPairs is how many pairs of EK and AK are remembered; 0 means 16,384, which takes about 3
+	// MiB.
 	KnownPairs int
 }
 
@@ -39,10 +38,10 @@ type Verifier struct {
 	known *pairs
 }
 
-// NewVerifier returns a Verifier, or says which part of cfg is missing.
+// NewVerifier returns a Verifier. The error names the part of cfg that is missing.
 func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
 	if cfg.Roots == nil {
-		return nil, errors.New("tpm2: NewVerifier: Roots is missing: without roots nobody could be trusted")
+		return nil, errors.New("tpm2: NewVerifier: Roots is missing: without roots no evidence can be genuine")
 	}
 	if cfg.Now == nil {
 		return nil, errors.New("tpm2: NewVerifier: Now is missing: use time.Now")
@@ -105,10 +104,10 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 	return p, p.challengeFor(ek, ak)
 }
 
-// facts collects what was checked. It is the only place that makes [checked.Facts].
+// facts collects the checked values. It is the only function that makes [checked.Facts].
 func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek *endorsement) (*checked.Facts, error) {
 	bank := tpm.Bank(ev.GetTpm2().GetBank())
-	hash, _ := bank.Hash() // checkSizes knows it
+	hash, _ := bank.Hash() // checkSizes accepts known banks only
 	f := &checked.Facts{
 		Format:          attestv1.Format_FORMAT_TPM2,
 		Bank:            hash,
@@ -153,7 +152,7 @@ func shown(events []eventlog.Event) (out []checked.Event) {
 	return out
 }
 
-// pending is evidence whose quote checked out. It implements [attest.Pending].
+// pending is evidence whose quote is valid. It implements [attest.Pending].
 type pending struct {
 	verifier  *Verifier
 	facts     *checked.Facts
@@ -163,8 +162,8 @@ type pending struct {
 	secret    []byte
 }
 
-// challengeFor makes the credential that only the TPM with ek and ak opens
-// (TPM2_MakeCredential, Part 1, section 24).
+// challengeFor makes the credential that only the TPM with ek and ak can open (TPM2_MakeCredential,
+// Part 1, section 24).
 func (p *pending) challengeFor(ek *endorsement, ak AttestationKey) error {
 	key, err := tpm.EncapsulationKey(ek.cert.PublicKey)
 	if err != nil {
@@ -183,7 +182,7 @@ func (p *pending) challengeFor(ek *endorsement, ak AttestationKey) error {
 // Challenge implements [attest.Pending].
 func (p *pending) Challenge() *attestv1.Challenge { return p.challenge }
 
-// Complete implements [attest.Pending]. The refusal is ACTIVATION_FAILED; after one, every
+// Complete implements [attest.Pending]. The refusal is ACTIVATION_FAILED; after a refusal every
 // further call is refused too.
 func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 	if p.challenge == nil {
@@ -204,8 +203,8 @@ func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 	return attest.NewClaims(checked.Seal(*p.facts)), nil
 }
 
-// ActivationMAC answers a challenge: HMAC-SHA256(secret, "muster-atls/1 activation" ||
-// 0x00 || binding). Bound to the session, it is worth nothing in another one.
+// ActivationMAC answers a challenge: HMAC-SHA256(secret, "muster-atls/1 activation" || 0x00 ||
+// binding). It is bound to the session, and so useless in another one.
 func ActivationMAC(secret []byte, b attest.Binding) []byte {
 	m := hmac.New(sha256.New, secret)
 	m.Write([]byte("muster-atls/1 activation\x00"))

@@ -20,7 +20,7 @@ import (
 
 const tpmFormat = attestv1.Format_FORMAT_TPM2
 
-// begin takes evidence as far as the challenge.
+// begin verifies evidence up to the challenge.
 func begin(t testing.TB, m *attesttest.Machine, v *tpm2.Verifier, b attest.Binding) attest.Pending {
 	t.Helper()
 	ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
@@ -61,7 +61,7 @@ func TestAQuoteIsForItsSessionAndPurposeAlone(t *testing.T) {
 					reason = attestv1.Reason_REASON_ACCEPTED
 				}
 				if attest.ReasonOf(err) != reason {
-					t.Errorf("made for %s, judged as %s with binding %x: %v", made, want, b[0], err)
+					t.Errorf("made for %s, verified as %s with binding %x: %v", made, want, b[0], err)
 				}
 			}
 		}
@@ -113,7 +113,7 @@ func TestActivation(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	})
-	t.Run("an answer that nobody asked for is refused", func(t *testing.T) {
+	t.Run("an answer without a challenge is refused", func(t *testing.T) {
 		v := attesttest.Verifier(t, ca)
 		p := begin(t, m, v, here)
 		if _, err := p.Complete(respond(t, m, p, here)); err != nil {
@@ -175,7 +175,7 @@ func TestKnownPairs(t *testing.T) {
 	if err != nil || c.Machine() != m.ID() {
 		t.Errorf("claims of a known pair: %v", err)
 	}
-	// Whoever has captured m's EK certificate shows it beside an AK of their own.
+	// An attacker who has captured m's EK certificate presents it with another AK.
 	t.Run("another AK beside a known EK is challenged", func(t *testing.T) {
 		thief := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: withCertificatesOf(t, m)})
 		if known(thief) {
@@ -198,7 +198,7 @@ func TestKnownPairs(t *testing.T) {
 			t.Error("the AK alone was taken for the pair")
 		}
 	})
-	t.Run("a known pair is judged by the roots of now", func(t *testing.T) {
+	t.Run("a known pair is checked against the current roots", func(t *testing.T) {
 		roots = attesttest.NewCA(t).Roots()
 		defer func() { roots = ca.Roots() }()
 		b := attest.Binding{5}
@@ -281,7 +281,7 @@ func TestChain(t *testing.T) {
 		"issued by the root":               {ca: root, want: attestv1.Reason_REASON_ACCEPTED},
 		"three issuers":                    {ca: deep, want: attestv1.Reason_REASON_ACCEPTED},
 		"four issuers":                     {ca: deep.Intermediate(t, nil), want: malformed},
-		"a certificate that nobody needs":  {ca: root, tamper: func(e *attestv1.Tpm2Evidence) { e.EkCertificates = append(e.EkCertificates, root.Root().Raw) }, want: attestv1.Reason_REASON_ACCEPTED},
+		"a certificate that is not needed": {ca: root, tamper: func(e *attestv1.Tpm2Evidence) { e.EkCertificates = append(e.EkCertificates, root.Root().Raw) }, want: attestv1.Reason_REASON_ACCEPTED},
 		"another root":                     {ca: attesttest.NewCA(t), want: badEK},
 		"another root that sends itself":   {ca: foreign, tamper: func(e *attestv1.Tpm2Evidence) { e.EkCertificates = append(e.EkCertificates, foreign.Root().Raw) }, want: badEK},
 		"a missing issuer":                 {ca: change(nil), tamper: func(e *attestv1.Tpm2Evidence) { e.EkCertificates = e.EkCertificates[:1] }, want: badEK},

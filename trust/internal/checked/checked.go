@@ -1,9 +1,10 @@
 // Package checked holds the only way to make claims and peers.
 //
-// It can be imported inside the module trust alone. Its types can still be had elsewhere, since a generic function infers them
-// from the arguments of those that take them; so those take a [Sealed], whose content only [Seal] sets, and a zero one says
-// nothing. Values that a policy is compared with come from a verifier of this module, then (A2), as long as
-// nobody uses package unsafe.
+// Only the module trust can import it. Other modules can still obtain its types, because a generic
+// function infers them from the parameters of exported functions. Therefore those functions take a
+// [Sealed], whose content only [Seal] can set; a zero Sealed has no content. So the values that a
+// policy is compared with come from a verifier of this module (A2), unless a program uses package
+// unsafe.
 package checked
 
 import (
@@ -14,18 +15,18 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// Sealed holds what a package of this module vouches for. The zero value holds nothing.
+// Sealed holds a value that a package of this module has checked. The zero value holds nothing.
 type Sealed[T any] struct{ content *T }
 
 // Seal returns v, sealed.
 func Seal[T any](v T) Sealed[T] { return Sealed[T]{content: &v} }
 
-// Open returns the content; nil of the zero value.
+// Open returns the content, or nil for the zero value.
 func Open[T any](s Sealed[T]) *T { return s.content }
 
-// Facts is what a verifier has checked: every field is covered by the signature
-// of a quote over this session's statement, by a certificate that leads to a trusted
-// root, or by a computation over such values. SignedPolicy alone is as presented.
+// Facts holds the values that a verifier has checked. Every field is covered by the signature of a
+// quote over this session's statement, by a certificate that chains to a trusted root, or by a
+// computation over such values. Only SignedPolicy is not checked.
 type Facts struct {
 	_ [0]func() // keeps an unnamed struct from being assignable
 
@@ -36,15 +37,15 @@ type Facts struct {
 	PCRs [16][]byte
 	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER.
 	EKPublic []byte
-	// EKKind is the kind of the endorsement key, as [attest.EKKind] has it.
+	// EKKind is the kind of the endorsement key, as in [attest.EKKind].
 	EKKind string
-	// EKRoot is the root certificate that vouches for the EK.
+	// EKRoot is the root certificate to which the EK certificate chains.
 	EKRoot *x509.Certificate
-	// EKChain are the certificates from the endorsement key's to EKRoot.
+	// EKChain has the certificates from the endorsement key's to EKRoot.
 	EKChain []Certificate
 	// AKName is the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 	AKName []byte
-	// AKKind is the kind of the attestation key, as [attest.AKKind] has it.
+	// AKKind is the kind of the attestation key, as in [attest.AKKind].
 	AKKind string
 	// ResetCount, RestartCount, Clock and Safe are TPMS_CLOCK_INFO of the quote.
 	ResetCount, RestartCount uint32
@@ -54,19 +55,19 @@ type Facts struct {
 	FirmwareVersion uint64
 	// Events are the entries of the event log, if one was sent; they replay to PCRs.
 	Events []Event
-	// Firmware is what the log says of the firmware; nil without a log, or if FirmwareErr is not: then it says nothing that could
-	// be believed.
+	// Firmware is the firmware's part of the log. It is nil without a log, or if FirmwareErr is
+	// set: then no part of the log can be trusted.
 	Firmware    *Firmware
 	FirmwareErr error
-	// SignedPolicy is what a joinservice presents; its signature is not checked here.
+	// SignedPolicy is the policy that a joinservice presents; its signature is not checked here.
 	SignedPolicy *attestv1.SignedPolicy
 }
 
-// Firmware is what a replayed event log says of the time before the boot loader.
+// Firmware is the part of a replayed event log that precedes the boot loader.
 type Firmware struct {
-	// Drivers and DriverConfig are what was measured into PCR 2 and 3, but for the separators.
+	// Drivers and DriverConfig are the measurements into PCR 2 and 3, except the separators.
 	Drivers, DriverConfig []Event
-	// SecureBoot says whether Secure Boot was on.
+	// SecureBoot reports whether Secure Boot was on.
 	SecureBoot bool
 	// Keys has the digests of the UEFI variables PK, KEK, db and dbx, by these names.
 	Keys map[string][]byte
@@ -78,16 +79,16 @@ type Event struct {
 	PCR int
 	// Type is the event's type by its name in the TCG specification.
 	Type string
-	// Digest is what was extended, in the quoted bank.
+	// Digest is the extended value, in the quoted bank.
 	Digest []byte
-	// Text is the event's data for people, at most 256 printable characters. What it
-	// says need not be what Digest covers.
+	// Text is the event's data in readable form, at most 256 printable characters. It need not be
+	// the data that Digest covers.
 	Text string
 }
 
-// Certificate is what tells one certificate of a chain from others.
+// Certificate identifies one certificate of a chain.
 type Certificate struct {
-	// Subject is its subject, for people (RFC 4514).
+	// Subject is its subject, for display (RFC 4514).
 	Subject string
 	// Key is SHA-256 of its SubjectPublicKeyInfo in DER.
 	Key [32]byte
@@ -95,7 +96,7 @@ type Certificate struct {
 	Serial string
 }
 
-// Evidence is what the connection that evidence came over knows of it.
+// Evidence is the data that the connection adds about evidence.
 type Evidence struct {
 	_ [0]func()
 
@@ -104,12 +105,12 @@ type Evidence struct {
 	Digest [32]byte
 }
 
-// Session is what the TLS session adds to the claims of its peer.
+// Session is the data that the TLS session adds to the claims of its peer.
 type Session struct {
 	_ [0]func()
 
 	// Purpose is the purpose that the peer's evidence was checked for.
 	Purpose string
-	// VerifiedAt is when the verdict fell.
+	// VerifiedAt is the time of the verdict.
 	VerifiedAt time.Time
 }

@@ -19,9 +19,9 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Contract checks what callers of a TPM rely on. Every [tpm.Device] passes it: the
-// simulator, swtpm, and the software one that mints evidence in attesttest, so that
-// none of them drifts into fiction. open is called once.
+// Contract checks the behavior that callers of a TPM rely on. Every [tpm.Device] passes it: the
+// simulator, swtpm, and the software TPM of attesttest, so that all of them behave like a real TPM.
+// open is called once.
 func Contract(t *testing.T, open func(testing.TB) tpm.Device) {
 	dev := open(t)
 	ctx := t.Context()
@@ -206,8 +206,8 @@ func contractActivation(t *testing.T, dev tpm.Device) {
 	}
 }
 
-// ekAndName returns the key to make credentials for, from the certificate alone, and
-// the attestation key's name.
+// ekAndName returns the key to make credentials for, from the certificate alone, and the
+// attestation key's name.
 func ekAndName(t testing.TB, dev tpm.Device) (gotpm.LabeledEncapsulationKey, []byte) {
 	t.Helper()
 	ek := must(dev.EndorsementKey(t.Context()))(t)
@@ -227,7 +227,7 @@ func credential(t testing.TB, ek gotpm.LabeledEncapsulationKey, name, secret []b
 	return blob, encrypted
 }
 
-// checkQuote is written from the specification, not with the verifier's code.
+// checkQuote follows the specification and uses none of the verifier's code.
 func checkQuote(t testing.TB, q tpm.Quote, nonce [32]byte) {
 	t.Helper()
 	attest, err := gotpm.Unmarshal[gotpm.TPMSAttest](q.Attest)

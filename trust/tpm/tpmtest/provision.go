@@ -10,9 +10,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// Provision does what a TPM's vendor does: it makes the endorsement key of a template,
-// has ca certify it, and stores the certificate in the NV index that the TCG EK
-// Credential Profile names for it, and its issuers from 0x01C00100 on.
+// Provision does the work of a TPM's vendor: it makes the endorsement key of a template, has ca
+// certify it, and stores the certificate in the NV index that the TCG EK Credential Profile assigns
+// to it, and its issuers from 0x01C00100 on.
 func Provision(t testing.TB, dev transport.TPM, ca *attesttest.CA, index uint32, template gotpm.TPMTPublic) {
 	t.Helper()
 	key := must(gotpm.CreatePrimary{
@@ -28,7 +28,7 @@ func Provision(t testing.TB, dev transport.TPM, ca *attesttest.CA, index uint32,
 	}
 }
 
-// WriteNV defines an NV index that everybody may read and fills it.
+// WriteNV defines an NV index that every caller may read, and fills it.
 func WriteNV(t testing.TB, dev transport.TPM, index uint32, data []byte) {
 	t.Helper()
 	owner := gotpm.AuthHandle{Handle: gotpm.TPMRHOwner, Auth: gotpm.PasswordAuth(nil)}

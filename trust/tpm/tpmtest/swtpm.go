@@ -1,5 +1,5 @@
-// Package tpmtest has the contract that every TPM of Muster's tests and machines
-// passes, and starts swtpm, a real TPM 2.0 in a process.
+// Package tpmtest has the contract test that every TPM of Muster's tests and machines passes, and
+// starts swtpm, a TPM 2.0 in a process.
 package tpmtest
 
 import (
@@ -50,8 +50,8 @@ func Banks(names string) Option { return func(e *Emulator) { e.banks = names } }
 // Bare leaves the endorsement keys without certificates, for [Provision].
 func Bare() Option { return func(e *Emulator) { e.bare = true } }
 
-// SWTPM makes a TPM with swtpm_setup and a certificate authority of its own, starts it
-// and ends it with the test. It fails the test if swtpm is not installed.
+// SWTPM makes a TPM with swtpm_setup and a certificate authority of its own, starts it, and stops
+// it when the test ends. It fails the test if swtpm is not installed.
 func SWTPM(t testing.TB, opts ...Option) *Emulator {
 	t.Helper()
 	for _, tool := range []string{"swtpm", "swtpm_setup", "swtpm_localca"} {
@@ -59,8 +59,8 @@ func SWTPM(t testing.TB, opts ...Option) *Emulator {
 			t.Fatalf("%v: install the packages swtpm and swtpm-tools", err)
 		}
 	}
-	// Not t.TempDir: its path grows with the test's name, and a unix socket's is limited
-	// to 107 bytes.
+	// Not t.TempDir: its path includes the test's name, and a unix socket's path is limited to 107
+	// bytes.
 	dir, err := os.MkdirTemp("", "swtpm")
 	if err != nil {
 		t.Fatal(err)
@@ -79,16 +79,16 @@ func SWTPM(t testing.TB, opts ...Option) *Emulator {
 // Open returns the TPM.
 func (e *Emulator) Open() *tpm.TPM { return tpm.Open(e.Socket, tpm.WithLock(e.Lock)) }
 
-// Restart switches the TPM off without a TPM2_Shutdown and on again: PCRs start anew and
-// resetCount goes up.
+// Restart switches the TPM off without a TPM2_Shutdown and on again: PCRs start at zero and
+// resetCount increases.
 func (e *Emulator) Restart() {
 	e.t.Helper()
 	e.stop()
 	e.start()
 }
 
-// Copy returns a TPM with a copy of this one's state as it is now, that was switched on: what somebody has who copies a virtual
-// machine. It ends with the test.
+// Copy returns a TPM with a copy of this one's current state, switched on: what an attacker gets by
+// copying a virtual machine. It stops when the test ends.
 func (e *Emulator) Copy() *Emulator {
 	e.t.Helper()
 	dir, err := os.MkdirTemp("", "swtpm")
@@ -159,13 +159,13 @@ func (e *Emulator) start() {
 	started, over := make(chan error), make(chan struct{})
 	go func() {
 		defer close(over)
-		// The signal comes when the thread ends that started the process, so that thread stays.
+		// The signal comes when the thread that started the process ends, so that thread stays.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
 		started <- err
 		if err == nil {
-			_ = cmd.Wait() // it is killed, and says so
+			_ = cmd.Wait() // it was killed, so this is an error
 		}
 	}()
 	if err := <-started; err != nil {
@@ -196,7 +196,7 @@ func (e *Emulator) stop() {
 	if e.proc == nil {
 		return
 	}
-	// One that has ended by itself was no TPM for as long as its test needed it.
+	// A process that ended by itself did not serve its test to the end.
 	if err := e.proc.Kill(); err != nil {
 		e.t.Errorf("end swtpm: %v", err)
 	}

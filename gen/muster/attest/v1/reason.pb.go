@@ -21,59 +21,59 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Reason is why something was refused. Metrics, logs and audit records use the
-// name without its prefix: POLICY_REFUSED.
+// Reason is the cause of a refusal. Metrics, logs and audit records use the name without
+// its prefix: POLICY_REFUSED.
 type Reason int32
 
 const (
-	// Never sent on purpose; a peer that sends it is treated as one that failed.
+	// Never sent on purpose; a peer that sends it is treated as failed.
 	Reason_REASON_UNSPECIFIED Reason = 0
 	// Nothing was refused.
 	Reason_REASON_ACCEPTED Reason = 1
-	// No evidence format that one side gives is accepted by the other.
+	// No evidence format of one side is accepted by the other.
 	Reason_REASON_FORMAT_NONE Reason = 10
 	// The peer offers no evidence, but must attest here.
 	Reason_REASON_PEER_WILL_NOT_ATTEST Reason = 11
-	// A frame is too long, malformed, unexpected, or came twice.
+	// A frame is too long, malformed, unexpected, or a duplicate.
 	Reason_REASON_FRAME_INVALID Reason = 12
-	// Evidence cannot be decoded or breaks a documented limit.
+	// Evidence cannot be decoded or exceeds a documented limit.
 	Reason_REASON_EVIDENCE_MALFORMED Reason = 13
 	// The quote was not made for this session, role or purpose.
 	Reason_REASON_BINDING_MISMATCH Reason = 14
 	// A signature does not verify.
 	Reason_REASON_SIGNATURE_INVALID Reason = 15
-	// The attestation key is not the one that the template gives.
+	// The attestation key does not have the template's properties.
 	Reason_REASON_AK_TEMPLATE Reason = 16
-	// No trusted root vouches for the endorsement key.
+	// The endorsement key's certificate does not chain to a trusted root.
 	Reason_REASON_EK_UNTRUSTED Reason = 17
 	// The AK is not in the TPM of the EK.
 	Reason_REASON_ACTIVATION_FAILED Reason = 18
-	// Replaying the event log does not lead to the quoted PCR values.
+	// The event log does not replay to the quoted PCR values.
 	Reason_REASON_EVENTLOG_REPLAY Reason = 19
-	// The TPM's clock or reset counter is behind what was seen before.
+	// The TPM's clock or reset counter is lower than a value seen before.
 	Reason_REASON_CLOCK_WENT_BACK Reason = 20
-	// The evidence is genuine, but the policy does not accept what it says.
+	// The evidence is genuine, but the policy does not accept its content.
 	Reason_REASON_POLICY_REFUSED Reason = 21
 	// The machine is banned.
 	Reason_REASON_BANNED Reason = 22
-	// Too many connections or requests at the moment: try again later.
+	// Too many connections or requests at the moment: retry later.
 	Reason_REASON_BUSY Reason = 23
 	// The peer or a resource did not answer in time.
 	Reason_REASON_DEADLINE Reason = 24
-	// A fault of ours; our log has the cause.
+	// An internal fault; our log has the cause.
 	Reason_REASON_INTERNAL Reason = 25
 	// This RPC is served over muster-atls/1 only.
 	Reason_REASON_SESSION_REQUIRED Reason = 26
 	// This RPC is served to attested peers only.
 	Reason_REASON_PEER_NOT_ATTESTED Reason = 27
-	// PCR 15 says that the machine belongs to another cluster.
+	// PCR 15 shows that the machine belongs to another cluster.
 	Reason_REASON_LOCK_FOREIGN Reason = 28
-	// The owner's signed policy does not list the machine as a control plane, so it may neither serve
-	// joinservice or kms nor get the cluster's CA keys.
+	// The owner's signed policy does not list the machine as a control plane, so it may
+	// neither serve joinservice or kms nor receive the cluster's CA keys.
 	Reason_REASON_SERVER_NOT_LISTED Reason = 29
 	// A field is missing, too long or otherwise wrong; the error's text names it.
 	Reason_REASON_REQUEST_INVALID Reason = 40
-	// The service cannot serve yet: try again later.
+	// The service cannot serve yet: retry later.
 	Reason_REASON_NOT_READY Reason = 41
 	// The policy does not parse or contradicts itself.
 	Reason_REASON_POLICY_INVALID Reason = 42
@@ -81,14 +81,14 @@ const (
 	Reason_REASON_POLICY_SIGNATURE Reason = 43
 	// The init secret is wrong.
 	Reason_REASON_INIT_SECRET_INVALID Reason = 60
-	// The secret is wrong, as others were before it. The right one is still admitted: of an init at any
-	// time, of a recovery once the retry_after that came with this has passed.
+	// The secret is wrong, like others before it. The right one is still accepted: for an
+	// init at any time, for a recovery once the retry_after of this refusal has passed.
 	Reason_REASON_TOO_MANY_ATTEMPTS Reason = 61
-	// The machine is or was taken by another init or a join.
+	// The machine is or was used by another init or a join.
 	Reason_REASON_NODE_LOCKED Reason = 62
-	// The machine's metadata allow no init.
+	// The machine's metadata do not allow an init.
 	Reason_REASON_INIT_NOT_ALLOWED Reason = 63
-	// A component's content does not have the SHA-256 that was asked for.
+	// A component's content does not have the required SHA-256.
 	Reason_REASON_COMPONENT_HASH Reason = 64
 	// A component's path is not allowed, or its archive leaves its folder.
 	Reason_REASON_COMPONENT_PATH Reason = 65
@@ -116,54 +116,54 @@ const (
 	Reason_REASON_NAME_MISMATCH Reason = 86
 	// A certificate request does not ask for exactly what its node may have.
 	Reason_REASON_CSR_INVALID Reason = 87
-	// An address is outside the policy's node CIDRs, or belongs to somebody else.
+	// An address is outside the policy's node CIDRs, or belongs to another machine.
 	Reason_REASON_ADDRESS_REFUSED Reason = 88
 	// The key service cannot be reached or does not answer.
 	Reason_REASON_KMS_UNAVAILABLE Reason = 89
-	// The Kubernetes API cannot be reached or refuses.
+	// The Kubernetes API cannot be reached or refuses the request.
 	Reason_REASON_API_UNAVAILABLE Reason = 90
 	// The audit record cannot be written, so nothing is issued.
 	Reason_REASON_AUDIT_UNAVAILABLE Reason = 91
-	// No such ticket, or not this machine's.
+	// The ticket does not exist, or belongs to another machine.
 	Reason_REASON_TICKET_UNKNOWN Reason = 92
 	// A ticket carries a file that is not on the allow-list.
 	Reason_REASON_TICKET_FILE Reason = 93
 	// A certificate was not issued in time.
 	Reason_REASON_CERTIFICATE_PENDING Reason = 94
-	// The last verdict on the machine is not recent enough for this, or was made under
-	// another policy than the one in force: the machine must attest again.
+	// The last verdict on the machine is not recent enough, or was made under another
+	// policy than the one in force: the machine must attest again.
 	Reason_REASON_VERDICT_OLD Reason = 95
-	// Another machine is about to become a control plane: one at a time may.
+	// Another machine is becoming a control plane: only one at a time may.
 	Reason_REASON_CONTROL_PLANE_BUSY Reason = 96
-	// The certificate was issued to whoever had the node's name before: the owner has
-	// given the name, or the machine, a new beginning since.
+	// The certificate was issued to an earlier machine of that node name, or before the
+	// owner enrolled the machine again.
 	Reason_REASON_CERTIFICATE_RETIRED Reason = 98
-	// The machine's TPM is enrolled already, as another machine: by another of its
+	// The machine's TPM is already enrolled as another machine, by another of its
 	// endorsement keys.
 	Reason_REASON_TPM_KNOWN Reason = 99
-	// The order for an administrator's certificate is not signed with the owner's key, or was
-	// changed since.
+	// The order for an administrator's certificate is not signed with the owner's key, or
+	// was changed after the signature.
 	Reason_REASON_OWNER_SIGNATURE Reason = 100
-	// The disk's salt was deleted, so its key can't be derived any more. A disk that is
+	// The disk's salt was deleted, so its key cannot be derived any more. A disk that is
 	// formatted again has another UUID, and another key.
 	Reason_REASON_DISK_ERASED Reason = 103
-	// A later boot of the machine is known, or this one with another secret: two machines have
-	// the same TPM state, or an older state was put back.
+	// A later boot of the machine is known, or this boot with another secret: two machines
+	// have the same TPM state, or an older state was restored.
 	Reason_REASON_MACHINE_CLONED Reason = 101
-	// The caller's service-account token is missing, expired or of somebody else.
+	// The caller's service-account token is missing, expired or of another account.
 	Reason_REASON_WORKLOAD_IDENTITY Reason = 110
 	// The caller's token belongs to a pod on another machine than the attested one.
 	Reason_REASON_WORKLOAD_NODE Reason = 111
 	// The root secret is not there or does not have the right form.
 	Reason_REASON_ROOT_SEALED Reason = 112
-	// By this machine's clock, a certificate that was made just now is not valid: its clock and
-	// the cluster's differ.
+	// By this machine's clock, a new certificate is not valid: its clock and the cluster's
+	// differ.
 	Reason_REASON_CLOCK_SKEW Reason = 120
-	// The key that follows from the root secret and the salt does not open the state disk.
+	// The key derived from the root secret and the salt does not open the state disk.
 	Reason_REASON_RECOVERY_SECRET_INVALID Reason = 130
-	// The state disk of a control plane is an older copy than its TPM's counter says, or its
-	// TPM has lost the counter: what the owner has decided since would be undone. Its owner
-	// accepts it, or restores the newest disk.
+	// The state disk of a control plane is an older copy than its TPM's counter shows, or
+	// its TPM has lost the counter: the owner's later decisions would be undone. The owner
+	// accepts the disk or restores the newest one.
 	Reason_REASON_CLUSTER_ROLLED_BACK Reason = 131
 )
 

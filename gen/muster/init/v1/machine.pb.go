@@ -23,11 +23,11 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Taker is who has taken a machine's node lock.
+// Taker is the operation that has taken a machine's node lock.
 type Taker int32
 
 const (
-	// Nobody has.
+	// None has.
 	Taker_TAKER_UNSPECIFIED Taker = 0
 	// An init or an adoption: the machine is the first of its cluster.
 	Taker_TAKER_INIT Taker = 1
@@ -76,7 +76,7 @@ func (Taker) EnumDescriptor() ([]byte, []int) {
 	return file_muster_init_v1_machine_proto_rawDescGZIP(), []int{0}
 }
 
-// GetStatusRequest asks for no more than there is.
+// GetStatusRequest is empty.
 type GetStatusRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -113,45 +113,48 @@ func (*GetStatusRequest) Descriptor() ([]byte, []int) {
 	return file_muster_init_v1_machine_proto_rawDescGZIP(), []int{0}
 }
 
-// GetStatusResponse is how a machine stands. The machine sets all of it where a comment
-// says nothing else; a caller ignores what it does not know.
+// GetStatusResponse is the state of a machine. The machine sets all of it unless a
+// comment says otherwise; a caller ignores fields that it does not know.
 type GetStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How far it got, as its journal says; in the initramfs the journal can't be read yet.
+	// The phase in its journal; in the initramfs the journal cannot be read yet.
 	Phase Phase `protobuf:"varint,1,opt,name=phase,proto3,enum=muster.init.v1.Phase" json:"phase,omitempty"`
-	// When it got there; missing while it waits and nothing was ever noted.
+	// When that phase was reached; missing while the machine waits and has recorded
+	// nothing.
 	Since *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=since,proto3" json:"since,omitempty"`
-	// What the machine's clock shows.
+	// The time of the machine's clock.
 	Now *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=now,proto3" json:"now,omitempty"`
-	// Who has taken the node lock.
+	// The operation that has taken the node lock.
 	Taker Taker `protobuf:"varint,4,opt,name=taker,proto3,enum=muster.init.v1.Taker" json:"taker,omitempty"`
-	// Why the latest try to join or to rejoin, or the latest init, failed; UNSPECIFIED if none did. What
-	// the refusal was about in detail stands in the logs of those who refused.
+	// Why the latest attempt to join or to rejoin, or the latest init, failed; UNSPECIFIED
+	// if none did. The details of the refusal are in the log of the service that refused.
 	LastReason v1.Reason `protobuf:"varint,5,opt,name=last_reason,json=lastReason,proto3,enum=muster.attest.v1.Reason" json:"last_reason,omitempty"`
-	// What to do about it: one sentence, the same for everybody with that reason; empty if
-	// only the cluster's owner knows.
+	// What to do about it: one sentence, the same for every machine with that reason; empty
+	// if only the cluster's owner knows.
 	Remedy string `protobuf:"bytes,6,opt,name=remedy,proto3" json:"remedy,omitempty"`
-	// When that was; missing with last_reason.
+	// When that attempt failed; missing with last_reason.
 	LastAttempt *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_attempt,json=lastAttempt,proto3" json:"last_attempt,omitempty"`
-	// When the machine will try to join, or to rejoin, again; missing if it is trying now or never will.
+	// When the machine will attempt to join, or to rejoin, again; missing if an attempt is
+	// running or there will be none.
 	NextAttempt *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=next_attempt,json=nextAttempt,proto3" json:"next_attempt,omitempty"`
-	// How many tries to join, or to rejoin, have failed since the bootstrapper started.
+	// How many attempts to join, or to rejoin, have failed since the bootstrapper started.
 	FailedAttempts uint32 `protobuf:"varint,9,opt,name=failed_attempts,json=failedAttempts,proto3" json:"failed_attempts,omitempty"`
-	// The joinservices that it tries, as HOST:PORT, those that failed last at the end; at most 64.
+	// The joinservices that it tries, as HOST:PORT, in the order of the next attempt: those
+	// that failed last are at the end; at most 64.
 	JoinEndpoints []string `protobuf:"bytes,10,rep,name=join_endpoints,json=joinEndpoints,proto3" json:"join_endpoints,omitempty"`
 	// Version of its bootstrapper.
 	Version string `protobuf:"bytes,11,opt,name=version,proto3" json:"version,omitempty"`
-	// The machine's ID as it reads it from its own TPM, 32 bytes.
+	// The machine's ID as read from its own TPM, 32 bytes.
 	MachineId []byte `protobuf:"bytes,12,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
-	// The node name that its metadata ask for: a DNS label (RFC 1123), at most 63 characters.
-	// Empty if the metadata can't be read: last_reason is MACHINE_CONFIG then.
+	// The node name in its metadata: a DNS label (RFC 1123), at most 63 characters. Empty
+	// if the metadata cannot be read: last_reason is MACHINE_CONFIG then.
 	NodeName string `protobuf:"bytes,13,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	// The role that they ask for: "worker" or "control-plane".
+	// The role in its metadata: "worker" or "control-plane".
 	Role string `protobuf:"bytes,14,opt,name=role,proto3" json:"role,omitempty"`
-	// Whether they allow an init.
+	// Whether its metadata allow an init.
 	InitAllowed bool `protobuf:"varint,15,opt,name=init_allowed,json=initAllowed,proto3" json:"init_allowed,omitempty"`
-	// Whether last_reason is the word of somebody who refused before he had proven to be a joinservice: whoever
-	// can answer in the place of one can say so.
+	// Whether last_reason came from a peer that refused before it had proven to be a
+	// joinservice: a network attacker that answers in a joinservice's place can send it.
 	LastReasonUnproven bool `protobuf:"varint,16,opt,name=last_reason_unproven,json=lastReasonUnproven,proto3" json:"last_reason_unproven,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache

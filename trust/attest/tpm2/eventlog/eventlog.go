@@ -1,9 +1,9 @@
-// Package eventlog reads and replays the TCG2 crypto-agile event log (TCG PC Client
-// Platform Firmware Profile, revision 1.06, section 10).
+// Package eventlog reads and replays the TCG2 crypto-agile event log (TCG PC Client Platform
+// Firmware Profile, revision 1.06, section 10).
 //
-// An event log is unsigned. It is used only if replaying its digests yields the quoted PCR
-// values. An event's data is used only where the specification makes its digest the hash of
-// the data, and it is; other data is shown, and decides nothing.
+// An event log is unsigned. It is used only if its digests replay to the quoted PCR values. An
+// event's data is used only if the specification makes its digest the hash of the data, and the
+// hash is correct. Other data is for display only.
 package eventlog
 
 import (
@@ -21,11 +21,11 @@ import (
 
 // Limits of the parser.
 const (
-	// MaxSize is the longest log, in bytes.
+	// MaxSize is the largest size of a log, in bytes.
 	MaxSize = 512 << 10
-	// maxEvents is the most events. A PC's firmware writes 100 to 200.
+	// maxEvents is the largest number of events. A PC's firmware writes 100 to 200.
 	maxEvents = 4096
-	// maxAlgorithms is the most banks of one log.
+	// maxAlgorithms is the largest number of banks of one log.
 	maxAlgorithms = 8
 	maxPCR        = 23
 )
@@ -36,15 +36,15 @@ type Event struct {
 	PCR int
 	// Type is the kind of event.
 	Type Type
-	// Digest is what was extended in the bank that the log was read for.
+	// Digest is the extended value, in the bank that the log was read for.
 	Digest []byte
-	// Data is the event's data. They are not covered by Digest unless [Event.Covered].
+	// Data is the event's data. It is not covered by Digest unless [Event.Covered].
 	Data []byte
-	// Text is Data for people, at most 256 printable characters.
+	// Text is Data in readable form, at most 256 printable characters.
 	Text string
 }
 
-// Covered says whether Digest is the hash of Data, so that Data can be believed.
+// Covered reports whether Digest is the hash of Data, so that Data can be trusted.
 func (e Event) Covered(bank tpm.Bank) bool {
 	h, ok := bank.Hash()
 	if !ok {
@@ -58,7 +58,7 @@ func (e Event) Covered(bank tpm.Bank) bool {
 // Log is a log that was parsed for one bank, and not yet replayed.
 type Log struct {
 	bank     tpm.Bank
-	locality byte // that TPM2_Startup was called from; PCR 0 starts with it
+	locality byte // of TPM2_Startup; the start value of PCR 0 depends on it
 	events   []Event
 }
 
@@ -70,7 +70,7 @@ const (
 
 var errShort = errors.New("it ends in the middle of an event")
 
-// cursor reads little-endian values, as event logs have them.
+// cursor reads little-endian values, the byte order of event logs.
 type cursor struct{ b []byte }
 
 func (c *cursor) take(n uint32) ([]byte, error) {
@@ -98,15 +98,15 @@ func (c *cursor) u16() (uint16, error) {
 	return binary.LittleEndian.Uint16(b), nil
 }
 
-// Read reads the log in a file, mostly /sys/kernel/security/tpm0/binary_bios_measurements, for one bank. A log that does not
-// follow the specification is refused with EVIDENCE_MALFORMED.
+// Read reads the log in a file, usually /sys/kernel/security/tpm0/binary_bios_measurements, for one
+// bank. It refuses a log that does not follow the specification with EVIDENCE_MALFORMED.
 func Read(path string, bank tpm.Bank) (*Log, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("event log: %w", err)
 	}
 	defer f.Close()
-	raw, err := io.ReadAll(io.LimitReader(f, MaxSize+1)) // files in securityfs tell no size
+	raw, err := io.ReadAll(io.LimitReader(f, MaxSize+1)) // files in securityfs report no size
 	if err != nil {
 		return nil, fmt.Errorf("event log %s: %w", path, err)
 	}
@@ -146,7 +146,7 @@ func parse(raw []byte, bank tpm.Bank) (*Log, error) {
 	return l, nil
 }
 
-// header reads the first event, which is in the old format and tells the length of each
+// header reads the first event, which has the old format and contains the length of each
 // algorithm's digests.
 func header(c *cursor) (map[uint16]int, error) {
 	fixed, err := c.take(4 + 4 + 20)
@@ -258,8 +258,8 @@ func (l *Log) next(c *cursor, sizes map[uint16]int) error {
 	return nil
 }
 
-// noAction handles events that only inform. The one that matters says where the TPM was
-// started from: then PCR 0 did not start with zero.
+// noAction handles events that extend nothing. One of them matters: it contains the locality from
+// which the TPM was started, and then PCR 0 did not start with zero.
 func (l *Log) noAction(data []byte) error {
 	rest, ok := bytes.CutPrefix(data, []byte(startupSignature))
 	if !ok {

@@ -35,7 +35,7 @@ type entry struct {
 	digest []byte // empty: the hash of data
 }
 
-// build writes a log in the SHA-256 bank, and gives what its digests lead to.
+// build writes a log in the SHA-256 bank, and returns the PCR values that its digests replay to.
 func build(t testing.TB, entries ...entry) ([]byte, [tpm.PCRCount][]byte) {
 	t.Helper()
 	w := eventlog.NewWriter(tpm.SHA256)
@@ -64,7 +64,7 @@ func secureBoot(v ...byte) entry {
 	return entry{pcr: 7, typ: eventlog.EFIVariableDriverConfig, data: string(attesttest.Variable("SecureBoot", v))}
 }
 
-// replayed parses, sends, receives and replays a log.
+// replayed parses, marshals, unmarshals and replays a log.
 func replayed(raw []byte, pcrs [tpm.PCRCount][]byte) (*eventlog.Replayed, error) {
 	l, err := eventlog.Parse(raw, tpm.SHA256)
 	if err != nil {
@@ -86,7 +86,7 @@ func TestReplay(t *testing.T) {
 		entries []entry
 		want    attestv1.Reason
 	}{
-		"an empty log says nothing":                         {want: accepted},
+		"an empty log is accepted":                          {want: accepted},
 		"a log that leads to the quote is accepted":         {entries: []entry{{pcr: 4, typ: eventlog.EFIBootApplication, data: "x"}}, want: accepted},
 		"a separator that hashes something else is refused": {entries: []entry{{pcr: 7, typ: eventlog.Separator, data: separator, digest: other}}, want: replay},
 		"an action that hashes something else is refused":   {entries: []entry{{pcr: 5, typ: eventlog.EFIAction, data: "x", digest: other}}, want: replay},
@@ -107,7 +107,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// boot returns the log of a firmware whose Secure Boot is on, and that loaded a driver from an option ROM.
+// boot returns the log of firmware with Secure Boot on that loaded a driver from an option ROM.
 func boot() []entry {
 	all := []entry{
 		{pcr: 0, typ: eventlog.SCRTMVersion, data: "v"},
@@ -134,7 +134,7 @@ func TestFirmware(t *testing.T) {
 	change := func(i int, f func(*entry)) func([]entry) []entry {
 		return func(all []entry) []entry { f(&all[i]); return all }
 	}
-	const sb = 1 // where SecureBoot is
+	const sb = 1 // index of SecureBoot
 	for name, tt := range map[string]struct {
 		change      func([]entry) []entry
 		want        string // in the refusal
@@ -210,7 +210,8 @@ func TestFirmware(t *testing.T) {
 	}
 }
 
-// relabeled is what root on a machine whose Secure Boot is off can do: call what firmware measured something else, and append measurements.
+// relabeled is an attack by root on a machine with Secure Boot off: change the types of measured
+// events, and append measurements.
 func relabeled(separator entry) func([]entry) []entry {
 	return func(all []entry) []entry {
 		all[1].data = secureBoot(0).data
@@ -236,7 +237,7 @@ func TestALogThatLeadsElsewhereIsRefused(t *testing.T) {
 			t.Errorf("PCR %d: %v", i, err)
 		}
 	}
-	pcrs[15] = bytes.Repeat([]byte{1}, 32) // the node lock is not the firmware's to explain
+	pcrs[15] = bytes.Repeat([]byte{1}, 32) // the firmware's log does not explain the node lock
 	if _, err := replayed(raw, pcrs); err != nil {
 		t.Error(err)
 	}
@@ -288,7 +289,7 @@ func TestStartupLocality(t *testing.T) {
 func TestParseRefusesWhatIsMalformed(t *testing.T) {
 	good, _ := build(t, entry{pcr: 4, typ: eventlog.IPL, data: "data"})
 	base, _ := build(t)
-	at := len(base) // where the event begins
+	at := len(base) // index of the event
 	put := func(offset int, v uint32) []byte {
 		b := bytes.Clone(good)
 		binary.LittleEndian.PutUint32(b[offset:], v)

@@ -10,30 +10,32 @@ const (
 	firmwarePCRs    = 8 // 0 to 7 have a separator
 )
 
-// Firmware is what a replayed log says of the time before the boot loader.
+// Firmware is the part of a replayed log that precedes the boot loader.
 //
-// Software that runs after the firmware can append measurements, and forge event types and data in the log. It can't undo an extend, nor find other data for
-// a digest. So separators, and what PCR 7 has before its own, are recognized by digest and place; no other event is
-// believed to be of the type that the log gives it.
+// Software that runs after the firmware can append measurements, and forge event types and data in
+// the log. It cannot undo an extend, nor find other data for a digest. So separators, and the
+// events of PCR 7 before its separator, are recognized by digest and position; no other event's
+// type in the log is trusted.
 type Firmware struct {
-	// Drivers are the events of PCR 2 but for its separator, whatever their type: drivers and option ROMs that do not come
-	// from the firmware volume.
+	// Drivers are all events of PCR 2 except its separator, of any type: drivers and option ROMs
+	// from outside the firmware volume.
 	Drivers []Event
-	// DriverConfig are those of PCR 3.
+	// DriverConfig are the same events of PCR 3.
 	DriverConfig []Event
-	// SecureBoot says whether Secure Boot was on.
+	// SecureBoot reports whether Secure Boot was on.
 	SecureBoot bool
 	// Keys has, by the names PK, KEK, db and dbx, the digests of these variables (UEFI_VARIABLE_DATA, section 10.2.6).
 	Keys map[string][]byte
-	// Authorities are the events of PCR 7 after its separator: with Secure Boot on, the keys by which images were
-	// accepted.
+	// Authorities are the events of PCR 7 after its separator: with Secure Boot on, the keys that
+	// verified the loaded images.
 	Authorities []Event
 }
 
-// Firmware returns what the log says of the firmware. The refusal, EVENTLOG_REPLAY, names PCR and event.
+// Firmware returns the firmware's part of the log. The refusal, EVENTLOG_REPLAY, names PCR and
+// event.
 func (r *Replayed) Firmware() (*Firmware, error) {
 	var events [firmwarePCRs][]Event
-	var ends [firmwarePCRs]int // where the separator is
+	var ends [firmwarePCRs]int // index of the separator
 	for pcr := range firmwarePCRs {
 		for _, e := range r.Events {
 			if e.PCR == pcr {
@@ -59,11 +61,13 @@ func (r *Replayed) Firmware() (*Firmware, error) {
 // separators are the data of a separator that reports no error (section 10.4.1).
 var separators = [][]byte{{0, 0, 0, 0}, {0xFF, 0xFF, 0xFF, 0xFF}}
 
-// judged are the PCRs of which rules say what may be before the separator, and after it.
-var judged = map[int]bool{pcrDrivers: true, pcrDriverConfig: true, pcrSecureBoot: true}
+// appraised are the PCRs for which rules restrict the events before and after the separator.
+var appraised = map[int]bool{pcrDrivers: true, pcrDriverConfig: true, pcrSecureBoot: true}
 
-// separator returns the place of a PCR's separator. In those that rules judge it is the only event with its digest: the log could otherwise
-// call the firmware's separator something else, and append one (A9). Firmware in use measures its code, in PCR 0, by such digests.
+// separator returns the index of a PCR's separator. In the appraised PCRs it must be the only event
+// with its digest: otherwise the log could change the type of the firmware's separator and append
+// another separator (A9). The other PCRs are not restricted, because existing firmware measures its
+// code, in PCR 0, by such digests.
 func (r *Replayed) separator(pcr int, events []Event) (int, error) {
 	found := -1
 	for i, e := range events {
@@ -74,7 +78,7 @@ func (r *Replayed) separator(pcr int, events []Event) (int, error) {
 		switch {
 		case !is && e.Type == Separator:
 			return 0, refuse("event %d of PCR %d: a separator that reports the error %x", i+1, pcr, e.Data)
-		case !is, e.Type != Separator && !judged[pcr]:
+		case !is, e.Type != Separator && !appraised[pcr]:
 		case e.Type != Separator:
 			return 0, refuse("event %d of PCR %d: %s with the digest of a separator", i+1, pcr, e.Type)
 		case found >= 0:
@@ -89,10 +93,12 @@ func (r *Replayed) separator(pcr int, events []Event) (int, error) {
 	return found, nil
 }
 
-// keyVariables are those that firmware measures into PCR 7 after SecureBoot, in this order (section 3.3.4.8).
+// keyVariables are the variables that firmware measures into PCR 7 after SecureBoot, in this order
+// (section 3.3.4.8).
 var keyVariables = []string{"PK", "KEK", "db", "dbx"}
 
-// secureBoot reads the events of PCR 7 before its separator. Which of them is which follows from the order: data of the keys may be missing.
+// secureBoot reads the events of PCR 7 before its separator. Their order identifies them, because
+// data of the keys may be missing.
 func (f *Firmware) secureBoot(events []Event, covered func(Event) bool) error {
 	if len(events) != 1+len(keyVariables) {
 		return refuse("PCR 7 has %d events before its separator, want the variables SecureBoot, PK, KEK, db and dbx alone", len(events))

@@ -13,18 +13,21 @@ import (
 
 // Limits of a log in evidence. Servers have 100 to 200 events, which take 10 to 25 KiB.
 const (
-	// MaxMessage is the longest serialized EventLog, in bytes. One of that size takes at most 2 MiB of memory while it is verified.
+	// MaxMessage is the largest size of a serialized EventLog, in bytes. Its verification takes at
+	// most 2 MiB of memory.
 	MaxMessage = 256 << 10
-	// maxMessageEvents is the most events in it.
+	// maxMessageEvents is the largest number of events in it.
 	maxMessageEvents = 1024
-	// maxData is the longest data of one event, in bytes.
+	// maxData is the largest size of one event's data, in bytes.
 	maxData = 256
-	// maxEventFields is the most fields of one event: protobuf allows a field to be repeated.
+	// maxEventFields is the largest number of fields of one event: protobuf allows a field to be
+	// repeated.
 	maxEventFields = 8
 )
 
-// Marshal returns the log as evidence carries it, a serialized EventLog: events of PCR 0 to 15, without data that is longer than 256 bytes. No
-// rule needs those: what a variable with keys contains is known by its digest.
+// Marshal returns the log as evidence carries it, a serialized EventLog: events of PCR 0 to 15,
+// without data longer than 256 bytes. No rule needs such data: a rule over a variable with keys
+// compares its digest.
 func (l *Log) Marshal() ([]byte, error) {
 	m := &attestv1.EventLog{StartupLocality: uint32(l.locality)}
 	for _, e := range l.events {
@@ -47,7 +50,7 @@ func (l *Log) Marshal() ([]byte, error) {
 	return b, nil
 }
 
-// Unmarshal reads what [Log.Marshal] returned. The refusal is EVIDENCE_MALFORMED.
+// Unmarshal reads the result of [Log.Marshal]. The refusal is EVIDENCE_MALFORMED.
 func Unmarshal(b []byte, bank tpm.Bank) (*Log, error) {
 	if len(b) > MaxMessage {
 		return nil, malformed("%d bytes, more than %d", len(b), MaxMessage)
@@ -83,7 +86,8 @@ func Unmarshal(b []byte, bank tpm.Bank) (*Log, error) {
 	return l, nil
 }
 
-// checkFields bounds what decoding can allocate, before it does: two bytes on the wire can become an event of 100.
+// checkFields bounds the memory that decoding can allocate, before decoding: two bytes on the wire
+// can become an event of 100 bytes.
 func checkFields(b []byte) error {
 	events := 0
 	return eachField(b, maxMessageEvents+maxEventFields, func(num protowire.Number, value []byte) error {
@@ -97,7 +101,8 @@ func checkFields(b []byte) error {
 	})
 }
 
-// eachField shows visit the fields of one protobuf message, of which there may be most; value is nil for one that is not length-delimited.
+// eachField calls visit for each field of one protobuf message, and refuses more than most fields;
+// value is nil for a field that is not length-delimited.
 func eachField(b []byte, most int, visit func(num protowire.Number, value []byte) error) error {
 	for n := 0; len(b) > 0; n++ {
 		if n == most {

@@ -62,7 +62,8 @@ func marshaled(t *testing.T, m proto.Message) []byte {
 	return b
 }
 
-// BenchmarkLargestLog is what a peer with a genuine EK certificate can make a verifier do before it has shown that the TPM is its own.
+// BenchmarkLargestLog measures the largest cost that a peer with a genuine EK certificate can cause
+// a verifier before it has proven that it has the TPM.
 func BenchmarkLargestLog(b *testing.B) {
 	m := &attestv1.EventLog{}
 	for range 1000 {

@@ -8,7 +8,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Replayed is a log whose digests lead to quoted PCR values.
+// Replayed is a log whose digests replay to quoted PCR values.
 type Replayed struct {
 	// Events are the measurements into PCR 0 to 15, in order.
 	Events []Event
@@ -19,12 +19,13 @@ func refuse(format string, args ...any) error {
 	return attest.Refuse(attestv1.Reason_REASON_EVENTLOG_REPLAY, "event log: "+format, args...)
 }
 
-// Replay replays a log to the quoted values of PCR 0 to 15. Every PCR that the log has an event for must come out as quoted; one without
-// events (the node lock's, for instance) is not the log's to explain. The refusal is EVENTLOG_REPLAY.
+// Replay replays a log to the quoted values of PCR 0 to 15. The result must equal the quoted value
+// for every PCR that has an event in the log. It does not check PCRs without events, for instance
+// that of the node lock. The refusal is EVENTLOG_REPLAY.
 func Replay(l *Log, quoted [tpm.PCRCount][]byte) (*Replayed, error) {
 	out := &Replayed{bank: l.bank}
 	for _, e := range l.events {
-		if e.PCR < tpm.PCRCount { // what is not quoted, nothing is known about
+		if e.PCR < tpm.PCRCount { // the quote covers no other PCR
 			out.Events = append(out.Events, e)
 		}
 	}
@@ -39,7 +40,7 @@ func Replay(l *Log, quoted [tpm.PCRCount][]byte) (*Replayed, error) {
 	return out, nil
 }
 
-// PCRs gives the values of PCR 0 to 15 that the log leads to; nil where it has no event.
+// PCRs returns the values of PCR 0 to 15 that the log replays to; nil for a PCR without events.
 // These values are unverified; compare them with a quote.
 func (l *Log) PCRs() [tpm.PCRCount][]byte {
 	var values [tpm.PCRCount][]byte

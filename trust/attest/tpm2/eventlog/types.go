@@ -66,7 +66,7 @@ var typeNames = map[Type]string{
 	0x800000E2:              "EV_EFI_SPDM_FIRMWARE_CONFIG",
 }
 
-// String gives the name in the specification, or the number.
+// String returns the name in the specification, or the number.
 func (t Type) String() string {
 	if n, ok := typeNames[t]; ok {
 		return n
@@ -74,8 +74,8 @@ func (t Type) String() string {
 	return fmt.Sprintf("0x%08x", uint32(t))
 }
 
-// coversData says whether the digest must be the hash of the data. Others whose digest
-// should be are left out, since firmware in use hashes parts of them.
+// coversData reports whether the digest must be the hash of the data. The specification requires it
+// for other types too, but they are left out because existing firmware hashes only parts of them.
 func (t Type) coversData() bool {
 	switch t {
 	case Separator, Action, EFIAction:
@@ -85,8 +85,8 @@ func (t Type) coversData() bool {
 	}
 }
 
-// globalVariable is EFI_GLOBAL_VARIABLE, 8be4df61-93ca-11d2-aa0d-00e098032b8c, as it is
-// stored.
+// globalVariable is EFI_GLOBAL_VARIABLE, 8be4df61-93ca-11d2-aa0d-00e098032b8c, as stored in the
+// log.
 const globalVariable = "\x61\xdf\xe4\x8b\xca\x93\xd2\x11\xaa\x0d\x00\xe0\x98\x03\x2b\x8c"
 
 const maxVariableName = 128 // UTF-16 code units
@@ -119,7 +119,7 @@ func fromUTF16(b []byte) string {
 
 const maxText = 256 // characters
 
-// text shows an event's data to people. What it says need not be what was hashed.
+// text returns an event's data in readable form. It need not be the data that was hashed.
 func text(e Event) string {
 	switch e.Type {
 	case EFIVariableDriverConfig, EFIVariableBoot, EFIVariableAuthority, 0x8000000C:
@@ -144,8 +144,8 @@ func text(e Event) string {
 	return printable(string(b))
 }
 
-// devicePath finds the files in a UEFI_IMAGE_LOAD_EVENT (section 10.2.3): four fields of 8
-// bytes, then nodes of type, subtype, length (2 bytes) (UEFI 2.10, 10.3.1).
+// devicePath finds the files in a UEFI_IMAGE_LOAD_EVENT (section 10.2.3): four fields of 8 bytes,
+// then nodes of type, subtype, length (2 bytes) (UEFI 2.10, 10.3.1).
 func devicePath(b []byte) string {
 	if len(b) < 32 {
 		return ""
@@ -164,7 +164,7 @@ func devicePath(b []byte) string {
 	return strings.Join(files, "")
 }
 
-// printable keeps at most maxText characters that a terminal shows as they are.
+// printable keeps at most maxText printable characters.
 func printable(s string) string {
 	var out strings.Builder
 	n := 0

@@ -49,8 +49,8 @@ func (w *Writer) Append(pcr int, typ Type, digests map[tpm.Bank][]byte, data []b
 	return nil
 }
 
-// Measure adds an event whose digests are the hashes of data, and returns them: what is to
-// be extended into the PCR of each bank.
+// Measure adds an event whose digests are the hashes of data, and returns them. The caller extends
+// the PCR of each bank with them.
 func (w *Writer) Measure(pcr int, typ Type, data []byte) (map[tpm.Bank][]byte, error) {
 	digests := make(map[tpm.Bank][]byte, len(w.banks))
 	for _, b := range w.banks {
@@ -65,5 +65,5 @@ func (w *Writer) Measure(pcr int, typ Type, data []byte) (map[tpm.Bank][]byte, e
 	return digests, w.Append(pcr, typ, digests, data)
 }
 
-// Bytes gives the log so far.
+// Bytes returns the log so far.
 func (w *Writer) Bytes() []byte { return append([]byte(nil), w.raw...) }

@@ -40,8 +40,8 @@ const (
 
 // EvidenceServiceClient is a client for the muster.attest.v1.EvidenceService service.
 type EvidenceServiceClient interface {
-	// GetEvidence makes evidence over the caller's nonce. Access: plain. All calls
-	// of one second share one quote; above that, BUSY with retry_after.
+	// GetEvidence makes evidence over the caller's nonce. Access: plain. All calls of one
+	// second share one quote; further calls are refused with BUSY and retry_after.
 	GetEvidence(context.Context, *v1.GetEvidenceRequest) (*v1.GetEvidenceResponse, error)
 }
 
@@ -81,8 +81,8 @@ func (c *evidenceServiceClient) GetEvidence(ctx context.Context, req *v1.GetEvid
 
 // EvidenceServiceHandler is an implementation of the muster.attest.v1.EvidenceService service.
 type EvidenceServiceHandler interface {
-	// GetEvidence makes evidence over the caller's nonce. Access: plain. All calls
-	// of one second share one quote; above that, BUSY with retry_after.
+	// GetEvidence makes evidence over the caller's nonce. Access: plain. All calls of one
+	// second share one quote; further calls are refused with BUSY and retry_after.
 	GetEvidence(context.Context, *v1.GetEvidenceRequest) (*v1.GetEvidenceResponse, error)
 }
 

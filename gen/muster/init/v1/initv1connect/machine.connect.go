@@ -40,9 +40,10 @@ const (
 
 // MachineServiceClient is a client for the muster.init.v1.MachineService service.
 type MachineServiceClient interface {
-	// GetStatus says what the machine waits for. Access: plain; it costs no quote, and holds
-	// nothing that a stranger on the machine's network could use. Over plain HTTPS the answer
-	// is anybody's word: who wants to rely on it asks over muster-atls/1 and judges the machine.
+	// GetStatus reports what the machine waits for. Access: plain; it costs no quote, and
+	// the response contains nothing that helps a network attacker. Over plain HTTPS any
+	// attacker on the network could have sent the response: a caller that relies on it must
+	// use muster-atls/1 and appraise the machine.
 	GetStatus(context.Context, *v1.GetStatusRequest) (*v1.GetStatusResponse, error)
 }
 
@@ -82,9 +83,10 @@ func (c *machineServiceClient) GetStatus(ctx context.Context, req *v1.GetStatusR
 
 // MachineServiceHandler is an implementation of the muster.init.v1.MachineService service.
 type MachineServiceHandler interface {
-	// GetStatus says what the machine waits for. Access: plain; it costs no quote, and holds
-	// nothing that a stranger on the machine's network could use. Over plain HTTPS the answer
-	// is anybody's word: who wants to rely on it asks over muster-atls/1 and judges the machine.
+	// GetStatus reports what the machine waits for. Access: plain; it costs no quote, and
+	// the response contains nothing that helps a network attacker. Over plain HTTPS any
+	// attacker on the network could have sent the response: a caller that relies on it must
+	// use muster-atls/1 and appraise the machine.
 	GetStatus(context.Context, *v1.GetStatusRequest) (*v1.GetStatusResponse, error)
 }
 

@@ -1,6 +1,7 @@
-// Package atlstest has peers that break the protocol muster-atls/1, for tests of those that keep to it.
+// Package atlstest has peers that break the protocol muster-atls/1, for tests of peers that follow
+// it.
 //
-// Think of them as whoever sits on the network between two honest sides: they have no TPM, but they can answer.
+// They act as a network attacker between two honest sides: without a TPM, but able to answer.
 package atlstest
 
 import (
@@ -23,12 +24,13 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// patience bounds one connection of a Stranger.
+// patience bounds one connection of an UnattestedServer.
 const patience = 10 * time.Second
 
-// Stranger answers at a free port of 127.0.0.1 as a server that promises evidence, gives none, and refuses every client with the
-// verdict. It returns its address, HOST:PORT, and ends with the test.
-func Stranger(t testing.TB, v *attestv1.Verdict) string {
+// UnattestedServer listens at a free port of 127.0.0.1 as a server that offers evidence, sends
+// none, and refuses every client with the verdict. It returns its address, HOST:PORT, and stops
+// with the test.
+func UnattestedServer(t testing.TB, v *attestv1.Verdict) string {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -45,7 +47,7 @@ func Stranger(t testing.TB, v *attestv1.Verdict) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	says := append(frame(t, &attestv1.Frame{Message: &attestv1.Frame_Offer{Offer: &attestv1.Offer{Gives: []attestv1.Format{attestv1.Format_FORMAT_TPM2}}}}),
+	message := append(frame(t, &attestv1.Frame{Message: &attestv1.Frame_Offer{Offer: &attestv1.Offer{Gives: []attestv1.Format{attestv1.Format_FORMAT_TPM2}}}}),
 		frame(t, &attestv1.Frame{Message: &attestv1.Frame_Verdict{Verdict: v}})...)
 	var all sync.WaitGroup
 	all.Go(func() {
@@ -54,7 +56,7 @@ func Stranger(t testing.TB, v *attestv1.Verdict) string {
 			if err != nil {
 				return
 			}
-			all.Go(func() { answer(c, says) })
+			all.Go(func() { answer(c, message) })
 		}
 	})
 	t.Cleanup(func() {
@@ -73,13 +75,14 @@ func frame(t testing.TB, f *attestv1.Frame) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...)
 }
 
-// answer says it, and waits for the client to hang up: closing earlier would take the verdict along.
-func answer(c net.Conn, says []byte) {
+// answer sends the message, and waits for the client to close the connection: closing earlier would
+// discard the verdict.
+func answer(c net.Conn, message []byte) {
 	defer c.Close()
 	if c.SetDeadline(time.Now().Add(patience)) != nil {
 		return
 	}
-	if _, err := c.Write(says); err == nil {
+	if _, err := c.Write(message); err == nil {
 		_, _ = io.Copy(io.Discard, c)
 	}
 }

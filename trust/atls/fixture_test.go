@@ -16,22 +16,22 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// world is two machines of one operator, and the policy that accepts both.
-type world struct {
+// fixture is two machines of one operator, and the policy that accepts both.
+type fixture struct {
 	ca             *attesttest.CA
 	server, client *attesttest.Machine
 	policy         *attest.Policy
 }
 
-func newWorld(t *testing.T) *world {
+func newFixture(t *testing.T) *fixture {
 	t.Helper()
 	ca := attesttest.NewCA(t)
-	w := &world{ca: ca, server: attesttest.NewMachine(t, ca, attesttest.Options{}), client: attesttest.NewMachine(t, ca, attesttest.Options{})}
+	w := &fixture{ca: ca, server: attesttest.NewMachine(t, ca, attesttest.Options{}), client: attesttest.NewMachine(t, ca, attesttest.Options{})}
 	w.policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{w.server, w.client})
 	return w
 }
 
-// generations makes the appraisals of a policy carry a generation, as in a cluster.
+// generations adds a generation to the appraisals of a policy, as in a cluster.
 type generations struct {
 	attest.Appraiser
 	now func() int64
@@ -43,7 +43,7 @@ func (g generations) Appraise(ctx context.Context, c attest.Claims) (attest.Appr
 	return a, err
 }
 
-func (w *world) serverConfig(t *testing.T) atls.ServerConfig {
+func (w *fixture) serverConfig(t *testing.T) atls.ServerConfig {
 	return atls.ServerConfig{
 		Attester:      w.server.Attester(attest.PurposeJoinservice),
 		Verifier:      attesttest.Verifier(t, w.ca),
@@ -55,7 +55,7 @@ func (w *world) serverConfig(t *testing.T) atls.ServerConfig {
 	}
 }
 
-func (w *world) clientConfig(t *testing.T) atls.ClientConfig {
+func (w *fixture) clientConfig(t *testing.T) atls.ClientConfig {
 	return atls.ClientConfig{
 		Attester:    w.client.Attester(attest.PurposeMachine),
 		Verifier:    attesttest.Verifier(t, w.ca),
@@ -64,7 +64,7 @@ func (w *world) clientConfig(t *testing.T) atls.ClientConfig {
 	}
 }
 
-// service is a listener with the two servers behind it, as internal/rpc has them.
+// service is a listener with the two servers behind it, as in internal/rpc.
 type service struct {
 	*atls.Listener
 	url string
