@@ -10,8 +10,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// SetConditions makes the conditions Accepted, Enrolled and Revoked say what the rest of the AttestedNode says, and reports whether one of them changed.
-// suspended is what the list of nodes says of the name. Nothing is decided on conditions: they are for people and for kubectl wait.
+// SetConditions sets the conditions Accepted, Enrolled and Revoked from the other fields of the AttestedNode, and reports
+// whether one of them changed. suspended is whether the list has the name as suspended. No decision depends on conditions:
+// they are for people and for kubectl wait.
 func SetConditions(n *v1alpha1.AttestedNode, suspended bool) (changed bool) {
 	for _, c := range []metav1.Condition{accepted(n), enrolled(n), revoked(n, suspended)} {
 		c.ObservedGeneration = n.Generation
