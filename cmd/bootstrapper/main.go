@@ -1,5 +1,5 @@
-// Command bootstrapper runs on every machine: it makes the machine a node (run), and then
-// gives the services on it evidence of the machine (attester).
+// Command bootstrapper runs on every machine: it makes the machine a node (run), and then gives the services on it evidence
+// of the machine (attester).
 package main
 
 import (
@@ -142,8 +142,7 @@ func logger(w io.Writer) *slog.Logger {
 	return slog.New(slog.NewJSONHandler(w, nil)).With("version", buildinfo.Read().Version)
 }
 
-// openTPM gives the machine's TPM. The folder of its lock file is on a tmpfs that is empty
-// after each boot.
+// openTPM returns the machine's TPM. The folder of its lock file is on a tmpfs that is empty after each boot.
 func openTPM(img *metadata.Image, lock string) (*tpm.TPM, error) {
 	if err := os.MkdirAll(filepath.Dir(lock), 0o755); err != nil {
 		return nil, err
@@ -157,14 +156,14 @@ func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm
 		return nil, err
 	}
 	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank}
-	// A machine without the file has no event log; policies judge PCRs, not logs.
+	// A machine without the file has no event log; policies check PCRs, not logs.
 	if _, err := os.Stat(img.TPM.EventLog); err == nil {
 		cfg.EventLog = img.TPM.EventLog
 	}
 	return tpm2.NewAttester(cfg)
 }
 
-// openConsole gives the machine's console. One that can't be opened keeps no machine from its work.
+// openConsole returns the machine's console. If it can't be opened, the machine works without it.
 func openConsole(path string, log *slog.Logger) (c *console.Console, done func()) {
 	c, err := console.Open(path)
 	if err != nil {
@@ -173,7 +172,7 @@ func openConsole(path string, log *slog.Logger) (c *console.Console, done func()
 	return c, func() { _ = c.Close() }
 }
 
-// noCoreDumps keeps what passes through our memory off the disk (K3).
+// noCoreDumps keeps the contents of this process's memory off the disk (K3).
 func noCoreDumps() error {
 	if err := syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{}); err != nil {
 		return fmt.Errorf("turn core dumps off: %w", err)

@@ -32,7 +32,7 @@ func order() Order {
 	return Order{Cluster: keys.ClusterID{1, 2, 3}, Request: []byte("request"), At: now}
 }
 
-// The vector was made by another program: Python's struct and hashlib, and OpenSSL for the signature.
+// The vector was made by other programs: Python's struct and hashlib, and OpenSSL for the signature.
 func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 	const (
 		input     = "6d75737465722061646d696e6973747261746f72206f7264657220763100000000200102030000000000000000000000000000000000000000000000000000000000000000077265717565737400000008000000006b49d200"
@@ -101,7 +101,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 	}
 }
 
-// An order must not pass for the owner's signature of a policy, which would admit machines.
+// An order must not be usable as the owner's signature of a policy, which would admit machines.
 func TestAnOrderIsNoPolicy(t *testing.T) {
 	o := order()
 	for _, text := range [][]byte{o.input(), o.input()[len(domain):], o.Request} {
@@ -112,7 +112,7 @@ func TestAnOrderIsNoPolicy(t *testing.T) {
 	}
 }
 
-// No two orders that differ have one input: a byte can't move from one part to the next.
+// Two different orders never have the same input: a byte can't move from one part to the next.
 func TestEveryPartIsInTheSignatureAndTheName(t *testing.T) {
 	seen := map[string]bool{}
 	for _, o := range []Order{

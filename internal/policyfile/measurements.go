@@ -19,10 +19,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Measurements are the PCR values that an image leads to, as its build foretells them. Who
-// reads them back from a machine instead would trust whatever booted there.
+// Measurements are the PCR values that an image leads to, as its build predicts them. Values that were read from a machine
+// instead would mean trust in whatever booted there.
 type Measurements struct {
-	// Version of this file's meaning: 1.
+	// Version of this file's format: 1.
 	Version int `json:"version"`
 	// Bank is "sha256", "sha384" or "sha512".
 	Bank string `json:"bank"`
@@ -49,8 +49,8 @@ func ParseMeasurements(text []byte) (Measurements, error) {
 	return m, nil
 }
 
-// meanings says in the file what each PCR holds (TCG PC Client Platform Firmware Profile,
-// section 3.3.4, and the systemd boot loader's documentation).
+// meanings describe in the file what each PCR holds (TCG PC Client Platform Firmware Profile, section 3.3.4, and the
+// systemd boot loader's documentation).
 var meanings = map[int]string{
 	0: "firmware code", 1: "firmware configuration", 2: "drivers of extension cards", 3: "their configuration",
 	4: "boot loader and kernel image", 5: "boot loader's configuration, partition table", 6: "host specific", 7: "Secure Boot keys",
@@ -58,8 +58,8 @@ var meanings = map[int]string{
 	12: "nothing: zero, no configuration from outside the image", 13: "nothing: zero, no system extensions", 14: "nothing: zero, no shim keys",
 }
 
-// values gives the registers in order. Boot PCRs that must be zero are filled in, since an
-// image build has nothing to say about them; one that says otherwise is taken by its word.
+// values returns the registers in order. It adds the boot PCRs that must be zero, since an image build does not predict
+// them; a given value is kept.
 func (m Measurements) values() (map[int]string, error) {
 	bank, ok := attest.Banks[m.Bank]
 	if !ok {
@@ -93,13 +93,13 @@ func (m Measurements) values() (map[int]string, error) {
 type Root struct {
 	// PEM is one certificate.
 	PEM string
-	// Operator says that it issues for the owner's machines only.
+	// Operator is whether it issues for the owner's machines only.
 	Operator bool
-	// Key is the one kind of endorsement key that it vouches for.
+	// Key is the one kind of endorsement key that it certifies.
 	Key attest.EKKind
 }
 
-// Template says what goes into a new policy.
+// Template is the content of a new policy.
 type Template struct {
 	// Measurements of one or more images, all in one bank.
 	Measurements []Measurements
@@ -240,7 +240,7 @@ func writeBoot(line func(string, ...any), name string, pcrs []*attestv1.PcrValue
 	}
 }
 
-// imagesOf returns an image for each build. What Secure Boot makes of the same one is an image of its own, with another PCR 4.
+// imagesOf returns an image for each build. The same build with Secure Boot is a separate image, with another PCR 4.
 func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
 	names := map[string]int{}
 	for _, m := range all {
@@ -264,7 +264,7 @@ func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
 	return out, nil
 }
 
-// NameOf returns s as a policy can name an image by it.
+// NameOf returns s in the form of an image's name in a policy.
 func NameOf(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '.' {

@@ -81,7 +81,7 @@ func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
 	})
 }
 
-// zipped sends a body that says of itself that it is compressed, and is.
+// zipped sends a body that is compressed and declared as such.
 type zipped struct{ http.RoundTripper }
 
 func (z zipped) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -114,7 +114,7 @@ func TestNothingIsUnpackedForACaller(t *testing.T) {
 	}
 }
 
-// Nothing that a request carries beside its message makes another call of it.
+// Data in a request beside its message do not change the call.
 func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	path := kmsv1connect.KeyServiceDeriveDiskKeyProcedure
@@ -153,7 +153,7 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 			t.Errorf("%s: %s, want %d", name, resp.Status, tt.status)
 		}
 	}
-	// What is no RPC is counted, and has no reason: it is HTTP's to refuse.
+	// A request that is not an RPC is counted, and has no reason: HTTP refuses it.
 	wait(t, "five requests that reached no handler are counted", func() bool {
 		return r.metric("muster_rpc_requests_total", "code=not_handled", "procedure="+path, "reason=") == 5
 	})
@@ -174,7 +174,7 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 	})
 }
 
-// Fields that this version does not know are of a later one: they change nothing.
+// Fields that this version does not know are from a later one: they are ignored.
 func TestUnknownFieldsAreIgnored(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	req := &kmsv1.DeriveDiskKeyRequest{}

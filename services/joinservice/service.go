@@ -89,8 +89,8 @@ type Config struct {
 	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
-	// Audit keeps the records, those of refusals through Refusals, and those of callers that did not attest through
-	// Unattested.
+	// Audit keeps the records, those of refusals through RefusalLimits, and those of callers that did not attest through
+	// UnattestedRefusals.
 	Audit              *audit.Log
 	RefusalLimits      *audit.RefusalLimits
 	UnattestedRefusals *audit.UnattestedRefusals

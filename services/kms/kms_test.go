@@ -90,7 +90,7 @@ func setUp(t *testing.T) *stage {
 	return s
 }
 
-// setPolicy puts a policy in force that accepts them all and lists these as control planes.
+// setPolicy puts a policy in force that accepts all the machines and lists these as control planes.
 func (s *stage) setPolicy(t *testing.T, serial uint64, control ...*attesttest.Machine) {
 	t.Helper()
 	s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
@@ -126,7 +126,7 @@ func (s *stage) token(t *testing.T, account, audience string, pod *corev1.Pod) s
 	return token
 }
 
-// dial gives a client that attests itself as a.
+// dial returns a client that attests with a.
 func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceClient {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
@@ -140,10 +140,10 @@ func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceCli
 	return kmsv1connect.NewKeyServiceClient(rpc.HTTPClient(transport), "https://"+s.kms.Addr, rpc.ClientOptions()...)
 }
 
-// witnesses are the key service's own.
+// witnesses returns the key service's own.
 func (s *stage) witnesses() refusaltest.Service { return s.kms.Witnesses(s.audit.Bytes) }
 
-// keyRefused are the places of a call that cp1 made and did not get a disk key for.
+// keyRefused returns the places of a call of cp1 that got no disk key.
 func (s *stage) keyRefused() refusaltest.Places {
 	machine := s.cp1.ID().String()
 	return refusaltest.Places{
@@ -163,7 +163,7 @@ func with(ctx context.Context, token string) context.Context {
 
 const disk = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
 
-// asks is a request for the key of a disk, with its salt.
+// asks returns a request for the key of a disk, with its salt.
 func asks(disk string) *kmsv1.DeriveDiskKeyRequest {
 	salt := keys.DiskSalt{3}
 	return &kmsv1.DeriveDiskKeyRequest{DiskId: disk, DiskSalt: salt[:], RootVersion: 1}
@@ -182,7 +182,7 @@ func (s *stage) want(t *testing.T) []byte {
 	return key.Expose()
 }
 
-// K4, and the version that a key follows from.
+// K4, and the version of the root that a key is derived from.
 func TestAKeyFollowsFromItsDisksSaltAndAVersionOfTheRoot(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
@@ -207,7 +207,7 @@ func TestAKeyFollowsFromItsDisksSaltAndAVersionOfTheRoot(t *testing.T) {
 	if _, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:]}); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID {
 		t.Errorf("a cluster ID of no version: %v", err)
 	}
-	// Version 2 lies beside the first.
+	// Version 2 is in the same folder as the first.
 	for name, b := range map[string][]byte{"root-2": bytes.Repeat([]byte{2}, 32), "salt-2": s.Salt[:]} {
 		if err := os.WriteFile(filepath.Join(s.rootDir, "..data", name), b, 0o600); err != nil {
 			t.Fatal(err)
@@ -259,8 +259,8 @@ func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 	}
 }
 
-// Each refusal has its reason in error detail, metric, log and audit record (R1). The same stage
-// serves its machine once the offending input alone is repaired.
+// Each refusal has its reason in error detail, metric, log and audit record (R1). The same fixture serves its machine when
+// only the offending input is repaired.
 func TestWhoGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	good := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -332,7 +332,7 @@ func TestWhoGetsNoKey(t *testing.T) {
 	}
 }
 
-// Who does not pass the exchange never reaches the RPC.
+// A peer that is refused in the exchange never reaches the RPC.
 func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 	s := setUp(t)
 	token := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -427,7 +427,7 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	}
 }
 
-// A7: a control plane that the owner's policy lists no more gets no key, on a session that it has already neither.
+// A7: a control plane that the owner's policy no longer lists gets no key, also on an existing session.
 func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
@@ -453,7 +453,7 @@ func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 func TestAWorkersTokenIsNotEnough(t *testing.T) {
 	s := setUp(t)
 	m := s.w1
-	s.setPolicy(t, 2, s.cp1, s.cp2, m) // else it gets no session
+	s.setPolicy(t, 2, s.cp1, s.cp2, m) // otherwise it gets no session
 	pod, err := s.Pod(t.Context(), namespace, "joinservice", "w1")
 	if err != nil {
 		t.Fatal(err)

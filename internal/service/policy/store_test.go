@@ -120,7 +120,7 @@ func TestNoEvidenceIsCheckedWithoutAPolicy(t *testing.T) {
 
 func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 	o := newOwner(t)
-	s := o.store(t) // as after a restart: it remembers nothing
+	s := o.store(t) // as after a restart: without state
 	old := o.object(t, 2, 4)
 	old.Status.Serial = 5
 	s.Set(old)
@@ -142,7 +142,7 @@ func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 	})
 }
 
-// A provider who restores all control planes restores the status too (B7).
+// A provider that restores all control planes restores the status too (B7).
 func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
 	o := newOwner(t)
 	s, err := policy.New(policy.Config{Owner: o.public, Lowest: 5, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
@@ -159,14 +159,14 @@ func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
 	}
 }
 
-// Two policies with one serial would let whoever applies them go back and forth.
+// With two policies of one serial, an attacker could switch between them.
 func TestASerialBelongsToOnePolicy(t *testing.T) {
 	o := newOwner(t)
 	s := o.store(t)
 	first := o.object(t, 1, 5)
 	s.Set(first)
 	other := o.object(t, 2, 5)
-	other.Spec.Policy += " " // as good a policy, in other bytes
+	other.Spec.Policy += " " // an equal policy, in other bytes
 	other.Spec.Signature = base64.StdEncoding.EncodeToString(attest.SignPolicy(o.private, []byte(other.Spec.Policy)).GetSignature())
 	refused := func(s *policy.Store, generation int64) {
 		t.Helper()
