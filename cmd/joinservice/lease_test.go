@@ -29,14 +29,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// controlPlane is a machine that the owner has enrolled as a control plane, and what it asks for.
+// controlPlane is a machine that the owner has enrolled as a control plane, and its request.
 type controlPlane struct {
 	*attesttest.Machine
 	*joinRequest
 	joinv1connect.JoinServiceClient
 }
 
-// controlMachine gives a machine that the policy lists as a control plane.
+// controlMachine returns a machine that the policy lists as a control plane.
 func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	if len(s.planned) == 0 {
@@ -85,7 +85,7 @@ func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
 	return l
 }
 
-// mustWait wants a machine's request refused in all places, with a hint and without a trace.
+// mustWait expects a machine's request to be refused in all places, with a pause and without a trace.
 func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "ticket refused", "machine", c.ID().String()}
@@ -99,7 +99,7 @@ func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 	}
 }
 
-// keptFrom wants the renewal or the end of a turn refused in all places.
+// keptFrom expects the renewal or the release of a join Lease to be refused in all places.
 func (s *stage) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "lease refused", "machine", c.ID().String()}
@@ -146,7 +146,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 	})
 	t.Run("its machine renews it on another connection", func(t *testing.T) {
 		before := s.lease(t).Spec.RenewTime
-		two.LockTo(s.ID) // as it has by then
+		two.LockTo(s.ID) // as it is at this point
 		other := *two
 		other.JoinServiceClient = s.dial(t, two.Attester(attest.PurposeMachine))
 		resp, err := other.renew(t, ticket.GetTicketId(), false)
@@ -204,8 +204,8 @@ func (s *stage) busyAgain(t *testing.T, c *controlPlane) {
 	}
 }
 
-// What joinservice measures is how long it has seen no change, by its own clock: what another
-// machine's clock wrote into the Lease ends no turn early, and none late.
+// joinservice measures how long it has seen no change, by its own clock: times in the Lease by another machine's clock end
+// it neither early nor late.
 func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 	for name, off := range map[string]time.Duration{"its clock is 3 h behind": -3 * time.Hour, "its clock is 3 h ahead": 3 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -213,18 +213,18 @@ func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 			two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
 			three := s.controlPlane(t, "cp3", disk2, "192.168.77.13")
 			ticket := two.ticket(t)
-			shorten := func(seconds int32) { // what its machine's joinservice writes
+			shorten := func(seconds int32) { // as its machine's joinservice does
 				l, now := s.lease(t), metav1.NewMicroTime(time.Now().Add(off))
 				l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = &now, &seconds
 				if err := s.Client.Update(t.Context(), l); err != nil {
 					t.Fatal(err)
 				}
 			}
-			shorten(60) // longer than what comes next takes
+			shorten(60) // longer than the following steps take
 			began := time.Now()
 			s.known(t, three)
 			s.busyAgain(t, three)
-			shorten(3) // a renewal: the wait begins anew, once joinservice has seen it
+			shorten(3) // a renewal: the wait starts again when joinservice has seen it
 			renewed := time.Now()
 			s.busyAgain(t, three)
 			membertest.Eventually(t, func() error { _, err := three.ask(t); return err })
@@ -300,7 +300,7 @@ func TestATurnEndsWithItsTicket(t *testing.T) {
 	})
 }
 
-// mayNotApprove takes the right to approve certificates from joinservice until the test ends.
+// mayNotApprove removes joinservice's right to approve certificates until the test ends.
 func (s *stage) mayNotApprove(t *testing.T) {
 	t.Helper()
 	role := &unstructured.Unstructured{}
@@ -357,7 +357,7 @@ func TestOfFiveWhoAskAtOnceAllGetTheirTurn(t *testing.T) {
 	}
 }
 
-// J6, A7: that an object of the cluster says so is not enough, the owner's signature has to.
+// J6, A7: an object of the cluster is not sufficient, the owner's signature is required.
 func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)

@@ -115,7 +115,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 	})
 }
 
-// blind judges the joinservice by what it boots alone, for there is no policy that it could present.
+// blind appraises the joinservice only by what it boots, because it has no policy to present.
 func (s *stage) blind(t *testing.T, a attest.Attester) *atls.Transport {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
@@ -193,8 +193,8 @@ func TestItSaysWhetherItServes(t *testing.T) {
 	})
 }
 
-// After a power cut a control plane's pods start together, and the API server is not the first. A service that ended then
-// would be started again at ever longer intervals.
+// After a power loss a control plane's pods start together, and the API server is not the first. A service that ended then
+// would be restarted at ever longer intervals.
 func TestAServiceStartsBeforeItsAPIServer(t *testing.T) {
 	s := setUp(t)
 	api, err := s.As(t.Context(), namespace, "kms")
@@ -239,12 +239,13 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 	}
 }
 
-// Without the list no node may write, so a slip must not delete it. If it is gone, others go on, and its owner can make it anew.
+// Without the list no node may write, so it must not be deleted by mistake. If it is missing, other parts continue, and its
+// owner can create it again.
 func TestTheListOfNodesThatMayNotWriteSurvivesASlip(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()
 	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: nodeaccess.ConfigMap}}
-	membertest.Eventually(t, func() error { // once the API server has compiled the policy
+	membertest.Eventually(t, func() error { // when the API server has compiled the policy
 		err := s.Client.Delete(ctx, list, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "it could be deleted: %v", err)
 	})

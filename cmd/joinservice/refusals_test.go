@@ -30,13 +30,12 @@ const (
 	disk3 = "5f0c95b6-2a3d-4c7e-9f10-000000000003"
 )
 
-// Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves
-// neither enrollment nor certificate request; the same machine gets its ticket once the offending
-// input alone is repaired.
+// Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves neither enrollment nor
+// certificate request; the same machine gets its ticket when only the offending input is repaired.
 func TestRefusedRequests(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()
-	// The neighbourhood: another worker, a Node that Muster did not make, a Service.
+	// Other objects exist: another worker, a Node that Muster did not create, a Service.
 	neighbour := s.machine(t)
 	s.ticketFor(t, neighbour, worker(t, named("w2", disk2, "192.168.77.20")))
 	foreign := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "legacy"}}
@@ -54,9 +53,9 @@ func TestRefusedRequests(t *testing.T) {
 
 	for name, tt := range map[string]struct {
 		change func(*joinRequests)
-		// enrolled is what the owner enrolled the machine with beforehand, as w1.
+		// enrolled is the enrollment that the owner made beforehand, as w1.
 		enrolled *v1alpha1.AttestedNodeSpec
-		// repair undoes the change where the plain request of a worker would not be right.
+		// repair reverts the change where the plain request of a worker would not be valid.
 		repair func(*joinRequests)
 		reason attestv1.Reason
 	}{
@@ -163,7 +162,7 @@ func TestRefusedRequests(t *testing.T) {
 	}
 }
 
-// seen waits until joinservice knows of the machine's enrollment, by asking for what it may not have.
+// seen waits until joinservice knows the machine's enrollment, by a request that must be refused.
 func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine) {
 	t.Helper()
 	_ = m
@@ -194,7 +193,7 @@ func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m 
 func TestWhatThePolicyForbids(t *testing.T) {
 	s := setUp(t)
 	serial := uint64(1)
-	next := func(p *attestv1.Policy) { // every change has a serial of its own
+	next := func(p *attestv1.Policy) { // every change has a new serial
 		serial++
 		p.Serial = serial
 	}
@@ -280,7 +279,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		}
 		s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_KMS_UNAVAILABLE)
 		s.nothingOf(t, m)
-		// The kubelet replaces it: no restart is needed.
+		// The kubelet replaces the token: no restart is needed.
 		if err := os.WriteFile(s.token, good, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -311,7 +310,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		m := s.machine(t)
 		asker := s.dial(t, m.Attester(attest.PurposeMachine))
 		s.SetMeasurementSalt(t, [32]byte{9})
-		membertest.Eventually(t, func() error { // the informer follows
+		membertest.Eventually(t, func() error { // the informers follow
 			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 			if err == nil {
 				s.forget(t, "w1")
@@ -362,10 +361,10 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 	})
 }
 
-// full is the kernel's own disk that is always full.
+// full is a device of the kernel that is always full.
 const full = "/dev/full"
 
-// J3, and the crash in between: without its record there is no ticket, and nothing of it.
+// J3, also for a crash in between: without its record there is no ticket, and no part of it.
 func TestWithoutAnAuditRecordNothingIsIssued(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)

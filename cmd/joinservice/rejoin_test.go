@@ -27,10 +27,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// encrypted is for a wish of a machine whose state disk is encrypted.
+// encrypted changes a request to that of a machine whose state disk is encrypted.
 func encrypted(w *joinRequests) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
 
-// rebooted gives a machine that has joined as w1 with disk1, and has rebooted since.
+// rebooted returns a machine that has joined as w1 with disk1, and has rebooted since.
 func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
@@ -40,7 +40,7 @@ func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-// again is what w1 asks for after a reboot.
+// again returns the request of w1 after a reboot.
 func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoinTicketRequest {
 	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: oneSecret}
 	for _, c := range changes {
@@ -49,11 +49,11 @@ func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoi
 	return r
 }
 
-// rejoin asks over a connection of its own.
+// rejoin asks over a separate connection.
 func (s *stage) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
-	defer transport.Close() //nolint:errcheck // nothing is left to be told
+	defer transport.Close() //nolint:errcheck // the result is not needed
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).IssueRejoinTicket(t.Context(), r)
 }
 
@@ -110,7 +110,7 @@ func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 	}
 }
 
-// The first machine was enrolled by its owner, who knows its disk from the init's result.
+// The first machine was enrolled by its owner, who knows its disk from the result of init.
 func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -122,7 +122,7 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk3)) {
 		t.Errorf("%v, %v", resp, err)
 	}
-	// B8: what a control plane knows its cluster by, and no private key.
+	// B8: the files by which a control plane recognizes its cluster, and no private key.
 	told := map[string]string{}
 	for _, f := range resp.GetAuthorities() {
 		told[f.GetPath()] = string(f.GetContent())
@@ -136,7 +136,7 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	}
 }
 
-// B8: what a machine compares its disk with. A list without it would leave open what is to run there.
+// B8: the data with which a machine compares its disk. Without the list, it would not be known what must run there.
 func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -158,7 +158,7 @@ func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
 	}
 }
 
-// J2: each refusal passes once only the offending input is repaired.
+// J2: each request succeeds when only the offending input is repaired.
 func TestRefusedRejoins(t *testing.T) {
 	s := setUp(t)
 	neighbour := s.machine(t)
@@ -214,7 +214,7 @@ func TestRefusedRejoins(t *testing.T) {
 			}
 		})
 	}
-	// The owner is shown who waits.
+	// The owner can see which machines wait.
 	membertest.Eventually(t, func() error {
 		w := s.waiting(t)
 		if _, listed := w[m.ID().String()]; listed {
@@ -225,26 +225,27 @@ func TestRefusedRejoins(t *testing.T) {
 	})
 }
 
-// J2: a disk is opened only if its enrollment says whose it is, and one enrollment alone; that the machine had it before is not enough.
+// J2: a disk is opened only if exactly one enrollment assigns it to the machine; that the machine had it before is not
+// sufficient.
 func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
 	s := setUp(t)
 	unnamed, twice, other := s.machine(t), s.machine(t), s.machine(t)
 	s.GiveDisk(t, diskNumber(7), unnamed.ID())
 	s.GiveDisk(t, diskNumber(6), twice.ID())
 	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unnamed.ID().String(), Role: v1alpha1.RoleWorker})
-	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // the owner's slip
+	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // a mistake of the owner
 		s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(6), DiskMode: v1alpha1.DiskModeLUKS})
 	}
 	_ = s.notAgain(t, unnamed, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w4", diskNumber(7) }), attestv1.Reason_REASON_DISK_MISMATCH)
 	_ = s.notAgain(t, twice, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w5", diskNumber(6) }), attestv1.Reason_REASON_DISK_MISMATCH)
 }
 
-// What a machine has become since it joined is judged as at the join, by the policy in force.
+// The machine's state since its join is appraised as at the join, by the policy in force.
 func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
 		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
 		want  attestv1.Reason
-		asked bool // as far as the RPC; else refused in the exchange
+		asked bool // the request reaches the RPC; otherwise it is refused in the exchange
 	}{
 		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
 		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
@@ -317,7 +318,7 @@ func TestFaultsOfOursGiveNoRejoinTicket(t *testing.T) {
 	}
 }
 
-// J3: no key leaves without its record.
+// J3: no key is sent without its record.
 func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
@@ -330,7 +331,7 @@ func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	_ = s.notAgain(t, m, again(), attestv1.Reason_REASON_AUDIT_UNAVAILABLE)
 }
 
-// A machine that gave its ticket back keeps name and disk until its certificates have expired, and so its key.
+// A machine that returned its ticket keeps name and disk until its certificates have expired, and so its key.
 func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -347,13 +348,13 @@ func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	}
 }
 
-// inExchange returns ask's refusal only if the attestation exchange was refused. If the informers see a change after the exchange and before the call, the
-// call is refused instead, which has other witnesses.
+// inExchange returns ask's refusal only if the attestation exchange was refused. If the informers see a change after the
+// exchange and before the call, the call is refused instead, which is reported in other places.
 func inExchange(want attestv1.Reason, ask func() error) func() error {
 	return func() error {
 		err := ask()
 		if attest.ReasonOf(err) != want {
-			return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason is not to be found
+			return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason must not be found
 		}
 		return err
 	}

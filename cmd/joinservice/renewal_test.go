@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// filed is a request that a kubelet files by itself.
+// filed is a request that a kubelet files itself.
 type filed struct {
 	user     string
 	signer   string
@@ -54,7 +54,7 @@ func serving(node string, addresses ...string) *filed {
 	return f
 }
 
-// file creates the request as its node and gives its name.
+// file creates the request as its node and returns its name.
 func (s *stage) file(t *testing.T, f *filed) string {
 	t.Helper()
 	cfg, err := s.AsUser(f.user, "system:nodes")
@@ -72,7 +72,7 @@ func (s *stage) file(t *testing.T, f *filed) string {
 			SignerName: f.signer, Usages: f.usages,
 		},
 	}
-	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // once the admission policy knows the node
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // when the admission policy knows the node
 	return o.Name
 }
 
@@ -134,7 +134,7 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 	}
 }
 
-// waits is true once joinservice has looked at the request and left it open for that reason.
+// waits waits until joinservice has checked the request and left it open for that reason.
 func (s *stage) waits(t *testing.T, request, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -149,7 +149,7 @@ func (s *stage) waits(t *testing.T, request, reason string) {
 	}
 }
 
-// told is true once an Event of the node's enrollment says it, for that reason.
+// told waits for an Event of the node's enrollment with that reason.
 func (s *stage) told(t *testing.T, node, what, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -166,7 +166,7 @@ func (s *stage) told(t *testing.T, node, what, reason string) {
 	})
 }
 
-// reattest attests as a node does: locked to its cluster, on a connection of its own.
+// reattest attests as a node does: locked to its cluster, on a separate connection.
 func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
@@ -174,7 +174,7 @@ func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestR
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
 }
 
-// node gives a machine that has become node w1.
+// node returns a machine that has become node w1.
 func (s *stage) node(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
@@ -192,7 +192,7 @@ func (s *stage) setStatus(t *testing.T, node string, change func(*v1alpha1.Attes
 	})
 }
 
-// J7: who has stolen a node's key, and not its machine, renews nothing once the verdict is old.
+// J7: an attacker who has stolen a node's key, but not its machine, renews nothing when the verdict is old.
 func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 	for name, age := range map[string]func(*v1alpha1.AttestedNodeStatus){
 		"an old verdict":            func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-16 * time.Minute) },
@@ -205,7 +205,7 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 			m := s.node(t)
 			s.setStatus(t, "w1", age)
 			var client, server string
-			// To wait is no decision, so there is no audit record.
+			// A request that waits is not decided, so there is no audit record.
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
 			refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
 				client, server = s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
@@ -235,8 +235,8 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 	}
 }
 
-// The first machine's kubelet files its requests before there is an enrollment. Its owner's verdict
-// opens nothing: it attests to the cluster like every other node.
+// The first machine's kubelet files its requests before there is an enrollment. Its owner's verdict is not sufficient: it
+// attests to the cluster like every other node.
 func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -273,9 +273,9 @@ func TestReattestationIsRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
 		spoil  func(t *testing.T, s *stage, m *attesttest.Machine)
 		reason attestv1.Reason
-		// asked says that it got as far as the RPC; others are refused in the exchange.
+		// asked is whether the request reached the RPC; others are refused in the exchange.
 		asked bool
-		// verdict is the one that is left: of a refusal or, if it is empty, the good one.
+		// verdict is the reason of the resulting verdict; empty for the good one.
 		verdict string
 	}{
 		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},

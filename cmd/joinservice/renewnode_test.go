@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// renewing is what a machine that was off for long asks for, with the keys that stay on it.
+// renewing is the request of a machine that was off for long, with the keys that stay on it.
 type renewing struct {
 	*joinv1.RenewNodeCertificatesRequest
 	joinRequest *joinRequest
@@ -34,7 +34,7 @@ func renewingAs(t *testing.T, changes ...func(*joinRequests)) *renewing {
 	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr(), BootSecret: w.GetBootSecret()}, w}
 }
 
-// renewNode asks over a connection of its own.
+// renewNode asks over a separate connection.
 func (s *stage) renewNode(t *testing.T, m *attesttest.Machine, r *renewing) (*joinv1.RenewNodeCertificatesResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
@@ -52,7 +52,7 @@ func (s *stage) notRenewed(t *testing.T, m *attesttest.Machine, r *renewing, wan
 	})
 }
 
-// booted is w1's machine after a reboot, once its bootstrapper has locked it again.
+// booted returns w1's machine after a reboot, when its bootstrapper has locked it again.
 func (s *stage) booted(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.node(t)
@@ -61,7 +61,7 @@ func (s *stage) booted(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-// The machine has nothing that the API server would let in; what it gets is by its evidence alone.
+// The machine has no credentials that the API server would accept; it gets new ones only by its evidence.
 func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	s := setUp(t)
 	m := s.booted(t)
@@ -88,7 +88,7 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 			t.Errorf("no record %q in %+v", event, s.records(t))
 		}
 	}
-	// J7: the verdict is that of this session, and stands.
+	// J7: the verdict of this session is recorded.
 	if v := s.Node(t, "w1").Status.LastVerdict; v == nil || !v.Accepted || time.Since(v.Time.Time) > time.Minute {
 		t.Errorf("verdict %+v", v)
 	}
@@ -100,7 +100,7 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	if err := s.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}); err != nil {
 		t.Error(err)
 	}
-	membertest.Eventually(t, func() error { // that of its ticket stands there before
+	membertest.Eventually(t, func() error { // the value of its ticket is recorded before
 		end := s.expiries(t, "w1").ClientExpiresAt
 		return membertest.Want(end.Time.Equal(cert.NotAfter), "status says %s, and it ends at %s", end, cert.NotAfter)
 	})
@@ -112,7 +112,7 @@ func (s *stage) settled(t *testing.T, request string) {
 	s.decided(t, request, "Approved", "AttestedMachine")
 }
 
-// Each refusal passes once only the offending input is repaired.
+// Each request succeeds when only the offending input is repaired.
 func TestRefusedRenewalsOfNodes(t *testing.T) {
 	s := setUp(t)
 	m, neighbour, stranger, fresh := s.booted(t), s.machine(t), s.machine(t), s.machine(t)
@@ -167,12 +167,12 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 	}
 }
 
-// What has become of the machine and of its enrollment counts as it is now.
+// The present state of the machine and of its enrollment counts.
 func TestARenewalIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
 		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
 		want  attestv1.Reason
-		asked bool // as far as the RPC; else refused in the exchange
+		asked bool // the request reaches the RPC; otherwise it is refused in the exchange
 	}{
 		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
 		"one that is not locked":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
@@ -224,7 +224,7 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 	}
 }
 
-// J4: when older certificates of the name are revoked, the new one is allowed.
+// J4: if older certificates of the name are revoked, the new one is allowed.
 func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 	s := setUp(t)
 	m := s.booted(t)
@@ -238,13 +238,13 @@ func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 	}
 }
 
-// J3: no certificate leaves without its record.
+// J3: no certificate is sent without its record.
 func TestWithoutAnAuditRecordNoCertificateIsRenewed(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
 	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
 	m.LockTo(s.ID)
-	membertest.Eventually(t, func() error { // once it has a verdict, as after its join
+	membertest.Eventually(t, func() error { // when it has a verdict, as after its join
 		_, err := s.reattest(t, m)
 		return err
 	})

@@ -61,7 +61,7 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// rights compares what the services may do with what all tests of this package have seen them do.
+// rights compares the services' rights with their requests in all tests of this package.
 func rights(ctx context.Context) error {
 	if flag.Lookup("test.run").Value.String() != "" {
 		return nil // some tests only
@@ -69,8 +69,8 @@ func rights(ctx context.Context) error {
 	return errors.Join(shared.CheckRights(ctx, "joinservice"), shared.CheckRights(ctx, "kms"))
 }
 
-// stage is a cluster with one control plane, cp1, that runs the attester, the key service and
-// joinservice, each as on a real machine: over sockets, with tokens, and with the chart's rights.
+// stage is a cluster with one control plane, cp1, that runs the attester, the key service and joinservice, each as on a
+// real machine: over sockets, with tokens, and with the chart's rights.
 type stage struct {
 	*membertest.Cluster
 	ca        *attesttest.CA
@@ -88,12 +88,12 @@ type stage struct {
 	apart     bool                  // no joinservice runs in this process
 	image     string                // that cp1 boots; empty: the usual one
 	listed    []*attesttest.Machine // the policy's control planes: cp1, and planned
-	planned   []*attesttest.Machine // those that controlMachine has not given away
+	planned   []*attesttest.Machine // those that controlMachine has not returned yet
 }
 
 type option func(*stage)
 
-// auditAt puts the audit log somewhere else.
+// auditAt sets the path of the audit log.
 func auditAt(path string) option { return func(s *stage) { s.audit = path } }
 
 // booting makes cp1 boot an image of that name.
@@ -204,7 +204,7 @@ func (s *stage) serveKMS(t *testing.T) {
 	s.kms = s.keys(t, api)
 }
 
-// keys runs a key service that reaches the API server in that way.
+// keys runs a key service that reaches the API server by that configuration.
 func (s *stage) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	t.Helper()
 	client, err := attester.New(attester.Socket(s.sockets, attest.PurposeKMS))
@@ -220,7 +220,7 @@ func (s *stage) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	})
 }
 
-// serveJoin runs the program itself, by its flags.
+// serveJoin runs the program itself, with its flags.
 func (s *stage) serveJoin(t *testing.T) {
 	t.Helper()
 	s.join = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
@@ -231,7 +231,7 @@ func (s *stage) serveJoin(t *testing.T) {
 	})
 }
 
-// joinFlags are those of a joinservice on cp1.
+// joinFlags returns the flags of a joinservice on cp1.
 func (s *stage) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 	t.Helper()
 	return append([]string{
@@ -242,14 +242,14 @@ func (s *stage) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 	}, s.flags...)
 }
 
-// machine is one that boots what cp1 did.
+// machine returns a machine that boots what cp1 did.
 func (s *stage) machine(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	return attesttest.NewMachine(t, s.ca, attesttest.Options{})
 }
 
-// dial gives a joiner's client. It judges the joinservice by the policy that this presents, as a
-// machine does that knows its owner.
+// dial returns a joiner's client. It appraises the joinservice by the policy that this presents, as a machine does that
+// knows its owner.
 func (s *stage) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
 	t.Helper()
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
@@ -277,18 +277,18 @@ func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisa
 	return policy.AppraiseServer(c, attest.LockedTo(p.s.ID))
 }
 
-// wish is a request with the keys that stay on the machine.
+// joinRequest is a request with the keys that stay on the machine.
 type joinRequest struct {
 	*joinv1.IssueJoinTicketRequest
 	client, serving *ecdsa.PrivateKey
 }
 
-// oneSecret is the boot secret of all machines that are not copies: their TPMs tell their boots apart.
+// oneSecret is the boot secret of all machines that are not copies: their TPMs distinguish their boots.
 var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
 
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
-// worker is what a good worker w1 asks for; each change is made before its requests are signed.
+// worker returns a valid request of worker w1; each change is made before its requests are signed.
 func worker(t *testing.T, changes ...func(*joinRequests)) *joinRequest {
 	t.Helper()
 	w := &joinRequests{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
@@ -355,7 +355,7 @@ func csr(t *testing.T, template *x509.CertificateRequest, key *ecdsa.PrivateKey)
 	return der
 }
 
-// asNode gives the API as a node sees it with its ticket.
+// asNode returns a client with the credentials of a node's ticket.
 func (s *stage) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTicketResponse) client.Client {
 	t.Helper()
 	der, err := x509.MarshalECPrivateKey(w.client)
@@ -372,7 +372,7 @@ func (s *stage) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTic
 	return c
 }
 
-// witnesses are joinservice's own.
+// witnesses returns joinservice's own.
 func (s *stage) witnesses(t *testing.T) refusaltest.Service {
 	t.Helper()
 	return s.join.Witnesses(func() []byte { return s.auditSoFar(t) })
@@ -416,7 +416,7 @@ func leaf(t *testing.T, chain []byte) *x509.Certificate {
 	return c
 }
 
-// ticketFor asks for a ticket that must be given.
+// ticketFor requests a ticket that must be issued.
 func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *joinv1.IssueJoinTicketResponse {
 	t.Helper()
 	ticket, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
@@ -426,8 +426,8 @@ func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *
 	return ticket
 }
 
-// heldFor fails the test unless a ticket that failed after certificates were asked for has left the name to
-// its machine (J2, J4).
+// heldFor fails the test unless a ticket that failed after certificates were requested has left the name to its machine
+// (J2, J4).
 func (s *stage) heldFor(t *testing.T, m *attesttest.Machine, name string) {
 	t.Helper()
 	n := s.Node(t, name)
@@ -450,7 +450,7 @@ func (s *stage) nothingOf(t *testing.T, m *attesttest.Machine) {
 	}
 }
 
-// filedNothing fails if certificate requests were filed since: a refused machine makes none.
+// filedNothing fails if certificate requests were filed since: a refused machine causes none.
 func (s *stage) filedNothing(t *testing.T, before []string) {
 	t.Helper()
 	if after := slices.DeleteFunc(s.CSRs(t), func(name string) bool { return slices.Contains(before, name) }); len(after) > 0 {

@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// Who does not pass the exchange never reaches the RPC, and is on record all the same.
+// A peer that is refused in the exchange never reaches the RPC, and is recorded nevertheless.
 func TestMachinesThatGetNoSession(t *testing.T) {
 	s := setUp(t)
 	machine := func(o attesttest.Options) *attesttest.Machine { return attesttest.NewMachine(t, s.ca, o) }
@@ -35,7 +35,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 	good := s.machine(t)
 	for name, tt := range map[string]struct {
 		machine *attesttest.Machine
-		purpose attest.Purpose // machine, if it is left out
+		purpose attest.Purpose // machine, if it is omitted
 		reason  attestv1.Reason
 	}{
 		"a tampered image":               {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
@@ -72,7 +72,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 	t.Run("only the offending input was wrong", func(t *testing.T) { s.ticketFor(t, good, worker(t)) })
 }
 
-// What a connection has not shown is asked for at every RPC that there is.
+// Every RPC requires what a connection has not shown.
 func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	s := setUp(t)
 	url := "https://" + s.join.Addr
@@ -97,13 +97,12 @@ func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	})
 }
 
-// An accepted machine may ask for what it doesn't get in a loop: the records of others, and of what is
-// handed out, stay.
+// An accepted machine may repeat a refused request in a loop: the records of others, and of grants, are kept.
 func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 	s := setUp(t)
 	loud, quiet := s.machine(t), s.machine(t)
 	const calls, burst = 150, 50
-	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 15)} // no ticket has such an ID, which is seen before any rate
+	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 15)} // no ticket has such an ID, which is checked before any rate
 	client := s.dial(t, loud.Attester(attest.PurposeMachine))
 	began := time.Now()
 	for range calls {

@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// waits reads the list as the owner's program does.
+// waiting reads the list as the owner's program does.
 func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
 	t.Helper()
 	m := &corev1.ConfigMap{}
@@ -37,7 +37,7 @@ func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
 	return out
 }
 
-// expiries waits until the ends of a node's certificates stand in its status.
+// expiries waits until the ends of a node's certificates are in its status.
 func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -47,8 +47,8 @@ func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertifica
 	return out
 }
 
-// Whoever is refused although its evidence is genuine stands in the owner's list, with the one reason
-// (R1), until it is admitted. A stranger never does.
+// A machine that is refused although its evidence is genuine is in the owner's list, with the one reason (R1), until it is
+// admitted. A peer without genuine evidence is never listed.
 func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	s := setUp(t)
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
@@ -97,7 +97,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 }
 
-// When a node's certificates end is known from the ticket, and then from its machine, which says which it has.
+// The end of a node's certificates is known from the ticket, and later from its machine, which reports those that it has.
 func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -120,7 +120,7 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) || !now.ServingExpiresAt.Time.Equal(serving) {
 		t.Errorf("%s and %s, want %s and %s", now.ClientExpiresAt, now.ServingExpiresAt, client, serving)
 	}
-	// What was made for it, and it does not have, changes nothing.
+	// A certificate that was made for it, but that it does not have, changes nothing.
 	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
 	if _, err := s.reattest(t, m); err != nil { // as one that can read no certificate
 		t.Fatal(err)
