@@ -70,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
 	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
-	screen := flags.String("console", console.DefaultPath, "terminal that is told what the machine waits for; nothing if there is none")
+	screen := flags.String("console", console.DefaultPath, "terminal that shows what the machine waits for; nothing if there is none")
 	switch args[0] {
 	case "unlock":
 		if err := parse(flags, args[1:]); err != nil {
@@ -167,7 +167,7 @@ func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm
 func openConsole(path string, log *slog.Logger) (c *console.Console, done func()) {
 	c, err := console.Open(path)
 	if err != nil {
-		log.Warn("nothing will be told on the console", "err", err)
+		log.Warn("the console shows no messages", "err", err)
 	}
 	return c, func() { _ = c.Close() }
 }
@@ -201,13 +201,13 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	if err != nil {
 		return err
 	}
-	told, done := openConsole(screen, log)
+	terminal, done := openConsole(screen, log)
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
-			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: told, Log: log,
+			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: terminal, Log: log,
 		}},
 		Public: public,
 	})

@@ -45,10 +45,10 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	if err != nil {
 		return err
 	}
-	told, done := openConsole(screen, log)
+	terminal, done := openConsole(screen, log)
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
 		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Root: "/", Disk: volume,
-		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: told, Timing: unlock.DefaultTiming, Log: log,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: terminal, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

@@ -66,12 +66,12 @@ func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
 		t.Errorf("%v, %v", s, err)
 	}
 	// Over a session, for a client that appraises the machine first.
-	judging, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
+	session, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = judging.Close() }()
-	proven, err := initv1connect.NewMachineServiceClient(rpc.HTTPClient(judging), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...).GetStatus(t.Context(), &initv1.GetStatusRequest{})
+	defer func() { _ = session.Close() }()
+	proven, err := initv1connect.NewMachineServiceClient(rpc.HTTPClient(session), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...).GetStatus(t.Context(), &initv1.GetStatusRequest{})
 	if err != nil || proven.GetLastReason() != attestv1.Reason_REASON_STATE_DISK {
 		t.Errorf("%v, %v", proven, err)
 	}

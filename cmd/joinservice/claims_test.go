@@ -23,7 +23,7 @@ import (
 
 // unenroll deletes an enrollment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk
 // stays assigned to its machine.
-func (s *stage) unenroll(t *testing.T, node string) {
+func (s *fixture) unenroll(t *testing.T, node string) {
 	t.Helper()
 	if err := s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}); err != nil {
 		t.Fatal(err)
@@ -150,7 +150,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 }
 
 // without removes a right on Muster's objects from joinservice, until back is called.
-func (s *stage) without(t *testing.T, resource, verb string) (back func()) {
+func (s *fixture) without(t *testing.T, resource, verb string) (back func()) {
 	t.Helper()
 	role := &rbacv1.ClusterRole{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Name: "muster:joinservice"}, role); err != nil {

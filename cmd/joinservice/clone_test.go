@@ -47,7 +47,7 @@ type virtual struct {
 }
 
 // virtual makes a machine that has joined as w1 with disk1. Its Lease does not exist until its kubelet runs.
-func (s *stage) virtual(t *testing.T) *virtual {
+func (s *fixture) virtual(t *testing.T) *virtual {
 	t.Helper()
 	v := &virtual{tpmtest.SWTPM(t, tpmtest.Bare()), keys.NewBootSecret(), "127.0.0.2"}
 	chip, err := net.Dial("unix", v.tpm.Socket)
@@ -88,7 +88,7 @@ func (v *virtual) reboot() {
 }
 
 // askAs calls a joinservice over a connection with new evidence, and closes it: a machine may have 8.
-func (s *stage) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv1connect.JoinServiceClient) error) error {
+func (s *fixture) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv1connect.JoinServiceClient) error) error {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: v.tpm.Open(), Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
@@ -106,7 +106,7 @@ func (s *stage) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv
 }
 
 // key asks a joinservice for the key of disk1.
-func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
+func (s *fixture) key(t *testing.T, v *virtual, endpoint string) error {
 	t.Helper()
 	return s.askAs(t, v, endpoint, func(c joinv1connect.JoinServiceClient) error {
 		resp, err := c.IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
@@ -118,7 +118,7 @@ func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
 }
 
 // verdict re-attests as a node does; its machine is locked to the cluster.
-func (s *stage) verdict(t *testing.T, v *virtual) error {
+func (s *fixture) verdict(t *testing.T, v *virtual) error {
 	t.Helper()
 	return s.askAs(t, v, s.join.Addr, func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: v.secret.Expose()})
@@ -127,7 +127,7 @@ func (s *stage) verdict(t *testing.T, v *virtual) error {
 }
 
 // ticket requests a ticket, as w1 with disk1.
-func (s *stage) ticket(t *testing.T, v *virtual) error {
+func (s *fixture) ticket(t *testing.T, v *virtual) error {
 	t.Helper()
 	w := worker(t, encrypted)
 	w.BootSecret = v.secret.Expose()
@@ -137,7 +137,7 @@ func (s *stage) ticket(t *testing.T, v *virtual) error {
 	})
 }
 
-func (s *stage) lock(t *testing.T, v *virtual) {
+func (s *fixture) lock(t *testing.T, v *virtual) {
 	t.Helper()
 	if err := v.tpm.Open().Measure(t.Context(), attest.LockPCR, s.ID[:]); err != nil {
 		t.Fatal(err)
@@ -145,7 +145,7 @@ func (s *stage) lock(t *testing.T, v *virtual) {
 }
 
 // kubeletLease returns a function that writes w1's Lease as its kubelet does.
-func (s *stage) kubeletLease(t *testing.T) func(context.Context) error {
+func (s *fixture) kubeletLease(t *testing.T) func(context.Context) error {
 	t.Helper()
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
 	l.Spec.RenewTime = new(metav1.NewMicroTime(time.Now().Add(-time.Hour))) // its clock is an hour behind
@@ -160,7 +160,7 @@ func (s *stage) kubeletLease(t *testing.T) func(context.Context) error {
 }
 
 // runs simulates w1's kubelet until stop is called.
-func (s *stage) runs(t *testing.T) (stop func()) {
+func (s *fixture) runs(t *testing.T) (stop func()) {
 	t.Helper()
 	renew := s.kubeletLease(t)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -192,11 +192,11 @@ func (s *stage) runs(t *testing.T) (stop func()) {
 }
 
 // cloned asks, and expects the refusal in all places, and a report that names both addresses.
-func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
+func (s *fixture) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
 	t.Helper()
 	machine := s.Node(t, "w1").Spec.MachineID
 	about := []string{"event", event, "machine", machine}
-	_ = refusaltest.Refused(t, s.witnesses(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask)
+	_ = refusaltest.Refused(t, s.observations(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask)
 	both := func(text string) bool {
 		first, second, ok := strings.Cut(text, "is refused")
 		return ok && strings.Contains(first, refused) && strings.Contains(second, known)
@@ -208,7 +208,7 @@ func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known
 		c := meta.FindStatusCondition(s.Node(t, "w1").Status.Conditions, v1alpha1.ConditionCloned)
 		return membertest.Want(c != nil && c.Status == metav1.ConditionTrue && both(c.Message), "condition %+v", c)
 	})
-	s.told(t, "w1", "MachineCloned", refused)
+	s.emitted(t, "w1", "MachineCloned", refused)
 	if s.Node(t, "w1").Status.LastVerdict == nil || !s.Node(t, "w1").Status.LastVerdict.Accepted {
 		t.Error("the verdict on the machine that was accepted is undone")
 	}
@@ -216,7 +216,7 @@ func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known
 
 // J11: while the original runs, a machine that has booted its TPM once more is a copy.
 func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.flags = []string{"--lease-watch=15s"} })
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--lease-watch=15s"} })
 	original := s.virtual(t)
 	s.lock(t, original)
 	if err := s.verdict(t, original); err != nil {
@@ -247,7 +247,7 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 
 // J11: the copy was booted once more, and asks when the original has its key and its kubelet does not run yet.
 func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.flags = []string{"--first-lease-within=2m"} })
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--first-lease-within=2m"} })
 	original := s.virtual(t)
 	clone := original.copied("127.0.0.3")
 	clone.reboot()
@@ -408,9 +408,9 @@ func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 }
 
 // slowReplica is a second joinservice whose requests to the API server each take a third of a second longer.
-func (s *stage) slowReplica(t *testing.T) *stage {
+func (s *fixture) slowReplica(t *testing.T) *fixture {
 	t.Helper()
-	next := &stage{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
+	next := &fixture{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
 	dir := t.TempDir()
 	next.audit, next.kubeconf = filepath.Join(dir, "audit.jsonl"), filepath.Join(dir, "kubeconfig")
 	api, err := s.As(t.Context(), namespace, "joinservice")

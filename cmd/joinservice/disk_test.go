@@ -107,7 +107,7 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 func diskNumber(n int) string { return fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-0000000001%02d", n) }
 
 // auditText reads the audit log, of actions and of refusals.
-func (s *stage) auditText(t *testing.T) []byte {
+func (s *fixture) auditText(t *testing.T) []byte {
 	t.Helper()
 	done, err := os.ReadFile(s.audit)
 	if err != nil {
@@ -121,7 +121,7 @@ func (s *stage) auditText(t *testing.T) []byte {
 }
 
 // auditSoFar returns the records of both files in the order in which they were read, each time the earlier ones first.
-func (s *stage) auditSoFar(t *testing.T) []byte {
+func (s *fixture) auditSoFar(t *testing.T) []byte {
 	t.Helper()
 	if s.audit == full {
 		return nil
@@ -148,7 +148,7 @@ type seenAudit struct {
 }
 
 // sizeOfRecords returns the size of the file of actions, in bytes.
-func (s *stage) sizeOfRecords(t *testing.T) int {
+func (s *fixture) sizeOfRecords(t *testing.T) int {
 	t.Helper()
 	info, err := os.Stat(s.audit)
 	if err != nil {
@@ -158,7 +158,7 @@ func (s *stage) sizeOfRecords(t *testing.T) int {
 }
 
 // padAudit appends a record of another process, so that after it room bytes are left of the last page of the file.
-func (s *stage) padAudit(t *testing.T, room int) {
+func (s *fixture) padAudit(t *testing.T, room int) {
 	t.Helper()
 	size := s.sizeOfRecords(t)
 	const empty = len(`{"detail":""}` + "\n")

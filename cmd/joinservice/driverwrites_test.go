@@ -27,7 +27,7 @@ type write struct {
 	says string
 }
 
-func (s *stage) try(t *testing.T, writes map[string]write) {
+func (s *fixture) try(t *testing.T, writes map[string]write) {
 	t.Helper()
 	for what, w := range writes {
 		membertest.Eventually(t, func() error { // the API server reads roles and policies by a watch
@@ -38,7 +38,7 @@ func (s *stage) try(t *testing.T, writes map[string]write) {
 }
 
 // asUser returns a client that acts as user, whose scheme has all kinds of Kubernetes.
-func (s *stage) asUser(t *testing.T, user string, groups ...string) client.Client {
+func (s *fixture) asUser(t *testing.T, user string, groups ...string) client.Client {
 	t.Helper()
 	cfg, err := s.AsUser(user, groups...)
 	if err != nil {
@@ -73,7 +73,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
 	}
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-controller-manager"}}
-	turn := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
+	joinLease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
 	kubelets := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "c1"}}
 	served := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice-x"},
@@ -89,7 +89,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.ServiceSpec{Selector: map[string]string{"a": "b"}, Ports: []corev1.ServicePort{{Port: 9090}}},
 	}
 	admin := s.asUser(t, "admin", "system:masters")
-	for _, o := range []client.Object{role, binding, control, pod, lease, turn, kubelets, served, endpoints, foreign, joinservices} {
+	for _, o := range []client.Object{role, binding, control, pod, lease, joinLease, kubelets, served, endpoints, foreign, joinservices} {
 		if err := client.IgnoreAlreadyExists(admin.Create(t.Context(), o)); err != nil {
 			t.Fatal(err)
 		}
@@ -166,18 +166,18 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 	}
 	const full = `{"metadata":{"labels":{` // of a Node; the labels follow
 	s.try(t, map[string]write{
-		"deletes kube-controller-manager's lease": {deletes(driver, lease), "no service account takes the Lease"},
-		"an administrator deletes it":             {deletes(s.Client, lease), ""},
-		"a kubelet's lease":                       {patches(driver, kubelets, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"}, // J11
-		"deletes a kubelet's lease":               {deletes(driver, kubelets), "no service account takes the Lease"},
-		"the garbage collector deletes it":        {deletes(collector, kubelets), ""},
-		"deletes a lease of its own":              {deletes(driver, foreign), ""},
-		"the turn of control planes":              {patches(driver, turn, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
-		"deletes the turn of control planes":      {deletes(driver, turn), "no service account takes the Lease"},
-		"an administrator takes the turn":         {patches(s.Client, turn, `{"spec":{"holderIdentity":"x"}}`), ""},
-		"deletes endpoints of joinservice":        {deletes(driver, endpoints), "only Kubernetes' own controllers"},
-		"changes nothing of endpoints":            {patches(driver, endpoints, `{}`), ""},
-		"an administrator deletes endpoints":      {deletes(admin, endpoints), ""},
+		"deletes kube-controller-manager's lease":  {deletes(driver, lease), "no service account takes the Lease"},
+		"an administrator deletes it":              {deletes(s.Client, lease), ""},
+		"a kubelet's lease":                        {patches(driver, kubelets, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"}, // J11
+		"deletes a kubelet's lease":                {deletes(driver, kubelets), "no service account takes the Lease"},
+		"the garbage collector deletes it":         {deletes(collector, kubelets), ""},
+		"deletes a lease of its own":               {deletes(driver, foreign), ""},
+		"the join Lease of control planes":         {patches(driver, joinLease, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
+		"deletes the join Lease of control planes": {deletes(driver, joinLease), "no service account takes the Lease"},
+		"an administrator takes the join Lease":    {patches(s.Client, joinLease, `{"spec":{"holderIdentity":"x"}}`), ""},
+		"deletes endpoints of joinservice":         {deletes(driver, endpoints), "only Kubernetes' own controllers"},
+		"changes nothing of endpoints":             {patches(driver, endpoints, `{}`), ""},
+		"an administrator deletes endpoints":       {deletes(admin, endpoints), ""},
 
 		"another address of joinservice": {func() error {
 			return driver.Status().Patch(t.Context(), served.DeepCopy(), merge(`{"status":{"podIP":"10.9.9.9","podIPs":[{"ip":"10.9.9.9"}]}}`), client.DryRunAll)

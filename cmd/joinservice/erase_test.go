@@ -41,15 +41,15 @@ func TestTheKeyOfAnErasedDiskGoesToNobody(t *testing.T) {
 // K4: a disk that is erased after joinservice has read its salt gets no key either: by then the owner has the answer that
 // it is erased.
 func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
-	for name, ask := range map[string]func(t *testing.T, s *stage) func() error{
-		"a rejoin": func(t *testing.T, s *stage) func() error {
+	for name, ask := range map[string]func(t *testing.T, s *fixture) func() error{
+		"a rejoin": func(t *testing.T, s *fixture) func() error {
 			m := s.rebooted(t)
 			return func() error {
 				_, err := s.rejoin(t, m, again())
 				return err
 			}
 		},
-		"a ticket": func(t *testing.T, s *stage) func() error {
+		"a ticket": func(t *testing.T, s *fixture) func() error {
 			m := s.machine(t)
 			s.ticketFor(t, m, worker(t, encrypted))
 			asks, w := s.dial(t, m.Attester(attest.PurposeMachine)), worker(t, encrypted)

@@ -25,7 +25,7 @@ import (
 )
 
 // as returns a client with a node's credentials.
-func (s *stage) as(t *testing.T, node string) client.Client {
+func (s *fixture) as(t *testing.T, node string) client.Client {
 	t.Helper()
 	cfg, err := s.AsUser("system:node:"+node, "system:nodes")
 	if err != nil {
@@ -113,7 +113,7 @@ func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 }
 
 // renews files a request as its node and returns the time until it is signed.
-func (s *stage) renews(t *testing.T, api client.Client, node string) time.Duration {
+func (s *fixture) renews(t *testing.T, api client.Client, node string) time.Duration {
 	t.Helper()
 	began, o := time.Now(), renewal(node).object(t)
 	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) })
@@ -137,13 +137,13 @@ func (s *stage) renews(t *testing.T, api client.Client, node string) time.Durati
 // An attacker with root on a worker files requests without end. Another node's renewal takes no longer, and the requests of
 // the first one are soon deleted.
 func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
-	const requests, tries = 300, 3
+	const requests, attempts = 300, 3
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
 	one, other := s.as(t, "w1"), s.as(t, "w2")
 	var quiet, busy []time.Duration
-	for range tries {
+	for range attempts {
 		quiet = append(quiet, s.renews(t, other, "w2"))
 	}
 	o := renewal("w1").object(t)
@@ -164,7 +164,7 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 		t.Fatal(err)
 	}
 	left := len(s.CSRs(t))
-	for range tries {
+	for range attempts {
 		busy = append(busy, s.renews(t, other, "w2"))
 	}
 	slices.Sort(quiet)
@@ -172,7 +172,7 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 	t.Logf("%d requests of w1, %d are left when w2 renews: in %s, and in %s without them", requests, left, busy, quiet)
 	// Below half a second, a busy test machine gives no reliable result; without slots it is five seconds, 15 ms for each
 	// request.
-	if ratio := float64(busy[tries/2]) / float64(max(quiet[tries/2], 500*time.Millisecond)); ratio > 3 {
+	if ratio := float64(busy[attempts/2]) / float64(max(quiet[attempts/2], 500*time.Millisecond)); ratio > 3 {
 		t.Errorf("a renewal takes %.1f times as long", ratio)
 	}
 	membertest.Eventually(t, func() error {
@@ -195,7 +195,7 @@ const tooMany = "this node has filed too many certificate requests"
 
 // If a node files requests faster than they can be deleted, admission refuses more until they are deleted.
 func TestANodesRequestsAreNoBacklog(t *testing.T) {
-	const tries, bound = 6000, 1500
+	const attempts, bound = 6000, 1500
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
@@ -204,7 +204,7 @@ func TestANodesRequestsAreNoBacklog(t *testing.T) {
 	var filed atomic.Int64
 	var filing errgroup.Group
 	filing.SetLimit(32)
-	for range tries {
+	for range attempts {
 		filing.Go(func() error {
 			err := one.Create(t.Context(), o.DeepCopy())
 			if says(err, tooMany) == nil {
@@ -218,7 +218,7 @@ func TestANodesRequestsAreNoBacklog(t *testing.T) {
 		t.Fatal(err)
 	}
 	left := len(s.CSRs(t))
-	t.Logf("%d of %d were taken, and %d are left", filed.Load(), tries, left)
+	t.Logf("%d of %d were taken, and %d are left", filed.Load(), attempts, left)
 	if left > bound {
 		t.Errorf("%d requests are left, want at most %d", left, bound)
 	}

@@ -37,7 +37,7 @@ type controlPlane struct {
 }
 
 // controlMachine returns a machine that the policy lists as a control plane.
-func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
+func (s *fixture) controlMachine(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	if len(s.planned) == 0 {
 		t.Fatal("the policy lists no more control planes")
@@ -47,13 +47,13 @@ func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-func (s *stage) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
+func (s *fixture) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
 	t.Helper()
 	m := s.controlMachine(t)
 	s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	c := &controlPlane{
 		Machine: m, JoinServiceClient: s.dial(t, m.Attester(attest.PurposeMachine)),
-		joinRequest: worker(t, named(name, disk, address), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
+		joinRequest: worker(t, named(name, disk, address), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
 	}
 	return c
 }
@@ -76,7 +76,7 @@ func (c *controlPlane) renew(t *testing.T, ticket []byte, done bool) (*joinv1.Re
 	return c.RenewJoinLease(t.Context(), &joinv1.RenewJoinLeaseRequest{TicketId: ticket, Done: done})
 }
 
-func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
+func (s *fixture) lease(t *testing.T) *coordinationv1.Lease {
 	t.Helper()
 	l := &coordinationv1.Lease{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: joinlease.Name}, l); err != nil {
@@ -86,11 +86,11 @@ func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
 }
 
 // mustWait expects a machine's request to be refused in all places, with a pause and without a trace.
-func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
+func (s *fixture) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "ticket refused", "machine", c.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_join_tickets_total", "role", "control-plane"}, Log: about, Audit: about}
-	err := refusaltest.Refused(t, s.witnesses(t), want, places, func() error { _, err := c.ask(t); return err })
+	err := refusaltest.Refused(t, s.observations(t), want, places, func() error { _, err := c.ask(t); return err })
 	if wait := rpc.RetryAfterFrom(err); wait <= 0 || wait > 10*time.Second {
 		t.Errorf("it is told to wait %s", wait)
 	}
@@ -100,15 +100,15 @@ func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 }
 
 // keptFrom expects the renewal or the release of a join Lease to be refused in all places.
-func (s *stage) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool, want attestv1.Reason) {
+func (s *fixture) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "lease refused", "machine", c.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_join_lease_renewals_total"}, Log: about, Audit: about}
-	_ = refusaltest.Refused(t, s.witnesses(t), want, places, func() error { _, err := c.renew(t, ticket, done); return err })
+	_ = refusaltest.Refused(t, s.observations(t), want, places, func() error { _, err := c.renew(t, ticket, done); return err })
 }
 
 // known waits until joinservice has seen the enrollment.
-func (s *stage) known(t *testing.T, c *controlPlane) {
+func (s *fixture) known(t *testing.T, c *controlPlane) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		_, err := c.ask(t)
@@ -197,7 +197,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 }
 
 // busyAgain is for a machine that is a control plane already.
-func (s *stage) busyAgain(t *testing.T, c *controlPlane) {
+func (s *fixture) busyAgain(t *testing.T, c *controlPlane) {
 	t.Helper()
 	if _, err := c.ask(t); rpc.ReasonFrom(err) != attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
 		t.Errorf("%v, want CONTROL_PLANE_BUSY", err)
@@ -242,7 +242,7 @@ func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 }
 
 func TestATurnEndsWithItsTicket(t *testing.T) {
-	free := func(t *testing.T, s *stage) {
+	free := func(t *testing.T, s *fixture) {
 		t.Helper()
 		if l := s.lease(t); l.Spec.HolderIdentity != nil {
 			t.Errorf("%s still has its turn", *l.Spec.HolderIdentity)
@@ -301,7 +301,7 @@ func TestATurnEndsWithItsTicket(t *testing.T) {
 }
 
 // mayNotApprove removes joinservice's right to approve certificates until the test ends.
-func (s *stage) mayNotApprove(t *testing.T) {
+func (s *fixture) mayNotApprove(t *testing.T) {
 	t.Helper()
 	role := &unstructured.Unstructured{}
 	role.SetGroupVersionKind(schema.GroupVersionKind{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "ClusterRole"})
@@ -364,7 +364,7 @@ func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	s.seen(t, client, m)
-	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	s.refused(t, client, m, w, attestv1.Reason_REASON_SERVER_NOT_LISTED)
 	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || s.Access(t).Entry("cp2").ControlPlane {
 		t.Errorf("enrollment %+v, and it is listed as a control plane: %t", n.Spec, s.Access(t).Entry("cp2").ControlPlane)

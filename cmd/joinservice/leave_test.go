@@ -30,7 +30,7 @@ type stolen struct {
 	secret         *corev1.Secret
 }
 
-func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
+func (s *fixture) steal(t *testing.T, kubelet client.Client) *stolen {
 	t.Helper()
 	must := func(err error) {
 		t.Helper()
@@ -125,7 +125,7 @@ func (s *stolen) worthLittle(t *testing.T) {
 	}
 }
 
-func (s *stage) banned(t *testing.T, banned bool) {
+func (s *fixture) banned(t *testing.T, banned bool) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n := s.Node(t, "w1")

@@ -148,7 +148,7 @@ func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry
 }
 
 // controlPlanes enrolls control planes that have joined, and waits until the list names them.
-func (s *stage) controlPlanes(t *testing.T, names ...string) {
+func (s *fixture) controlPlanes(t *testing.T, names ...string) {
 	t.Helper()
 	for i, name := range names {
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{0xc0, byte(i)}.String(), Role: v1alpha1.RoleControlPlane}}

@@ -28,10 +28,10 @@ import (
 )
 
 // encrypted changes a request to that of a machine whose state disk is encrypted.
-func encrypted(w *joinRequests) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
+func encrypted(w *requestOptions) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
 
 // rebooted returns a machine that has joined as w1 with disk1, and has rebooted since.
-func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
+func (s *fixture) rebooted(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
 	s.ticketFor(t, m, worker(t, encrypted))
@@ -50,7 +50,7 @@ func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoi
 }
 
 // rejoin asks over a separate connection.
-func (s *stage) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+func (s *fixture) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
 	defer transport.Close() //nolint:errcheck // the result is not needed
@@ -58,14 +58,14 @@ func (s *stage) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoi
 }
 
 // notAgain asks, and compares error detail, metric, log and audit record.
-func (s *stage) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest, want attestv1.Reason) error {
+func (s *fixture) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest, want attestv1.Reason) error {
 	t.Helper()
 	about := []string{"event", "rejoin refused", "machine", m.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_rejoin_tickets_total"}, Log: about, Audit: about}
 	if s.audit == full {
 		places.Audit = nil
 	}
-	return refusaltest.Refused(t, s.witnesses(t), want, places, func() error {
+	return refusaltest.Refused(t, s.observations(t), want, places, func() error {
 		_, err := s.rejoin(t, m, r)
 		return err
 	})
@@ -123,16 +123,16 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 		t.Errorf("%v, %v", resp, err)
 	}
 	// B8: the files by which a control plane recognizes its cluster, and no private key.
-	told := map[string]string{}
+	authorities := map[string]string{}
 	for _, f := range resp.GetAuthorities() {
-		told[f.GetPath()] = string(f.GetContent())
+		authorities[f.GetPath()] = string(f.GetContent())
 	}
 	want := map[string]string{}
 	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
 		want[name] = "content of " + name
 	}
-	if !maps.Equal(told, want) {
-		t.Errorf("authorities %q, want %q", told, want)
+	if !maps.Equal(authorities, want) {
+		t.Errorf("authorities %q, want %q", authorities, want)
 	}
 }
 
@@ -169,15 +169,15 @@ func TestRefusedRejoins(t *testing.T) {
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
 	unsalted := s.machine(t)
 	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
-	m, stranger := s.rebooted(t), s.machine(t)
+	m, unenrolled := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
 		machine *attesttest.Machine // nil: w1's
 		change  func(*joinv1.IssueRejoinTicketRequest)
 		want    attestv1.Reason
 	}{
-		"a machine that nobody knows":              {stranger, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
-		"a machine with the name of another":       {stranger, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
+		"a machine that nobody knows":              {unenrolled, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
+		"a machine with the name of another":       {unenrolled, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
 		"an enrolled machine under another name":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NAME_MISMATCH},
 		"an enrolled machine with another's name":  {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w2" }, attestv1.Reason_REASON_NAME_MISMATCH},
 		"a worker that was a control plane":        {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = joinv1.Role_ROLE_CONTROL_PLANE }, attestv1.Reason_REASON_ROLE_REFUSED},
@@ -220,8 +220,8 @@ func TestRefusedRejoins(t *testing.T) {
 		if _, listed := w[m.ID().String()]; listed {
 			return membertest.Want(false, "w1 has its key, and is listed: %+v", w)
 		}
-		e, listed := w[stranger.ID().String()]
-		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the stranger is listed as %+v", e)
+		e, listed := w[unenrolled.ID().String()]
+		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the unenrolled is listed as %+v", e)
 	})
 }
 
@@ -243,34 +243,34 @@ func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
 // The machine's state since its join is appraised as at the join, by the policy in force.
 func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
+		spoil func(t *testing.T, s *fixture, m *attesttest.Machine)
 		want  attestv1.Reason
 		asked bool // the request reaches the RPC; otherwise it is refused in the exchange
 	}{
-		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
-		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
-		"one that runs already":         {func(_ *testing.T, s *stage, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
-		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that boots something else": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
+		"one of another cluster":        {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
+		"one that runs already":         {func(_ *testing.T, s *fixture, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one whose memory was put back": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
-		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one whose TPM was cleared": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
 		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
-		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) {
 				n := *st.ResetCount + 1000
 				st.ResetCount, st.Boot = &n, nil
 			})
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
-		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was banned": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
 			if err := s.Client.Update(t.Context(), n); err != nil {
 				t.Error(err)
 			}
 		}, attestv1.Reason_REASON_BANNED, false},
-		"one that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
-		"one whose role the policy lists no more": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
+		"one whose role the policy lists no more": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial, p.Roles = 2, []string{"control-plane"} }))
 		}, attestv1.Reason_REASON_ROLE_REFUSED, true},
 	} {
@@ -293,8 +293,8 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 				_ = s.notAgain(t, m, again(), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
-			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
+			refusaltest.Until(t, s.observations(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
+			_ = refusaltest.Refused(t, s.observations(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
 }

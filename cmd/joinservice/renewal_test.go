@@ -55,7 +55,7 @@ func serving(node string, addresses ...string) *filed {
 }
 
 // file creates the request as its node and returns its name.
-func (s *stage) file(t *testing.T, f *filed) string {
+func (s *fixture) file(t *testing.T, f *filed) string {
 	t.Helper()
 	cfg, err := s.AsUser(f.user, "system:nodes")
 	if err != nil {
@@ -76,7 +76,7 @@ func (s *stage) file(t *testing.T, f *filed) string {
 	return o.Name
 }
 
-func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
+func (s *fixture) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		o := &certificatesv1.CertificateSigningRequest{}
@@ -127,7 +127,7 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 	} {
 		t.Run(name+" is denied", func(t *testing.T) {
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"event", "certificate denied", "node", "w1"}, Audit: []string{"event", "certificate denied", "node", "w1"}}
-			refusaltest.Reported(t, s.witnesses(t), tt.reason, places, func() {
+			refusaltest.Reported(t, s.observations(t), tt.reason, places, func() {
 				s.decided(t, s.file(t, tt.f), certificatesv1.CertificateDenied, attest.ReasonName(tt.reason))
 			})
 		})
@@ -135,7 +135,7 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 }
 
 // waits waits until joinservice has checked the request and left it open for that reason.
-func (s *stage) waits(t *testing.T, request, reason string) {
+func (s *fixture) waits(t *testing.T, request, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		return membertest.Want(s.join.Logged("msg", "a kubelet's certificate request waits", "request", request, "reason", reason), "request %s does not wait for %s", request, reason)
@@ -149,8 +149,8 @@ func (s *stage) waits(t *testing.T, request, reason string) {
 	}
 }
 
-// told waits for an Event of the node's enrollment with that reason.
-func (s *stage) told(t *testing.T, node, what, reason string) {
+// emitted waits for an Event of the node's enrollment with that reason.
+func (s *fixture) emitted(t *testing.T, node, what, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n, l := s.Node(t, node), &corev1.EventList{}
@@ -167,7 +167,7 @@ func (s *stage) told(t *testing.T, node, what, reason string) {
 }
 
 // reattest attests as a node does: locked to its cluster, on a separate connection.
-func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
+func (s *fixture) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
 	defer func() { _ = transport.Close() }()
@@ -175,7 +175,7 @@ func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestR
 }
 
 // node returns a machine that has become node w1.
-func (s *stage) node(t *testing.T) *attesttest.Machine {
+func (s *fixture) node(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
 	s.ticketFor(t, m, worker(t))
@@ -183,7 +183,7 @@ func (s *stage) node(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-func (s *stage) setStatus(t *testing.T, node string, change func(*v1alpha1.AttestedNodeStatus)) {
+func (s *fixture) setStatus(t *testing.T, node string, change func(*v1alpha1.AttestedNodeStatus)) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n := s.Node(t, node)
@@ -207,12 +207,12 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 			var client, server string
 			// A request that waits is not decided, so there is no audit record.
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-			refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
+			refusaltest.Reported(t, s.observations(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
 				client, server = s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
 				s.waits(t, client, "VERDICT_OLD")
 				s.waits(t, server, "VERDICT_OLD")
 			})
-			s.told(t, "w1", "RenewalWaits", "VERDICT_OLD")
+			s.emitted(t, "w1", "RenewalWaits", "VERDICT_OLD")
 			if n := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD"); n != 2 {
 				t.Errorf("the metric is %v, want 2", n)
 			}
@@ -271,33 +271,33 @@ func TestReattestationRecordsWhatTheMachineIsNow(t *testing.T) {
 
 func TestReattestationIsRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil  func(t *testing.T, s *stage, m *attesttest.Machine)
+		spoil  func(t *testing.T, s *fixture, m *attesttest.Machine)
 		reason attestv1.Reason
 		// asked is whether the request reached the RPC; others are refused in the exchange.
 		asked bool
 		// verdict is the reason of the resulting verdict; empty for the good one.
 		verdict string
 	}{
-		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
-		"of a machine of another cluster": {func(_ *testing.T, _ *stage, m *attesttest.Machine) {
+		"of a machine that booted something else": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
+		"of a machine of another cluster": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) {
 			m.Reboot()
 			m.LockTo([32]byte{1})
 		}, attestv1.Reason_REASON_LOCK_FOREIGN, false, "LOCK_FOREIGN"},
-		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
-		"of a machine whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a machine that is not locked": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
+		"of a machine whose memory was put back": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true, "CLOCK_WENT_BACK"},
-		"of a machine that a copy has outrun": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a machine that a copy has outrun": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
 		}, attestv1.Reason_REASON_MACHINE_CLONED, true, ""},
-		"of a banned machine": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a banned machine": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
 			if err := s.Client.Update(t.Context(), n); err != nil {
 				t.Error(err)
 			}
 		}, attestv1.Reason_REASON_BANNED, false, ""},
-		"of a machine that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true, "-"},
+		"of a machine that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true, "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := setUp(t)
@@ -315,8 +315,8 @@ func TestReattestationIsRefused(t *testing.T) {
 				about := []string{"event", "verdict refused", "machine", m.ID().String()}
 				places, refused = refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.reason, places, refused) // the informers follow
-			_ = refusaltest.Refused(t, s.witnesses(t), tt.reason, places, ask)
+			refusaltest.Until(t, s.observations(t), tt.reason, places, refused) // the informers follow
+			_ = refusaltest.Refused(t, s.observations(t), tt.reason, places, ask)
 			if tt.verdict == "-" {
 				return
 			}
@@ -326,7 +326,7 @@ func TestReattestationIsRefused(t *testing.T) {
 			})
 			if tt.verdict != "" {
 				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
-				s.told(t, "w1", "RenewalDenied", "POLICY_REFUSED")
+				s.emitted(t, "w1", "RenewalDenied", "POLICY_REFUSED")
 			}
 		})
 	}

@@ -24,7 +24,7 @@ import (
 )
 
 // revoke changes the list as the owner's program does when a name is taken from its machine.
-func (s *stage) revoke(t *testing.T, node string) {
+func (s *fixture) revoke(t *testing.T, node string) {
 	t.Helper()
 	s.SetAccess(t, node, func(e nodeaccess.Entry) nodeaccess.Entry { return e.Revoke(time.Now()) })
 }
@@ -82,7 +82,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 
 	// A request that waits is not decided, so there is no audit record.
 	places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-	refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
+	refusaltest.Reported(t, s.observations(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
 		s.revoke(t, "w1")
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})

@@ -101,7 +101,7 @@ func spreadOf(all []time.Duration) spread {
 // TestScale measures the cost of the number of enrolled nodes, with a real API server and joinservices in processes of
 // their own. It fails if a ratio that docs/performance.md promises is not reached.
 func TestScale(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.apart = true })
+	s := setUp(t, func(s *fixture) { s.apart = true })
 	r := &results{Machine: fmt.Sprintf("%d processors", runtime.NumCPU()), Load: strings.TrimSpace(read(t, "/proc/loadavg")), Nodes: *many, Entries: *excluded}
 	services := []*replica{s.replica(t)}
 	sizes := []int{0, *many / 5, *many / 2, *many}
@@ -157,7 +157,7 @@ func TestScale(t *testing.T) {
 const perSize = 150
 
 // joins makes machines join, eight at a time, and counts the requests to the API server for each.
-func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
+func (s *fixture) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
 	t.Helper()
 	count := func() int {
 		all, err := s.AllRequests(func(r envtest.Request) bool {
@@ -193,7 +193,7 @@ func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (
 }
 
 // renewals renews the node's Lease, as its kubelet does every ten seconds.
-func (s *stage) renewals(t *testing.T, node string) spread {
+func (s *fixture) renewals(t *testing.T, node string) spread {
 	t.Helper()
 	const times = 400
 	api := s.as(t, node)
@@ -216,7 +216,7 @@ func (s *stage) renewals(t *testing.T, node string) spread {
 }
 
 // fill enrolls machines as if they had joined long ago, with their Nodes.
-func (s *stage) fill(t *testing.T, machines []*newcomer) {
+func (s *fixture) fill(t *testing.T, machines []*newcomer) {
 	t.Helper()
 	var all errgroup.Group
 	all.SetLimit(16)
@@ -243,7 +243,7 @@ func (s *stage) fill(t *testing.T, machines []*newcomer) {
 }
 
 // exclude adds that many names of removed machines to the list.
-func (s *stage) exclude(t *testing.T, n int) {
+func (s *fixture) exclude(t *testing.T, n int) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		_, err := enrollment.Change(t.Context(), s.Client, func(_ context.Context, l *nodeaccess.List) error {
@@ -265,7 +265,7 @@ func (s *stage) exclude(t *testing.T, n int) {
 
 // reattestations makes all machines attest again: spread over the five minutes in which each of them does it, and then all
 // as soon as they can, as after an outage.
-func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
+func (s *fixture) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
 	t.Helper()
 	measure := func(over time.Duration) (out round) {
 		took := make([]time.Duration, len(machines))
@@ -322,7 +322,7 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 
 // rush makes machines ask in the same second; rivals ask for names, disks or addresses of some of them. One of the replicas
 // is killed after a third of them have joined.
-func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, services []*replica) {
+func (s *fixture) rush(t *testing.T, r *results, machines, rivals []*newcomer, services []*replica) {
 	t.Helper()
 	for i, m := range rivals {
 		m.name, m.disk, m.address = "rival-"+m.name, machines[i].disk, machines[i].address

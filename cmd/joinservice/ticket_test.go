@@ -167,7 +167,7 @@ func TestTheSameMachineMayAskAgain(t *testing.T) {
 func TestOfTwoWhoAskAtOnceOneGetsIt(t *testing.T) {
 	s := setUp(t)
 	for name, tt := range map[string]struct {
-		second func(*joinRequests)
+		second func(*requestOptions)
 		reason attestv1.Reason
 	}{
 		"the same name":    {named("w1", "5f0c95b6-2a3d-4c7e-9f10-00000000000b", "192.168.77.22"), attestv1.Reason_REASON_NAME_TAKEN},
@@ -213,7 +213,7 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			client, about := s.dial(t, tt.caller), []string{"event", "return refused"}
 			places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: about, Audit: about}
-			refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+			refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
 				_, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: tt.id})
 				return err
 			})
@@ -302,7 +302,7 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	s := setUp(t)
 	m := s.controlMachine(t)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
-	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	var ticket *joinv1.IssueJoinTicketResponse
 	membertest.Eventually(t, func() (err error) {

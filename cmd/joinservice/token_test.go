@@ -22,7 +22,7 @@ import (
 )
 
 // tokens lists the bootstrap tokens in the cluster.
-func (s *stage) tokens(t *testing.T) []corev1.Secret {
+func (s *fixture) tokens(t *testing.T) []corev1.Secret {
 	t.Helper()
 	l := &corev1.SecretList{}
 	if err := s.Client.List(t.Context(), l, client.InNamespace("kube-system")); err != nil {
@@ -37,7 +37,7 @@ func (s *stage) tokens(t *testing.T) []corev1.Secret {
 	return out
 }
 
-func withTokens(t *testing.T) *stage {
+func withTokens(t *testing.T) *fixture {
 	t.Helper()
 	if err := shared.Namespace(t.Context(), "kube-system"); err != nil {
 		t.Fatal(err)
@@ -49,7 +49,7 @@ func withTokens(t *testing.T) *stage {
 	if err := shared.Apply(t.Context(), rights); err != nil {
 		t.Fatal(err)
 	}
-	return setUp(t, func(s *stage) { s.flags = []string{"--join-credential=token"} })
+	return setUp(t, func(s *fixture) { s.flags = []string{"--join-credential=token"} })
 }
 
 // In a cluster that Muster did not initialize a ticket has a bootstrap token beside its certificates. It is a bearer

@@ -17,13 +17,13 @@ import (
 
 // twin is the machine with another of its TPM's endorsement keys, of the same kind and with a certificate below the same
 // root: the policy cannot distinguish it from another machine.
-func (s *stage) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine {
+func (s *fixture) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine {
 	t.Helper()
 	return attesttest.NewMachine(t, s.ca, attesttest.Options{TPM: m})
 }
 
 // asW2 changes a request to one that could be another machine's.
-func asW2() func(*joinRequests) { return named("w2", disk2, "192.168.77.13") }
+func asW2() func(*requestOptions) { return named("w2", disk2, "192.168.77.13") }
 
 func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s := setUp(t)

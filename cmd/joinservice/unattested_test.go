@@ -60,7 +60,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 				tt.purpose = attest.PurposeMachine
 			}
 			client := s.dial(t, tt.machine.Attester(tt.purpose))
-			refusaltest.Refused(t, s.witnesses(t), tt.reason, refusaltest.Connection(), func() error {
+			refusaltest.Refused(t, s.observations(t), tt.reason, refusaltest.Connection(), func() error {
 				_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 				return err
 			})
@@ -77,19 +77,19 @@ func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	s := setUp(t)
 	url := "https://" + s.join.Addr
 	t.Run("of a plain client", func(t *testing.T) {
-		refusaltest.EveryProcedure(t, s.witnesses(t), refusaltest.Plain(t), url, attestv1.Reason_REASON_SESSION_REQUIRED, joinv1connect.JoinServiceName)
+		refusaltest.EveryProcedure(t, s.observations(t), refusaltest.Plain(t), url, attestv1.Reason_REASON_SESSION_REQUIRED, joinv1connect.JoinServiceName)
 	})
 	t.Run("of a session without evidence", func(t *testing.T) {
-		refusaltest.EveryProcedure(t, s.witnesses(t), rpc.HTTPClient(s.transport(t, atls.NoAttester)), url, attestv1.Reason_REASON_PEER_NOT_ATTESTED, joinv1connect.JoinServiceName)
+		refusaltest.EveryProcedure(t, s.observations(t), rpc.HTTPClient(s.transport(t, atls.NoAttester)), url, attestv1.Reason_REASON_PEER_NOT_ATTESTED, joinv1connect.JoinServiceName)
 	})
 	t.Run("of an attested machine, in a message that is not endless", func(t *testing.T) {
 		m := s.machine(t)
-		w := worker(t, func(w *joinRequests) {
+		w := worker(t, func(w *requestOptions) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr = make([]byte, 300<<10) }
 		})
 		client, places := s.dial(t, m.Attester(attest.PurposeMachine)), refusaltest.Call(joinv1connect.JoinServiceIssueJoinTicketProcedure)
 		places.Audit = append(places.Audit, "machine", m.ID().String())
-		refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
+		refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
 			_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 			return err
 		})
@@ -127,7 +127,7 @@ func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 		t.Errorf("%v are counted as unrecorded, want %d", n, calls-recorded)
 	}
 	places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: []string{"event", "return refused"}, Audit: []string{"event", "return refused", "machine", quiet.ID().String()}}
-	refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+	refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
 		_, err := s.dial(t, quiet.Attester(attest.PurposeMachine)).ReturnJoinTicket(t.Context(), unknown)
 		return err
 	})

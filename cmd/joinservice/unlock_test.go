@@ -80,17 +80,17 @@ type initramfs struct {
 }
 
 // unlock boots a machine that knows its owner, with disk1.
-func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
+func (s *fixture) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	t.Helper()
 	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.DiskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
 	if err := os.WriteFile(i.screen, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	told, err := console.Open(i.screen)
+	terminal, err := console.Open(i.screen)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = told.Close() })
+	t.Cleanup(func() { _ = terminal.Close() })
 	root := t.TempDir()
 	secret := filepath.Join(root, bootsecret.Path)
 	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, oneSecret, 0o600)); err != nil { // so that the running system of this boot has the same
@@ -101,7 +101,7 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},
-		Root: root, Desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		Root: root, Desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: terminal, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
 		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 		},
@@ -148,11 +148,11 @@ func (i *initramfs) refused(want attestv1.Reason) {
 		if err != nil {
 			return err
 		}
-		told := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
+		reported := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
 			l, waits := strings.CutPrefix(l, "muster: waiting for the key of the state disk: ")
 			return waits && strings.HasPrefix(l, name+" by 127.0.0.1:") && strings.Contains(l, "; next try in ")
 		})
-		return membertest.Want(told && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not told: %q", name, b)
+		return membertest.Want(reported && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not reported: %q", name, b)
 	})
 }
 

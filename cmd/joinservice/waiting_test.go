@@ -20,7 +20,7 @@ import (
 )
 
 // waiting reads the list as the owner's program does.
-func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
+func (s *fixture) waiting(t *testing.T) map[string]waiting.Entry {
 	t.Helper()
 	m := &corev1.ConfigMap{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: waiting.ConfigMap}, m); err != nil {
@@ -38,7 +38,7 @@ func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
 }
 
 // expiries waits until the ends of a node's certificates are in its status.
-func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
+func (s *fixture) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		out = s.Node(t, node).Status.Certificates
@@ -52,19 +52,19 @@ func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertifica
 func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	s := setUp(t)
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
-	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	untrusted := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	late := s.controlMachine(t)
 	ask := func(m *attesttest.Machine, w *joinRequest) attestv1.Reason {
 		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return rpc.ReasonFrom(err)
 	}
-	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	for _, tt := range []struct {
 		m    *attesttest.Machine
 		w    *joinRequest
 		want attestv1.Reason
 	}{
-		{stranger, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},
+		{untrusted, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},
 		{changed, worker(t), attestv1.Reason_REASON_POLICY_REFUSED},
 		{late, controlPlane, attestv1.Reason_REASON_NOT_ENROLLED},
 	} {
@@ -74,8 +74,8 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 	membertest.Eventually(t, func() error { n := len(s.waiting(t)); return membertest.Want(n == 2, "%d wait", n) })
 	list := s.waiting(t)
-	if _, there := list[stranger.ID().String()]; there {
-		t.Error("a stranger is listed")
+	if _, there := list[untrusted.ID().String()]; there {
+		t.Error("an untrusted machine is listed")
 	}
 	if e := list[changed.ID().String()]; e.Reason != "POLICY_REFUSED" || e.Node != "" || e.Address != "127.0.0.1" || e.Expired(time.Now()) {
 		t.Errorf("the changed machine: %+v", e)

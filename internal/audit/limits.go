@@ -16,13 +16,13 @@ import (
 // An admitted machine may repeat a refused request without limit. An honest one repeats it after a few seconds at least,
 // and soon after half a minute.
 const (
-	eachRate  = 0.1 // records a second of one machine
-	eachBurst = 50
-	allRate   = 2 // of all machines together: a policy may accept any number of software TPMs
-	allBurst  = 1000
-	maxShares = 4096
-	tellSums  = time.Minute // how often the numbers of unrecorded refusals are recorded
-	maxSums   = 16          // records of single machines each time; one more covers the rest
+	eachRate   = 0.1 // records a second of one machine
+	eachBurst  = 50
+	allRate    = 2 // of all machines together: a policy may accept any number of software TPMs
+	allBurst   = 1000
+	maxShares  = 4096
+	reportSums = time.Minute // how often the numbers of unrecorded refusals are recorded
+	maxSums    = 16          // records of single machines each time; one more covers the rest
 )
 
 // RefusalLimits records the refusals of attested machines and nodes. Each has a limit of its own, so that no machine can
@@ -48,7 +48,7 @@ type share struct {
 // NewRefusalLimits returns RefusalLimits that write their records as s does.
 func NewRefusalLimits(s *UnattestedRefusals) (*RefusalLimits, error) {
 	if s == nil {
-		return nil, errors.New("audit: rations are beside those of strangers")
+		return nil, errors.New("audit: NewRefusalLimits needs UnattestedRefusals")
 	}
 	return &RefusalLimits{beside: s, now: time.Now, all: newBucket(allRate, allBurst), shares: map[string]*share{}}, nil
 }
@@ -109,21 +109,21 @@ func (r *RefusalLimits) forget(now time.Time) {
 
 // Serve records the numbers until ctx ends, and the rest then.
 func (r *RefusalLimits) Serve(ctx context.Context) error {
-	tell := time.NewTicker(tellSums)
-	defer tell.Stop()
-	defer r.tell()
+	report := time.NewTicker(reportSums)
+	defer report.Stop()
+	defer r.report()
 	for {
 		select {
-		case <-tell.C:
-			r.tell()
+		case <-report.C:
+			r.report()
 		case <-ctx.Done():
 			return nil
 		}
 	}
 }
 
-// tell records how many refusals were not recorded one by one, for each machine.
-func (r *RefusalLimits) tell() {
+// report records how many refusals were not recorded one by one, for each machine.
+func (r *RefusalLimits) report() {
 	sums, others := r.sums()
 	for i, s := range sums {
 		if i >= maxSums {

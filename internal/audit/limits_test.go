@@ -79,11 +79,11 @@ func TestOneMachineCannotWashOutTheRecordsOfOthers(t *testing.T) {
 	if n := r.dropped(t); n != 1944 {
 		t.Errorf("%v were counted as unrecorded, want 1944", n)
 	}
-	r.tell()
+	r.report()
 	if sum := r.lines(t, 1); !strings.Contains(sum, `"machine":"loud"`) || !strings.Contains(sum, "1944 more refusals") || !strings.Contains(sum, `"service":"joinservice"`) {
 		t.Errorf("their number is recorded as %s", sum)
 	}
-	r.tell()
+	r.report()
 	r.lines(t, 0)
 }
 
@@ -96,7 +96,7 @@ func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
 	r.lines(t, allBurst)
 	r.refuse(t, 7, "one too many")
 	r.lines(t, 0)
-	r.tell()
+	r.report()
 	sums := r.lines(t, maxSums+1)
 	if !strings.Contains(sums, fmt.Sprintf("%d more refusals of further machines", 2*maxShares-allBurst+7-2*maxSums)) {
 		t.Errorf("the rest is recorded as %s", sums)
@@ -107,9 +107,9 @@ func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
 	r.now = r.now.Add(time.Hour)
 	r.refuse(t, 1, "a later one")
 	r.lines(t, 1)
-	r.tell()
+	r.report()
 	r.now = r.now.Add(time.Hour)
-	r.tell()
+	r.report()
 	if len(r.shares) > 0 {
 		t.Errorf("%d machines are remembered for good", len(r.shares))
 	}

@@ -23,7 +23,7 @@ const queueSize = 256
 const (
 	recordRate  = 4 // records a second
 	recordBurst = 50
-	tellEvery   = 10 * time.Second // how often the number of unrecorded refusals is recorded
+	reportEvery = 10 * time.Second // how often the number of unrecorded refusals is recorded
 )
 
 // UnattestedRefusals records peers that were refused before they reached the service: in the exchange of attested TLS, or
@@ -46,7 +46,7 @@ type UnattestedRefusals struct {
 // NewUnattestedRefusals returns UnattestedRefusals that write the records of the service.
 func NewUnattestedRefusals(service string, log *Log, l *slog.Logger, r prometheus.Registerer) (*UnattestedRefusals, error) {
 	if service == "" || log == nil || l == nil || r == nil {
-		return nil, errors.New("audit: every argument of NewStrangers is required")
+		return nil, errors.New("audit: every argument of NewUnattestedRefusals is required")
 	}
 	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refusals that were counted, but not put into the audit log, since there were too many."})
 	if err := r.Register(dropped); err != nil {
@@ -94,13 +94,13 @@ func (s *UnattestedRefusals) Skip() {
 
 // Serve writes records until ctx ends, and the rest then.
 func (s *UnattestedRefusals) Serve(ctx context.Context) error {
-	tell := time.NewTicker(tellEvery)
-	defer tell.Stop()
-	defer s.tell()
+	report := time.NewTicker(reportEvery)
+	defer report.Stop()
+	defer s.report()
 	for {
 		select {
-		case <-tell.C:
-			s.tell()
+		case <-report.C:
+			s.report()
 		case r := <-s.records:
 			s.take(r)
 		case <-ctx.Done():
@@ -130,8 +130,8 @@ func (s *UnattestedRefusals) take(r Record) {
 	s.write(r)
 }
 
-// tell records how many refusals were not recorded one by one.
-func (s *UnattestedRefusals) tell() {
+// report records how many refusals were not recorded one by one.
+func (s *UnattestedRefusals) report() {
 	if n := s.unrecorded.Swap(0); n > 0 {
 		s.write(Record{
 			Time: s.now(), Service: s.service, Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),

@@ -50,8 +50,8 @@ func (f *flood) second(t *testing.T) {
 		}
 	}
 	if f.now.Second() == 0 {
-		f.s.tell()
-		f.r.tell()
+		f.s.report()
+		f.r.report()
 	}
 }
 

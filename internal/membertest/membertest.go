@@ -397,7 +397,7 @@ func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 
 // Observations returns the service's observations for [refusaltest.Refused]; auditLog returns its audit log, and is nil if
 // it keeps none.
-func (s *Service) Witnesses(auditLog func() []byte) refusaltest.Service {
+func (s *Service) Observations(auditLog func() []byte) refusaltest.Service {
 	return refusaltest.Service{Families: s.Families, Log: s.Log.Bytes, Audit: auditLog}
 }
 

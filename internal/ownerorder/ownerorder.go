@@ -90,7 +90,7 @@ type Signed struct {
 // before it reads the order's contents, then with REQUEST_INVALID and CLOCK_SKEW.
 func (s Signed) Verify(owner ed25519.PublicKey, cluster keys.ClusterID, now time.Time) error {
 	if len(owner) != ed25519.PublicKeySize {
-		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so nobody's order counts")
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so no order is accepted")
 	}
 	if !ed25519.Verify(owner, s.input(), s.Signature) {
 		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key, or was changed since")

@@ -52,7 +52,7 @@ func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 }
 
 func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
-	stranger := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
+	otherKey := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
 	for name, tt := range map[string]struct {
 		change func(*Signed)
 		owner  ed25519.PublicKey
@@ -62,7 +62,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 		"the owner's":               {},
 		"at its oldest":             {now: now.Add(MaxAge)},
 		"of a clock that is ahead":  {now: now.Add(-MaxAhead)},
-		"a stranger's":              {change: func(s *Signed) { *s = s.Sign(stranger) }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"another key's":             {change: func(s *Signed) { *s = s.Sign(otherKey) }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"nobody's":                  {change: func(s *Signed) { s.Signature = nil }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with a changed signature":  {change: func(s *Signed) { s.Signature[63] ^= 1 }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with another request":      {change: func(s *Signed) { s.Request = []byte("Request") }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},

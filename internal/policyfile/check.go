@@ -52,7 +52,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 		add(Insecure, "insecure."+s, "%s", switches[s])
 	}
 	if m.GetTpm2() == nil {
-		add(Warning, "tpm2", "no TPM rules: nobody is accepted")
+		add(Warning, "tpm2", "no TPM rules: no machine is accepted")
 	}
 	if len(p.ControlPlanes()) == 0 {
 		add(Warning, "controlPlanes", "empty: no machine may serve joinservice or kms, so none can join; muster init lists the first machine, muster enroll --role control-plane the others")

@@ -63,7 +63,7 @@ func ParseFirmware(name string, text []byte, bank string) (*attestv1.MachineClas
 		return nil, fmt.Errorf("firmware values: version %d, this program reads 1", f.Version)
 	}
 	if f.Bank != bank {
-		return nil, fmt.Errorf("firmware values: bank %q, the policy judges %q", f.Bank, bank)
+		return nil, fmt.Errorf("firmware values: bank %q, the policy has %q", f.Bank, bank)
 	}
 	values := map[int]string{}
 	for key, v := range f.PCRs {

@@ -54,7 +54,7 @@ func ParseMeasurements(text []byte) (Measurements, error) {
 var meanings = map[int]string{
 	0: "firmware code", 1: "firmware configuration", 2: "drivers of extension cards", 3: "their configuration",
 	4: "boot loader and kernel image", 5: "boot loader's configuration, partition table", 6: "host specific", 7: "Secure Boot keys",
-	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "nothing that Muster judges", 11: "unified kernel image and boot phases",
+	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "not evaluated by Muster", 11: "unified kernel image and boot phases",
 	12: "nothing: zero, no configuration from outside the image", 13: "nothing: zero, no system extensions", 14: "nothing: zero, no shim keys",
 }
 
@@ -245,7 +245,7 @@ func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
 	names := map[string]int{}
 	for _, m := range all {
 		if m.Bank != all[0].Bank {
-			return nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy judges one", all[0].Bank, m.Bank)
+			return nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy has one", all[0].Bank, m.Bank)
 		}
 		values, err := m.values()
 		if err != nil {

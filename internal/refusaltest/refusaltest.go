@@ -100,7 +100,7 @@ func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, d
 	do()
 	name := attest.ReasonName(want)
 	var missing []string
-	var now witness
+	var now observation
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for until := time.Now().Add(patience); ; <-tick.C {
@@ -118,15 +118,15 @@ func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, d
 	now.contradict(t, before, name, p)
 }
 
-// witness is a snapshot of a service's metrics, log and audit log.
-type witness struct {
+// observation is a snapshot of a service's metrics, log and audit log.
+type observation struct {
 	families   []*dto.MetricFamily
 	log, audit []byte
 }
 
-func look(t testing.TB, s Service) witness {
+func look(t testing.TB, s Service) observation {
 	t.Helper()
-	w := witness{families: s.Families(t), log: s.Log()}
+	w := observation{families: s.Families(t), log: s.Log()}
 	if s.Audit != nil {
 		w.audit = s.Audit()
 	}
@@ -134,7 +134,7 @@ func look(t testing.TB, s Service) witness {
 }
 
 // missing returns the places without a new entry.
-func (w witness) missing(before witness, s Service, reason string, p Places) (out []string) {
+func (w observation) missing(before observation, s Service, reason string, p Places) (out []string) {
 	if w.count(reason, p.Metric) <= before.count(reason, p.Metric) {
 		out = append(out, fmt.Sprintf("the metric %v did not go up", p.Metric))
 	}
@@ -153,7 +153,7 @@ func (w witness) missing(before witness, s Service, reason string, p Places) (ou
 }
 
 // contradict reports new lines, records and counts with another reason.
-func (w witness) contradict(t testing.TB, before witness, reason string, p Places) {
+func (w observation) contradict(t testing.TB, before observation, reason string, p Places) {
 	t.Helper()
 	fine := []string{"", attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), reason}
 	for _, r := range p.Beside {
@@ -163,20 +163,20 @@ func (w witness) contradict(t testing.TB, before witness, reason string, p Place
 		for line := range bytes.Lines(text) {
 			var has struct{ Reason string }
 			if json.Unmarshal(line, &has) == nil && !slices.Contains(fine, has.Reason) {
-				t.Errorf("%s: the %s tells of %s as well: %s", reason, where, has.Reason, line)
+				t.Errorf("%s: the %s has %s as well: %s", reason, where, has.Reason, line)
 			}
 		}
 	}
 	old := before.counters()
 	for series, n := range w.counters() {
 		if r, _, _ := strings.Cut(series, " "); n > old[series] && !slices.Contains(fine, r) {
-			t.Errorf("%s: a metric tells of another reason as well: %s", reason, series)
+			t.Errorf("%s: a metric has another reason as well: %s", reason, series)
 		}
 	}
 }
 
 // count returns the metric's value for the reason.
-func (w witness) count(reason string, metric []string) float64 {
+func (w observation) count(reason string, metric []string) float64 {
 	if len(metric) == 0 {
 		return 0
 	}
@@ -205,7 +205,7 @@ func Sum(families []*dto.MetricFamily, name string, want ...string) (sum float64
 
 // counters returns all metrics that count by reason, each under its reason, name and labels. Those that a service counts as
 // a client are excluded: they are about other connections.
-func (w witness) counters() map[string]float64 {
+func (w observation) counters() map[string]float64 {
 	out := map[string]float64{}
 	for _, f := range w.families {
 		for _, m := range f.GetMetric() {

@@ -13,21 +13,21 @@ type Backoff struct {
 	// Min is the upper limit of the first pause, Max that of all later ones.
 	Min, Max time.Duration
 
-	tries int
+	attempts int
 }
 
 // Next returns the next pause: a random time between half and all of Min doubled once for each call, at most Max. A larger
 // hint replaces it, with up to a quarter of jitter added.
 func (b *Backoff) Next(hint time.Duration) time.Duration {
 	d := b.Min
-	for range b.tries {
+	for range b.attempts {
 		if d >= b.Max {
 			break
 		}
 		d *= 2
 	}
 	d = min(d, b.Max)
-	b.tries++
+	b.attempts++
 	d -= jitter(d / 2)
 	if hint > d {
 		return hint + jitter(hint/4)
@@ -36,7 +36,7 @@ func (b *Backoff) Next(hint time.Duration) time.Duration {
 }
 
 // Reset starts a new series.
-func (b *Backoff) Reset() { b.tries = 0 }
+func (b *Backoff) Reset() { b.attempts = 0 }
 
 // Wait sleeps for d. It returns early with ctx's cause if ctx ends.
 func Wait(ctx context.Context, d time.Duration) error {

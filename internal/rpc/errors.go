@@ -16,9 +16,9 @@ import (
 // onWire is what a caller learns of a refusal.
 type onWire struct {
 	code connect.Code
-	// tell sends the refusal's own text. Without it a caller learns only the reason: the log has the details, as which PCR
+	// sendText sends the refusal's own text. Without it a caller learns only the reason: the log has the details, as which PCR
 	// or value it was.
-	tell bool
+	sendText bool
 	// remedy is what the caller, or the cluster's owner, can do, 300 characters at most; empty if nothing.
 	remedy string
 }
@@ -72,14 +72,14 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with its own disk. If the disk was exchanged: `muster replace NAME --disk UUID` (control plane: `muster forget`, `muster enroll`). If the disk is another machine's: put it back there, or `muster replace NODE --tpm ID` gives that node to this machine."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
-	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that nobody else has."},
+	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that no other machine has."},
 	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the pods of muster-kms."},
 	attestv1.Reason_REASON_API_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the Kubernetes API server."},
 	attestv1.Reason_REASON_AUDIT_UNAVAILABLE:   {connect.CodeUnavailable, false, "Make room on the control plane's disk for the audit log."},
 	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
-	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
+	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and appraised now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to the ownerKey of the machine's image."},
@@ -140,7 +140,7 @@ func Error(err error) error {
 		w = reasons[r.Reason]
 	}
 	text := attest.ReasonName(r.Reason)
-	if w.tell && r.Err != nil {
+	if w.sendText && r.Err != nil {
 		text += ": " + r.Err.Error()
 	}
 	ce := connect.NewError(w.code, errors.New(text))
@@ -206,7 +206,7 @@ func ReasonFrom(err error) attestv1.Reason {
 }
 
 // RemedyUnproven is the remedy for a client whose call was refused by a peer that has not proven its identity.
-const RemedyUnproven = "Whoever refused has not proven to be the service that was called: find out who has that address. If it is that service, its log says why it refuses."
+const RemedyUnproven = "The peer that refused has not proven to be the service that was called: find out which machine has that address. If it is that service, its log says why it refuses."
 
 // RemedyFrom returns what the caller can do about a call's error; empty if it is not known.
 func RemedyFrom(err error) string {

@@ -116,7 +116,7 @@ func authorize(ctx context.Context, procedure string) error {
 	have := levelFrom(ctx)
 	switch {
 	case !ok:
-		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level, so nobody may call it", procedure)
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level, so it is refused to all clients", procedure)
 	case have >= need:
 		return nil
 	case have < Session:

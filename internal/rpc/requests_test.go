@@ -37,7 +37,7 @@ func TestARequestThatIsTooLargeIsRefused(t *testing.T) {
 		places := refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure)
 		places.Audit = append(places.Audit, "machine", r.client.ID().String())
 		for _, size := range []int{2000, 1 << 20} {
-			err := refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error { return ask(size) })
+			err := refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error { return ask(size) })
 			if err == nil || !strings.Contains(err.Error(), "more than 1000 bytes") {
 				t.Errorf("%s: %v does not name the limit", name, err)
 			}
@@ -66,7 +66,7 @@ func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
 	for name, options := range refusaltest.Protocols {
 		t.Run(name, func(t *testing.T) {
 			c := kmsv1connect.NewKeyServiceClient(slow(r.attested(attest.PurposeJoinservice)), r.url, append(rpc.ClientOptions(), options...)...)
-			refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure), func() error {
+			refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure), func() error {
 				_, err := c.DeriveDiskKey(t.Context(), &kmsv1.DeriveDiskKeyRequest{})
 				return err
 			})
@@ -74,7 +74,7 @@ func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
 	}
 	t.Run("of a plain client", func(t *testing.T) {
 		c := attestv1connect.NewEvidenceServiceClient(slow(r.plain(true)), r.url, rpc.ClientOptions()...)
-		refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(attestv1connect.EvidenceServiceGetEvidenceProcedure), func() error {
+		refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(attestv1connect.EvidenceServiceGetEvidenceProcedure), func() error {
 			_, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{})
 			return err
 		})

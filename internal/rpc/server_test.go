@@ -174,7 +174,7 @@ func (r *running) attested(p attest.Purpose) *http.Client {
 	return rpc.HTTPClient(tr)
 }
 
-func (r *running) witnesses() refusaltest.Service {
+func (r *running) observations() refusaltest.Service {
 	return refusaltest.Service{
 		Families: func(t testing.TB) []*dto.MetricFamily {
 			families, err := r.registry.Gather()

@@ -78,7 +78,7 @@ func New(cfg Config) (*Member, error) {
 	if m.RPC, err = rpc.NewMetrics(m.Registry); err != nil {
 		return nil, err
 	}
-	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
+	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, OnReport: cfg.record}); err != nil {
 		return nil, err
 	}
 	if m.UnattestedRefusals, err = audit.NewUnattestedRefusals(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
@@ -176,7 +176,7 @@ func (m *Member) Parts() []serve.Part {
 		{Name: "informers", Run: m.Cluster.Serve},
 		{Name: "own evidence", Run: m.probe.Serve},
 		{Name: "health", Run: m.followHealth},
-		{Name: "records of strangers", Run: m.UnattestedRefusals.Serve},
+		{Name: "records of unattested refusals", Run: m.UnattestedRefusals.Serve},
 		{Name: "numbers of refusals", Run: m.RefusalLimits.Serve},
 	}
 }

@@ -119,7 +119,7 @@ func (c Component) check() error {
 		return fmt.Errorf("url %q: want http or https, at most %d characters", c.URL, maxURL)
 	}
 	if u.User != nil {
-		return fmt.Errorf("url of %s: it holds credentials, which every joining machine would be told (K3)", u.Host)
+		return fmt.Errorf("url of %s: it holds credentials, which every joining machine would get (K3)", u.Host)
 	}
 	if b, err := hex.DecodeString(c.SHA256); err != nil || len(b) != 32 || hex.EncodeToString(b) != c.SHA256 {
 		return fmt.Errorf("%s: sha256 %q: want 64 lower-case hexadecimal digits", c.URL, c.SHA256)

@@ -204,7 +204,7 @@ func TestOrdersThatAreNotTheOwnersOfNowAreRefused(t *testing.T) {
 				tt.spoil(w)
 			}
 			o.ahead.Add(int64(time.Second)) // another call within the source's rate
-			refusaltest.Refused(t, o.witnesses, tt.want, renewAdministrator, func() error { _, err := o.send(t, w); return err })
+			refusaltest.Refused(t, o.observations, tt.want, renewAdministrator, func() error { _, err := o.send(t, w); return err })
 			if filed := shared.CSRs(t); len(filed) > 0 {
 				t.Errorf("filed are %v", filed)
 			}
@@ -221,7 +221,7 @@ func TestAnOrderThatTheControlPlanesDenyIsRefused(t *testing.T) {
 	o := newOrders(t)
 	o.pending(t)
 	o.decide(t, certificatesv1.CertificateDenied, nil)
-	err := refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_CSR_INVALID, renewAdministrator, func() error {
+	err := refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_CSR_INVALID, renewAdministrator, func() error {
 		_, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 		return err
 	})
@@ -239,7 +239,7 @@ func TestAnotherKeysCertificateIsNotHandedOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	o.decide(t, certificatesv1.CertificateApproved, certificateFor(t, other.Public()))
-	refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_INTERNAL, refusaltest.Places{Metric: renewAdministrator.Metric, Log: []string{"msg", "call failed"}, Audit: renewAdministrator.Audit}, func() error {
+	refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_INTERNAL, refusaltest.Places{Metric: renewAdministrator.Metric, Log: []string{"msg", "call failed"}, Audit: renewAdministrator.Audit}, func() error {
 		_, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 		return err
 	})
@@ -255,15 +255,15 @@ func TestWhoSendsOrdersWithoutEndWaits(t *testing.T) {
 		return err
 	}
 	for range adminBurst {
-		refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call)
+		refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call)
 	}
-	err := refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_BUSY, renewAdministrator, call)
+	err := refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_BUSY, renewAdministrator, call)
 	if rpc.RetryAfterFrom(err) <= 0 {
 		t.Errorf("%v does not say when to come again", err)
 	}
 	o.pending(t)
 	o.ahead.Add(int64(time.Second))
-	refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call) // after the pause of the refusal
+	refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call) // after the pause of the refusal
 }
 
 // J3: without a record there is no request in the cluster and no certificate in an answer.
@@ -275,7 +275,7 @@ func TestWithoutAnAuditRecordNoOrderIsFiled(t *testing.T) {
 		if err := o.log.Close(); err != nil {
 			t.Fatal(err)
 		}
-		refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_AUDIT_UNAVAILABLE, places, func() error {
+		refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_AUDIT_UNAVAILABLE, places, func() error {
 			resp, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 			if len(resp.GetCertificate()) > 0 {
 				t.Error("the certificate is on the wire")

@@ -32,10 +32,10 @@ func (s *Service) RenewJoinLease(ctx context.Context, req *joinv1.RenewJoinLease
 		return nil, err
 	}
 	if req.GetDone() {
-		s.cfg.Log.InfoContext(ctx, "a control plane's turn has ended", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+		s.cfg.Log.InfoContext(ctx, "a control plane's join Lease was released", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
 		return &joinv1.RenewJoinLeaseResponse{}, nil
 	}
-	s.cfg.Log.DebugContext(ctx, "a control plane's turn goes on", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+	s.cfg.Log.DebugContext(ctx, "a control plane's join Lease was renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
 	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(joinlease.Life)}, nil
 }
 
@@ -68,7 +68,7 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 	a.record.Role = string(v1alpha1.RoleControlPlane)
 	if err := s.write(a, "turn ended"); err != nil {
 		// The Lease is released, and the next machine may continue: only the record is missing.
-		s.cfg.Log.ErrorContext(ctx, "the audit record of a turn that ended cannot be written", "ticket", a.id, "err", err)
+		s.cfg.Log.ErrorContext(ctx, "the audit record of a released join Lease cannot be written", "ticket", a.id, "err", err)
 	}
 	return nil
 }

@@ -80,7 +80,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 			return err
 		}, attestv1.Reason_REASON_TICKET_UNKNOWN, "return refused", "muster_join_returns_total"},
 		"verdicts": {locked, reattestRate, func(t *testing.T, l *lone) error { return l.reattest(t) }, attestv1.Reason_REASON_ACCEPTED, "verdict refused", "muster_rpc_requests_total"},
-		"renewals of a turn": {locked, leaseRate, func(t *testing.T, l *lone) error {
+		"renewals of a join Lease": {locked, leaseRate, func(t *testing.T, l *lone) error {
 			_, err := l.RenewJoinLease(t.Context(), &joinv1.RenewJoinLeaseRequest{TicketId: make([]byte, ticketIDSize)})
 			return err
 		}, attestv1.Reason_REASON_TICKET_UNKNOWN, "lease refused", "muster_join_lease_renewals_total"},
@@ -92,7 +92,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 					t.Fatalf("%d: %v, want %s", i, err, attest.ReasonName(tt.passes))
 				}
 			}
-			err := refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_BUSY, l.places(tt.event, tt.metric), func() error { return tt.ask(t, l) })
+			err := refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_BUSY, l.places(tt.event, tt.metric), func() error { return tt.ask(t, l) })
 			if wait := rpc.RetryAfterFrom(err); wait != tt.rate.Every {
 				t.Errorf("it is to come again in %s, want %s", wait, tt.rate.Every)
 			}
@@ -132,7 +132,7 @@ func TestRequestsAboveTheSlotsAreRefusedEarly(t *testing.T) {
 	before := shared.Node(t, "w1")
 	rejoined := make(chan error, 1)
 	go func() { rejoined <- l.rejoin(t) }()
-	err := refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_BUSY, l.places("ticket refused", "muster_join_tickets_total"), ask)
+	err := refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_BUSY, l.places("ticket refused", "muster_join_tickets_total"), ask)
 	for what, err := range map[string]error{"a ticket": err, "the key of a disk": <-rejoined} {
 		if pause := rpc.RetryAfterFrom(err); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || pause < slotWait || pause > 3*slotWait {
 			t.Errorf("%s: %v, to come again in %s", what, err, pause)

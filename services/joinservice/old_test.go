@@ -45,14 +45,14 @@ const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 // machine's connection to it. The test sets the clock by which the service measures the age of evidence and rates.
 type lone struct {
 	joinv1connect.JoinServiceClient
-	machine   *attesttest.Machine
-	ca        *attesttest.CA
-	url       string
-	log       *audit.Log
-	done      string // path of its file
-	began     time.Time
-	ahead     atomic.Int64
-	witnesses refusaltest.Service
+	machine      *attesttest.Machine
+	ca           *attesttest.CA
+	url          string
+	log          *audit.Log
+	done         string // path of its file
+	began        time.Time
+	ahead        atomic.Int64
+	observations refusaltest.Service
 }
 
 // newLone serves until the test ends. If frozen is true, its clock stands still.
@@ -95,7 +95,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 			return time.Now().Add(time.Duration(l.ahead.Load()))
 		})
 	})
-	l.witnesses = service.Witnesses(func() []byte {
+	l.observations = service.Observations(func() []byte {
 		b, err := os.ReadFile(audit.RefusedPath(path))
 		if err != nil {
 			t.Error(err)
@@ -165,11 +165,11 @@ func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ask := func() error { return tt.ask(t) }
 			l.ahead.Store(0)
-			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, tt.passes, l.places(tt.event, tt.metric), ask)
 			l.ahead.Store(int64(maxEvidenceAge + time.Second))
-			refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
 			l.ahead.Store(0)
-			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, tt.passes, l.places(tt.event, tt.metric), ask)
 		})
 	}
 }
@@ -253,7 +253,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 			answer := make(chan error, 1)
 			go func() { answer <- ask(t, l) }()
 			membertest.Eventually(t, func() error {
-				return membertest.Want(refusaltest.HasLine(l.witnesses.Log(), "msg", "a machine has booted anew; waiting whether its kubelet still renews its Lease"), "it does not wait")
+				return membertest.Want(refusaltest.HasLine(l.observations.Log(), "msg", "a machine has booted anew; waiting whether its kubelet still renews its Lease"), "it does not wait")
 			})
 			l.ahead.Store(int64(maxEvidenceAge + time.Second))
 			if err := <-answer; rpc.ReasonFrom(err) != attestv1.Reason_REASON_VERDICT_OLD {

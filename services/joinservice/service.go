@@ -126,7 +126,7 @@ func New(cfg Config) (*Service, error) {
 			Name: "muster_rejoin_tickets_total", Help: "Rejoin tickets asked for by machines that have rebooted, by role and outcome.",
 		}, []string{"role", "reason"}),
 		renewals: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_join_lease_renewals_total", Help: "Renewals and ends of a control plane's turn to join, by outcome.",
+			Name: "muster_join_lease_renewals_total", Help: "Renewals and releases of a control plane's join Lease, by outcome.",
 		}, []string{"reason"}),
 		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, wait (for a slot), disk_key, lease (control planes), enroll, certificates, audit; total is all of them, for tickets that were issued.",

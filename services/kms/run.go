@@ -53,12 +53,12 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	judge, err := m.ServerAppraiser() // A7
+	appraiser, err := m.ServerAppraiser() // A7
 	if err != nil {
 		return err
 	}
 	svc, err := New(Config{
-		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Appraiser: judge,
+		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Appraiser: appraiser,
 		Node: func(name string) (Enrolled, bool) {
 			n := m.Cluster.Nodes.ByName(name)
 			if n == nil {
@@ -75,7 +75,7 @@ func Run(ctx context.Context, o Options) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: o.Listener,
 		ATLS: atls.ServerConfig{
-			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
+			Attester: o.Attester, Verifier: m.Verifier, Appraiser: appraiser, ClientPurpose: attest.PurposeJoinservice, // K2
 			Generation: m.Policy.Generation, RefuseUnattested: true, Limits: Limits,
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.UnattestedRefusals.Connection(s, "") },
 		},

@@ -76,7 +76,7 @@ func writeStatus(ctx context.Context, c client.Client, r Report) error {
 	live.Status = want
 	err := c.Status().Update(ctx, live)
 	if apierrors.IsConflict(err) {
-		return errors.New("somebody else wrote it at the same time")
+		return errors.New("another client wrote it at the same time")
 	}
 	return err
 }

@@ -61,8 +61,8 @@ type Config struct {
 	Lowest  uint64
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
-	// Tell may be left out: it gets every report in order, for the audit log.
-	Tell func(Report)
+	// OnReport may be left out: it gets every report in order, for the audit log.
+	OnReport func(Report)
 }
 
 // Store holds the policy in force. It is safe for concurrent use.
@@ -72,7 +72,7 @@ type Store struct {
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
 	metrics  metrics
-	tellAll  func(Report)
+	onReport func(Report)
 	mu       sync.Mutex // serializes changes; appraisals do not take it
 	floor    uint64     // lower serials are refused
 	digest   string     // of the policy with the serial floor: another one with that serial is refused
@@ -106,10 +106,10 @@ func New(cfg Config) (*Store, error) {
 			return nil, fmt.Errorf("policy: %w", err)
 		}
 	}
-	if cfg.Tell == nil {
-		cfg.Tell = func(Report) {}
+	if cfg.OnReport == nil {
+		cfg.OnReport = func(Report) {}
 	}
-	return &Store{owner: cfg.Owner, lowest: cfg.Lowest, log: cfg.Log, metrics: m, tellAll: cfg.Tell, reported: make(chan struct{})}, nil
+	return &Store{owner: cfg.Owner, lowest: cfg.Lowest, log: cfg.Log, metrics: m, onReport: cfg.OnReport, reported: make(chan struct{})}, nil
 }
 
 // Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the previous one and reports why.
@@ -122,12 +122,12 @@ func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 	}
 	next, err := s.open(p)
 	if err != nil {
-		s.tell(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
+		s.publish(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
 		return
 	}
 	s.floor, s.digest = next.Policy.Serial(), digest(next.Signed)
 	s.inForce.Store(next)
-	s.tell(Report{Observed: p, InForce: next})
+	s.publish(Report{Observed: p, InForce: next})
 }
 
 // Remove removes the policy: no machine is accepted any more.
@@ -135,7 +135,7 @@ func (s *Store) Remove(*v1alpha1.AttestationPolicy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.inForce.Store(nil)
-	s.tell(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
+	s.publish(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
 }
 
 func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
@@ -170,8 +170,8 @@ func digest(s *attestv1.SignedPolicy) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// tell writes r to log, metrics and report. Its caller holds the lock.
-func (s *Store) tell(r Report) {
+// publish writes r to log, metrics and report. Its caller holds the lock.
+func (s *Store) publish(r Report) {
 	s.metrics.rejected.Reset()
 	s.metrics.insecure.Reset()
 	s.metrics.generation.Set(0)
@@ -193,7 +193,7 @@ func (s *Store) tell(r Report) {
 			s.log.Warn("the policy weakens the cluster", "switch", name)
 		}
 	}
-	s.tellAll(r)
+	s.onReport(r)
 	s.report = r
 	close(s.reported)
 	s.reported = make(chan struct{})
@@ -275,7 +275,7 @@ func (s *Store) NewServerAppraiser(banned func(attest.Claims) bool, locks func()
 
 func (s *Store) newAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error), appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)) (*Appraiser, error) {
 	if banned == nil || locks == nil {
-		return nil, errors.New("policy: a judge needs to know bans and lock states")
+		return nil, errors.New("policy: an appraiser needs bans and lock states")
 	}
 	return &Appraiser{store: s, banned: banned, locks: locks, appraise: appraise}, nil
 }

@@ -96,7 +96,7 @@ func (k *Manager) Check(ctx context.Context, m attest.MachineID, node, ticket st
 	}
 	age, life := k.view.age(l, time.Now()), lifeOf(l)
 	if age <= life { // J8
-		return nil, attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
+		return nil, attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its join Lease was renewed %s ago and expires after %s without renewal", holder, age.Round(time.Second), life)
 	}
 	t.abandoned = holder
 	return t, nil
@@ -120,12 +120,12 @@ func (t *Acquisition) Take(ctx context.Context) error {
 	switch {
 	case err == nil:
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
-		return attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
+		return attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the join Lease at the same time")
 	default:
 		return clusterview.Unavailable("write Lease "+Name, err)
 	}
 	if t.abandoned != "" {
-		t.manager.log.WarnContext(ctx, "a machine's turn to become a control plane has run out and goes to another", "lease", Name, "from", t.abandoned, "to", t.holder)
+		t.manager.log.WarnContext(ctx, "a join Lease has expired and another machine takes it", "lease", Name, "from", t.abandoned, "to", t.holder)
 	}
 	t.lease = l
 	return nil
@@ -138,7 +138,7 @@ func (t *Acquisition) Release(ctx context.Context) {
 	l := t.lease.DeepCopy()
 	free(l)
 	if err := t.manager.cluster.Client.Update(ctx, l); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
-		t.manager.log.WarnContext(ctx, "a turn to become a control plane could not be given back; it runs out", "lease", Name, "holder", t.holder, "after", Life.String(), "err", err)
+		t.manager.log.WarnContext(ctx, "a join Lease could not be released; it expires", "lease", Name, "holder", t.holder, "after", Life.String(), "err", err)
 	}
 }
 
@@ -175,9 +175,9 @@ func (k *Manager) update(ctx context.Context, m attest.MachineID, ticket string,
 		node, mine := nodeOf(holder, m)
 		switch {
 		case !mine && holder != "":
-			return "", attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the turn is that of machine %s by now", holder)
+			return "", attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "machine %s has the join Lease now", holder)
 		case !mine || l.Annotations[ticketAnnotation] != ticket:
-			return node, attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no turn with such a ticket", m)
+			return node, attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no join Lease with this ticket", m)
 		}
 		change(l)
 		if err = k.cluster.Client.Update(ctx, l); err == nil {

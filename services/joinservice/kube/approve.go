@@ -354,7 +354,7 @@ func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
 	v := node.Status.LastVerdict
 	switch {
 	case v == nil:
-		return later("node %q was never judged", node.Name)
+		return later("no evidence of node %q was appraised yet", node.Name)
 	case !v.Accepted:
 		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the last verdict on node %q was %s", node.Name, v.Reason)
 	case time.Since(v.Time.Time).Abs() > a.maxAge: // one from the future does not count

@@ -194,7 +194,7 @@ func (r *Rejoining) AwaitEarlier(ctx context.Context) error {
 // ban or another change of the enrollment. Errors are refusals.
 func (r *Rejoining) Record(ctx context.Context) error {
 	if r.claim.Boot.over == nil {
-		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("nobody has looked whether the one before has ended"))
+		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("it was not checked whether the previous boot has ended"))
 	}
 	return r.kube.writeStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
 		return r.claim.Boot.record(r.node, s, true)

@@ -41,7 +41,7 @@ type replica struct {
 	stop func()
 }
 
-func (s *stage) replica(t *testing.T) *replica {
+func (s *fixture) replica(t *testing.T) *replica {
 	t.Helper()
 	if *program == "" {
 		t.Fatal("-program names the joinservice to measure: make bench-scale")
@@ -105,7 +105,7 @@ func (c *crowd) take(n int) []*newcomer {
 }
 
 // crowd makes machines; a thousand take a few seconds.
-func (s *stage) crowd(t *testing.T, n int) *crowd {
+func (s *fixture) crowd(t *testing.T, n int) *crowd {
 	t.Helper()
 	c := &crowd{all: make([]*newcomer, n)}
 	var all errgroup.Group
@@ -126,7 +126,7 @@ func (s *stage) crowd(t *testing.T, n int) *crowd {
 }
 
 // ask opens a separate connection of the machine to a joinservice for one call.
-func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1connect.JoinServiceClient) error) error {
+func (s *fixture) ask(t *testing.T, m *newcomer, addr string, call func(joinv1connect.JoinServiceClient) error) error {
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: m.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
 		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: m.from}}).DialContext,
@@ -140,7 +140,7 @@ func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1conn
 
 // again asks one joinservice after another until one of them answers without an error, with the pauses of a machine. It
 // gives up after five refusals because another machine has something that it asks for.
-func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *discovery.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
+func (s *fixture) again(t *testing.T, m *newcomer, services []*replica, pauses *discovery.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
 	for i, taken := rand.N(len(services)), 0; ; i++ {
 		err := s.ask(t, m, services[i%len(services)].addr, call)
 		if err == nil {
@@ -157,7 +157,7 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *di
 	}
 }
 
-func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
+func (s *fixture) joinOne(t *testing.T, m *newcomer, services []*replica) error {
 	return s.again(t, m, services, discovery.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.IssueJoinTicket(t.Context(), m.joinRequest.IssueJoinTicketRequest)
 		return err
