@@ -350,7 +350,7 @@ func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
 		refused := make(chan error, 1)
 		go func() { refused <- s.key(t, clone, s.join.Addr) }()
 		membertest.Eventually(t, func() error {
-			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "nobody has looked yet")
+			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "it does not wait yet")
 		})
 		s.runs(t)
 		return <-refused
@@ -364,7 +364,7 @@ func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
 	s.runs(t)
 	clone := original.copied("127.0.0.3")
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.2", func() error { return s.ticket(t, clone) })
-	if err := s.ticket(t, original); err != nil { // it tries once more, in the same boot
+	if err := s.ticket(t, original); err != nil { // it asks once more, in the same boot
 		t.Errorf("the original: %v", err)
 	}
 }

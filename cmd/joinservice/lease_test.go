@@ -92,7 +92,7 @@ func (s *fixture) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) 
 	places := refusaltest.Places{Metric: []string{"muster_join_tickets_total", "role", "control-plane"}, Log: about, Audit: about}
 	err := refusaltest.Refused(t, s.observations(t), want, places, func() error { _, err := c.ask(t); return err })
 	if wait := rpc.RetryAfterFrom(err); wait <= 0 || wait > 10*time.Second {
-		t.Errorf("it is told to wait %s", wait)
+		t.Errorf("it must wait %s", wait)
 	}
 	if n := s.Node(t, c.GetNodeName()); n.Spec.DiskID != "" || n.Status.Ticket != nil || s.Access(t).Entry(n.Name).ControlPlane {
 		t.Errorf("a refused machine was enrolled: %+v", n)
@@ -157,7 +157,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 			t.Error("it was not renewed")
 		}
 	})
-	t.Run("nobody else renews or ends it", func(t *testing.T) {
+	t.Run("no other machine renews or ends it", func(t *testing.T) {
 		for name, tt := range map[string]struct {
 			caller *controlPlane
 			id     []byte

@@ -259,7 +259,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	membertest.Eventually(t, func() error { return before.Create(t.Context(), static.DeepCopy(), client.DryRunAll) })
 	static.Labels = map[string]string{"component": "etcd", "tier": "control-plane"}
 	if err := before.Create(t.Context(), static, client.DryRunAll); err == nil || !strings.Contains(err.Error(), "no pods of a control plane") {
-		t.Errorf("a pod of etcd by a node that nobody judged: %v", err)
+		t.Errorf("a pod of etcd by a node that was not appraised: %v", err)
 	}
 	controlPlane, own := s.as(t, "c1"), mirror(metav1.NamespaceSystem)
 	own.Name, own.Spec.NodeName, own.OwnerReferences[0].Name, own.OwnerReferences[0].UID = "etcd-c1", "c1", "c1", other.UID

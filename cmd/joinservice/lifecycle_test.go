@@ -76,7 +76,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		"a lower serial":           {lower, sign(lower), attestv1.Reason_REASON_POLICY_INVALID},
 		"a version of the future":  {empty, sign(empty), attestv1.Reason_REASON_POLICY_INVALID},
 		"no JSON":                  {"{", sign("{"), attestv1.Reason_REASON_POLICY_INVALID},
-		"signed by somebody else":  {newer, base64.StdEncoding.EncodeToString(attest.SignPolicy(otherKey, []byte(newer)).GetSignature()), attestv1.Reason_REASON_POLICY_SIGNATURE},
+		"signed with another key":  {newer, base64.StdEncoding.EncodeToString(attest.SignPolicy(otherKey, []byte(newer)).GetSignature()), attestv1.Reason_REASON_POLICY_SIGNATURE},
 		"the signature of another": {newer, sign(lower), attestv1.Reason_REASON_POLICY_SIGNATURE},
 		"one byte was changed":     {newer + " ", sign(newer), attestv1.Reason_REASON_POLICY_SIGNATURE},
 	} {
@@ -99,7 +99,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 			good = s.join.Metric(t, "muster_policy_generation")
 		})
 	}
-	t.Run("without one nobody is accepted", func(t *testing.T) {
+	t.Run("without one no machine is accepted", func(t *testing.T) {
 		if err := s.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestationPolicy{}); err != nil {
 			t.Fatal(err)
 		}

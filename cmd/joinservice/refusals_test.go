@@ -68,8 +68,8 @@ func TestRefusedRequests(t *testing.T) {
 		"another name than it is enrolled under": {
 			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: named("w9", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_MISMATCH,
 		},
-		"a name for which there is a Node": {change: named("legacy", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NODE_EXISTS},
-		"a control plane nobody enrolled":  {change: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_NOT_ENROLLED},
+		"a name for which there is a Node":   {change: named("legacy", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NODE_EXISTS},
+		"a control plane without enrollment": {change: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_NOT_ENROLLED},
 		"an enrolled worker that asks to be a control plane": {
 			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
 		},
@@ -116,7 +116,7 @@ func TestRefusedRequests(t *testing.T) {
 		"a SAN in the client request": {change: func(w *requestOptions) {
 			w.template = func(c, _ *x509.CertificateRequest) { c.IPAddresses = []net.IP{net.IPv4(192, 168, 77, 12).To4()} }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a request that somebody else signed": {change: func(w *requestOptions) {
+		"a request with the signature of another key": {change: func(w *requestOptions) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr[len(r.GetKubeletClientCsr())-1] ^= 1 }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
 		"no serving request": {change: func(w *requestOptions) {

@@ -176,7 +176,7 @@ func TestRefusedRejoins(t *testing.T) {
 		change  func(*joinv1.IssueRejoinTicketRequest)
 		want    attestv1.Reason
 	}{
-		"a machine that nobody knows":              {unenrolled, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
+		"an unknown machine":                       {unenrolled, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
 		"a machine with the name of another":       {unenrolled, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
 		"an enrolled machine under another name":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NAME_MISMATCH},
 		"an enrolled machine with another's name":  {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w2" }, attestv1.Reason_REASON_NAME_MISMATCH},

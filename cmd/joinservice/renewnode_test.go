@@ -128,7 +128,7 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 		ask     func(*testing.T) *renewing
 		want    attestv1.Reason
 	}{
-		"a machine that nobody knows":             {unenrolled, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
+		"an unknown machine":                      {unenrolled, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
 		"a machine with the name of another":      {unenrolled, as("w1", "192.168.77.12"), attestv1.Reason_REASON_NAME_TAKEN},
 		"an enrolled machine under another name":  {nil, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NAME_MISMATCH},
 		"an enrolled machine with another's name": {nil, as("w2", "192.168.77.20"), attestv1.Reason_REASON_NAME_MISMATCH},

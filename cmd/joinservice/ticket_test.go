@@ -206,9 +206,9 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		caller attest.Attester
 		id     []byte
 	}{
-		"a ticket that nobody issued": {m.Attester(attest.PurposeMachine), make([]byte, 16)},
-		"an ID of another length":     {m.Attester(attest.PurposeMachine), ticket.GetTicketId()[:15]},
-		"another machine's ticket":    {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
+		"a ticket that was not issued": {m.Attester(attest.PurposeMachine), make([]byte, 16)},
+		"an ID of another length":      {m.Attester(attest.PurposeMachine), ticket.GetTicketId()[:15]},
+		"another machine's ticket":     {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
 	} {
 		t.Run(name, func(t *testing.T) {
 			client, about := s.dial(t, tt.caller), []string{"event", "return refused"}

@@ -38,16 +38,16 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 		purpose attest.Purpose // machine, if it is omitted
 		reason  attestv1.Reason
 	}{
-		"a tampered image":               {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
-		"a changed command line":         {machine: shell, reason: attestv1.Reason_REASON_POLICY_REFUSED},
-		"a TPM that no root vouches for": {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a machine of another cluster":   {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
-		"a joinservice's evidence":       {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
-		"public evidence":                {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
-		"a quote that was changed":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
-		"PCR values of another boot":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
-		"no signature":                   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
-		"another boot's event log":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Events = otherBoot.GetTpm2().GetEvents() }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
+		"a tampered image":             {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a changed command line":       {machine: shell, reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a TPM that no root certifies": {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine of another cluster": {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a joinservice's evidence":     {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"public evidence":              {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"a quote that was changed":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"PCR values of another boot":   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"no signature":                 {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
+		"another boot's event log":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Events = otherBoot.GetTpm2().GetEvents() }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
 		"a key that is free to sign anything": {
 			machine: machine(attesttest.Options{Tamper: attesttest.Tamper{AK: func(p *gotpm.TPMTPublic) { p.ObjectAttributes.Restricted = false }}}), reason: attestv1.Reason_REASON_AK_TEMPLATE,
 		},

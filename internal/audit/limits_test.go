@@ -144,6 +144,6 @@ func TestARecordThatCannotBeWrittenIsNotTakenFromTheRation(t *testing.T) {
 		}
 	}
 	if _, err := NewRefusalLimits(nil); err == nil {
-		t.Error("rations beside nobody were made")
+		t.Error("RefusalLimits without UnattestedRefusals were made")
 	}
 }

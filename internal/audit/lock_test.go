@@ -53,7 +53,7 @@ func TestNobodyWritesWhileAnotherProcessDoes(t *testing.T) {
 			waiting = waiting || strings.Contains(line, "-> FLOCK") && strings.Contains(line, fmt.Sprintf(":%d ", stat.Ino))
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("nobody waits for the lock")
+			t.Fatal("no process waits for the lock")
 		}
 	}
 	if err := other.Truncate(0); err != nil { // as after a failed write

@@ -69,7 +69,7 @@ func (s *UnattestedRefusals) Call(procedure, remote, machine string, err error) 
 }
 
 // about returns the text of a record: the peer, and the reason. For an unattested peer at most [MaxChosen] bytes follow the
-// address, whoever has chosen them: the whole text is in the service's log.
+// address, also if they are not chosen by the peer: the whole text is in the service's log.
 func about(remote, machine, why string) string {
 	if machine == "" {
 		why = plainText(why, MaxChosen)

@@ -134,7 +134,7 @@ func forbidden(from, to string) string {
 	case program(to) != "" && program(from) == program(to):
 		return ""
 	case top(to) == "cmd" || (top(to) == "e2e" && top(from) != "e2e") || (top(to) == "lab" && top(from) != "lab" && top(from) != "e2e"):
-		return "programs and laboratories are imported by nobody"
+		return "programs and laboratories are not imported by other packages"
 	case isTestPackage(to) && !isTestPackage(from) && top(from) != "e2e":
 		return "test packages are for tests"
 	}

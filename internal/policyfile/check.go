@@ -72,7 +72,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
 	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
-		add(Warning, "tpm2.machineIds", "empty: every machine that a root vouches for and that booted an accepted image may join as a worker")
+		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}
 	for i, r := range m.GetTpm2().GetEkRoots() {
 		if r.GetMinFirmwareVersion() == "" && !r.GetOperator() {
@@ -100,8 +100,8 @@ func checkClass(c *attestv1.MachineClass, add func(format string, args ...any)) 
 }
 
 var switches = map[string]string{
-	"anyMachine":        "any machine that a TPM vendor's root vouches for is accepted, an attacker's too",
-	"allowSelfAsserted": "evidence that only the peer itself vouches for would be accepted",
+	"anyMachine":        "any machine that a TPM vendor's root certifies is accepted, an attacker's too",
+	"allowSelfAsserted": "evidence that only the peer itself asserts would be accepted",
 	"anyFirmware":       "machines may have any firmware, and any driver that it loads; these run before what the image measures, and can change it unseen",
 	"allowPlainState":   "machines may keep their state, and the cluster's secrets in it, on a disk that is not encrypted",
 }

@@ -151,9 +151,9 @@ func Build(t Template) ([]byte, error) {
 	writeControlPlanes(line, t.ControlPlanes)
 	line("tpm2:")
 	writeMachines(line, t)
-	line("  # Who vouches that a TPM is one. operator: true means that the authority issues for your machines only;")
-	line("  # a TPM vendor's root also vouches for the TPMs that an attacker bought. key: the one kind of endorsement key")
-	line("  # that it vouches for, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
+	line("  # Authorities that certify TPMs. operator: true means that the authority issues for your machines only;")
+	line("  # a TPM vendor's root also certifies the TPMs that an attacker bought. key: the one kind of endorsement key")
+	line("  # that it certifies, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
 	line("  ekRoots:")
 	for _, r := range t.Roots {
 		if err := writeRoot(line, r); err != nil {
@@ -177,7 +177,7 @@ func Build(t Template) ([]byte, error) {
 	}
 	line("# Switches that weaken the cluster; each that is on is shown by muster status.")
 	line("insecure:")
-	line("  # Accept any machine that a vendor's root vouches for, the attacker's too.")
+	line("  # Accept any machine that a vendor's root certifies, the attacker's too.")
 	line("  anyMachine: %t", t.AnyMachine)
 	line("  # Accept machines whose state is not on an encrypted disk.")
 	line("  allowPlainState: %t", t.AllowPlainState)
@@ -203,7 +203,7 @@ func writeControlPlanes(line func(string, ...any), list []ControlPlane) {
 func writeMachines(line func(string, ...any), t Template) {
 	line("  # Machine IDs: SHA-256 of the endorsement key's SubjectPublicKeyInfo; muster verify shows a machine's.")
 	if len(t.MachineIDs) == 0 {
-		line("  # None listed: any machine that a root below vouches for.")
+		line("  # None listed: any machine that a root below certifies.")
 		line("  machineIds: []")
 		return
 	}

@@ -138,9 +138,9 @@ func (w observation) missing(before observation, s Service, reason string, p Pla
 	if w.count(reason, p.Metric) <= before.count(reason, p.Metric) {
 		out = append(out, fmt.Sprintf("the metric %v did not go up", p.Metric))
 	}
-	if told := HasLine(since(w.log, before.log), append([]string{"reason", reason}, p.Log...)...); p.Log == nil && told {
+	if found := HasLine(since(w.log, before.log), append([]string{"reason", reason}, p.Log...)...); p.Log == nil && found {
 		out = append(out, "there is a line in the log")
-	} else if p.Log != nil && !told {
+	} else if p.Log != nil && !found {
 		out = append(out, fmt.Sprintf("no line of the log has %v; it has\n%s", p.Log, since(w.log, before.log)))
 	}
 	if p.Audit == nil {

@@ -296,7 +296,7 @@ func TestAPlainConnectionHasFewAnswers(t *testing.T) {
 			}
 		}
 		if strings.Contains(r.log.String(), `"level":"ERROR"`) {
-			t.Error("a stranger writes errors into the log")
+			t.Error("an unattested peer writes errors into the log")
 		}
 		if n := r.metric("muster_rpc_requests_total", "code=internal", "procedure="+healthv1connect.HealthWatchProcedure, "reason=INTERNAL"); n > 0 {
 			t.Errorf("%v calls are counted as internal", n)

@@ -57,7 +57,7 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 			err:  fmt.Errorf("issue a ticket: %w", attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%w", secret)),
 			code: connect.CodeAlreadyExists, reason: attestv1.Reason_REASON_NAME_TAKEN, text: "NAME_TAKEN",
 		},
-		"an error that nobody foresaw": {
+		"an unforeseen error": {
 			err:  fmt.Errorf("read the enrollment: %w", secret),
 			code: connect.CodeInternal, reason: attestv1.Reason_REASON_INTERNAL, text: "INTERNAL",
 		},

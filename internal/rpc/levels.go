@@ -37,7 +37,7 @@ func (l Level) String() string {
 	case Attested:
 		return "attested"
 	}
-	return "nobody"
+	return "none"
 }
 
 // Procedures of the reflection protocol, which has no generated code here.

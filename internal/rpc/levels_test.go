@@ -121,7 +121,7 @@ func TestAnUnknownProcedureIsServedToNobody(t *testing.T) {
 		t.Errorf("%v, want a refusal", err)
 	}
 	var none Level
-	if none.String() != "nobody" {
+	if none.String() != "none" {
 		t.Errorf("the zero level is for %q", none)
 	}
 }

@@ -110,7 +110,7 @@ func TestNothingIsUnpackedForACaller(t *testing.T) {
 	c.Transport = zipped{c.Transport}
 	_, err := attestv1connect.NewEvidenceServiceClient(c, r.url).GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{})
 	if connect.CodeOf(err) != connect.CodeUnimplemented || !strings.Contains(err.Error(), "unknown compression") {
-		t.Errorf("%v, want it told that there is no compression", err)
+		t.Errorf("%v, want the answer that there is no compression", err)
 	}
 }
 
@@ -129,12 +129,12 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 		"a GET, as Connect knows it, of a plain client": {r.plain(true), http.MethodGet, path + query, nil, http.StatusMethodNotAllowed},
 		"a GET of an attested machine":                  {r.attested(attest.PurposeJoinservice), http.MethodGet, path + query, nil, http.StatusMethodNotAllowed},
 		"another method named in a header":              {r.plain(true), http.MethodPost, path, map[string]string{"X-Http-Method-Override": "GET", "Content-Type": "application/json"}, http.StatusUnauthorized},
-		"a method nobody knows":                         {r.attested(attest.PurposeJoinservice), "FROBNICATE", path, nil, http.StatusMethodNotAllowed},
+		"an unknown method":                             {r.attested(attest.PurposeJoinservice), "FROBNICATE", path, nil, http.StatusMethodNotAllowed},
 		"another path named in a header": {r.plain(true), http.MethodPost, path, map[string]string{
 			"X-Original-Url": "/grpc.health.v1.Health/Check", "X-Rewrite-Url": "/grpc.health.v1.Health/Check", "Content-Type": "application/json",
 		}, http.StatusUnauthorized},
-		"a content type nobody knows": {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "text/xml"}, http.StatusUnsupportedMediaType},
-		"a message that is none":      {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "application/json"}, http.StatusBadRequest},
+		"an unknown content type": {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "text/xml"}, http.StatusUnsupportedMediaType},
+		"a message that is none":  {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "application/json"}, http.StatusBadRequest},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tt.method, r.url+tt.target, strings.NewReader("<>"))
 		if err != nil {

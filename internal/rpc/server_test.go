@@ -127,11 +127,11 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 		Metrics: metrics,
 		Log:     slog.New(slog.NewJSONHandler(r.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
-	strangers, err := audit.NewUnattestedRefusals("test", audit.NewStream(r.audit), cfg.Log, r.registry)
+	unattested, err := audit.NewUnattestedRefusals("test", audit.NewStream(r.audit), cfg.Log, r.registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg.Refused = func(c rpc.Refused) { strangers.Call(c.Procedure, c.Remote, c.Machine, c.Err) }
+	cfg.Refused = func(c rpc.Refused) { unattested.Call(c.Procedure, c.Remote, c.Machine, c.Err) }
 	if change != nil {
 		change(&cfg)
 	}
@@ -144,7 +144,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 2)
 	go func() { done <- s.Run(ctx) }()
-	go func() { done <- strangers.Serve(ctx) }()
+	go func() { done <- unattested.Serve(ctx) }()
 	r.stop = sync.OnceValue(func() error { cancel(); return errors.Join(<-done, <-done) })
 	t.Cleanup(func() {
 		if err := r.stop(); err != nil {

@@ -36,7 +36,7 @@ func TestPartsStartAndStopTogether(t *testing.T) {
 		"a part that just ends, ends the others": {
 			parts: []serve.Part{{Name: "waiter", Run: waits}, {Name: "short", Run: func(context.Context) error { return nil }}},
 		},
-		"all errors are told": {
+		"all errors are reported": {
 			parts: []serve.Part{
 				{Name: "first", Run: func(context.Context) error { return cause }},
 				{Name: "second", Run: func(ctx context.Context) error { <-ctx.Done(); return errors.New("cannot clean up") }},

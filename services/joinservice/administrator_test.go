@@ -66,7 +66,7 @@ func (o *orders) pending(t *testing.T) {
 	t.Helper()
 	resp, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 	if err != nil || len(resp.GetCertificate()) > 0 || resp.GetRetryAfter().AsDuration() != adminPoll {
-		t.Fatalf("%v, %v; want to be told to come again", resp, err)
+		t.Fatalf("%v, %v; want an answer to ask again", resp, err)
 	}
 }
 

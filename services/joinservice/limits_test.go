@@ -98,7 +98,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 			}
 			l.ahead.Add(int64(tt.rate.Every)) // by the service's clock
 			if err := tt.ask(t, l); rpc.ReasonFrom(err) != tt.passes {
-				t.Errorf("it came when it was told to: %v, want %s", err, attest.ReasonName(tt.passes))
+				t.Errorf("it came after the pause: %v, want %s", err, attest.ReasonName(tt.passes))
 			}
 			if err := tt.ask(t, l); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY {
 				t.Errorf("and once more: %v, want BUSY", err)

@@ -286,13 +286,13 @@ func TestWhoGetsNoKey(t *testing.T) {
 		salt   []byte
 		reason attestv1.Reason
 	}{
-		"no token":                                   {token: "", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token that nobody issued":                 {token: "eyJhbGciOiJub25lIn0.e30.", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token for the API server":                 {token: s.token(t, "joinservice", "", s.pod), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of another service account":         {token: s.token(t, "other", kms.Audience, otherAccount), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of no pod":                          {token: s.token(t, "joinservice", kms.Audience, nil), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of a pod on another machine":        {token: s.token(t, "joinservice", kms.Audience, other), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
-		"a token of a pod on a node nobody enrolled": {token: s.token(t, "joinservice", kms.Audience, unenrolled), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"no token":                                      {token: "", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token that was not issued":                   {token: "eyJhbGciOiJub25lIn0.e30.", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token for the API server":                    {token: s.token(t, "joinservice", "", s.pod), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of another service account":            {token: s.token(t, "other", kms.Audience, otherAccount), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of no pod":                             {token: s.token(t, "joinservice", kms.Audience, nil), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of a pod on another machine":           {token: s.token(t, "joinservice", kms.Audience, other), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"a token of a pod on a node without enrollment": {token: s.token(t, "joinservice", kms.Audience, unenrolled), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
 		"no disk":                               {token: good, disk: "-", reason: attestv1.Reason_REASON_REQUEST_INVALID},
 		"a purpose smuggled into the disk's ID": {token: good, disk: "../measurement-secret/000000000000000", reason: attestv1.Reason_REASON_REQUEST_INVALID},
 		"a disk in upper case":                  {token: good, disk: "5F0C95B6-2A3D-4C7E-9F10-0123456789AB", reason: attestv1.Reason_REASON_REQUEST_INVALID},
@@ -355,7 +355,7 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		"a machine of another cluster":      {elsewhere.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a machine that booted another way": {tampered.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_POLICY_REFUSED},
 		"a worker of this cluster":          {s.w1.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"a machine no root vouches for":     {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine that no root certifies":  {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			client := s.dial(t, tt.attester)

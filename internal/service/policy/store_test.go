@@ -241,6 +241,6 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := appraiser.Appraise(context.WithoutCancel(t.Context()), o.claims(t)); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
-		t.Errorf("%v: no lock state expected must mean nobody accepted", err)
+		t.Errorf("%v: without an expected lock state no machine may be accepted", err)
 	}
 }

@@ -182,7 +182,7 @@ func TestATicketThatMeetsABanIsNotIssued(t *testing.T) {
 				shared.Enroll(t, "w1", n.Spec)
 			}
 			if err := e.Record(t.Context(), claim(1), ticket("a"), signed("a"), signed("a")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
-				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is judged anew", err)
+				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is checked again", err)
 			}
 			if n := shared.Node(t, "w1"); n.Status.Ticket != nil {
 				t.Errorf("the ticket is recorded: %+v", n.Status)

@@ -155,7 +155,7 @@ func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 			defer e.mu.Unlock()
 			is := e.leaving["w1"]
 			e.leaving = map[string]bool{} // Serve does not run
-			return membertest.Want(is, "nobody evicts w1")
+			return membertest.Want(is, "w1 is not evicted")
 		})
 	}
 	ban(t, true)

@@ -54,14 +54,10 @@ type SweepConfig struct {
 //
 //   - an enrollment that a ticket created, of a worker that vanished without a Node long ago, is deleted when the last
 //     certificate of its machine must have expired. Enrollments of the owner, control planes and bans are only reported;
-//   - so is one that was released, because its machine returned the ticket, and one whose ticket failed, when every
-//
-// certificate
-//
-//	that may have been issued for it has expired;
-//
-// - an enrollment of the owner or of an earlier version gets the finalizer, so that its removal revokes its certificates;
-// - the list of nodes that may not write is updated from the enrollments, without expired entries.
+//   - an enrollment that was released, because its machine returned the ticket, and one whose ticket failed, are deleted
+//     when every certificate that may have been issued for them has expired;
+//   - an enrollment of the owner or of an earlier version gets the finalizer, so that its removal revokes its certificates;
+//   - the list of nodes that may not write is updated from the enrollments, without expired entries.
 //
 // Every replica does this. Each change is a compare-and-swap, so one of them makes and reports it.
 type Sweeper struct {

@@ -355,7 +355,7 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 		Spec:       certificatesv1.CertificateSigningRequestSpec{Request: request(t), SignerName: signerOf[nodecert.Client], Usages: usagesOf[nodecert.Client]},
 	}
 	others := ours.DeepCopy()
-	others.Name, others.Spec.SignerName = "muster-of-somebody-else", "example.com/signer"
+	others.Name, others.Spec.SignerName = "muster-of-another-signer", "example.com/signer"
 	ours.Labels = map[string]string{clusterview.TicketWindow: b.now().UTC().Format(windowFormat)}
 	if err := b.cluster.Client.Create(t.Context(), ours); err != nil {
 		t.Fatal(err)

@@ -34,7 +34,7 @@ func TestOneMachineGetsNoMoreThanItsRate(t *testing.T) {
 				rt.Fatalf("refused with %v, to come again in %s", err, wait)
 			}
 			if now = now.Add(wait); b.Take("loud", now) != nil {
-				rt.Fatalf("it came again after %s, as it was told", wait)
+				rt.Fatalf("it came again after the pause of %s", wait)
 			}
 			got++
 		}
