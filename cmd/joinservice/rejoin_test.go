@@ -221,7 +221,7 @@ func TestRefusedRejoins(t *testing.T) {
 			return membertest.Want(false, "w1 has its key, and is listed: %+v", w)
 		}
 		e, listed := w[unenrolled.ID().String()]
-		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the unenrolled is listed as %+v", e)
+		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the unenrolled machine is listed as %+v", e)
 	})
 }
 

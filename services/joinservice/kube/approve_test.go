@@ -170,7 +170,7 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 
 // A node whose requests were refused by admission may file again when few of them are left.
 func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	if err := b.pauseRequests(t.Context(), "w1"); err != nil {
 		t.Fatal(err)
 	}

@@ -181,7 +181,7 @@ func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 
 // A first machine has no ticket, and has no Node after an eviction.
 func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
 		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}

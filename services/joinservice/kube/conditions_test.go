@@ -42,7 +42,7 @@ func TestConditionsFollowABan(t *testing.T) {
 
 // An enrollment that an earlier version or an administrator left without conditions gets them at the next pass.
 func TestTheSweeperWritesConditions(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	for range 2 { // the first one adds the finalizer
 		b.after(t, 0)

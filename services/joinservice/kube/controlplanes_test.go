@@ -25,7 +25,7 @@ func controlPlanes(t *testing.T) []string {
 // The enrollments decide which nodes may show static pods: also that of the first machine, and of nodes that are older than
 // Muster.
 func TestEnrolledControlPlanesAreListed(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	id := func(i byte) string { return attest.MachineID{i}.String() }
 	shared.Enroll(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
 	n := shared.Node(t, "c1")

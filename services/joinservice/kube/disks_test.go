@@ -66,7 +66,7 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 
 // If a released enrollment is deleted, its name becomes free, but not its disk.
 func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", claim(1).spec())
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	n := shared.Node(t, "w1")

@@ -140,7 +140,7 @@ func TestTheAddressesThatAMachineGivesUpAreBounded(t *testing.T) {
 
 // A node that is older than Muster keeps its access and its name until the owner removes it.
 func TestAnUnattestedNodeGoesOnUntilTheOwnerForgetsIt(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	unattested := func(e nodeaccess.Entry) nodeaccess.Entry {
 		e.Unattested = true
 		return e

@@ -65,7 +65,7 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			before(t, b)
 			b.current(t)
 			b.clock.pass(DefaultCertificateLife)
@@ -94,7 +94,7 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 
 // The same for the rule that ends the enrollment of a vanished worker.
 func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	seen(t, b.Kube, holds("a"))
 	b.after(t, 0)
@@ -110,7 +110,7 @@ func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
 
 // J4: requests of a kubelet end with its enrollment, by whichever rule that ends.
 func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	old, _ := kubelet(t)
 	enroll(t, b.Kube, claim(1), "a")
 	seen(t, b.Kube, holds("a"))
@@ -148,7 +148,7 @@ func TestARequestOfBeforeTheEnrollmentIsDenied(t *testing.T) {
 
 // A node that was restored without its status, and has attested since, is not a failed ticket.
 func TestANodeThatAttestsIsNotVacant(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket, s.LastVerdict, s.Certificates = nil, nil, nil }) // as restored

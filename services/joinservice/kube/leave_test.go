@@ -410,7 +410,7 @@ func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 
 // Enrollments of the owner or of an earlier version are revoked when they are deleted, like those of tickets.
 func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.after(t, 0)
 	if n := shared.Node(t, "w1"); !n.Retires() {

@@ -60,7 +60,7 @@ type sweepFixture struct {
 	audit string
 }
 
-func newBroom(t *testing.T) *sweepFixture {
+func newSweepFixture(t *testing.T) *sweepFixture {
 	t.Helper()
 	shared.Reset(t)
 	if err := shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
@@ -182,7 +182,7 @@ func (b *sweepFixture) object(t *testing.T, there bool) {
 }
 
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	b.object(t, true)
@@ -229,7 +229,7 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 		"banned, which stays a ban": func(t *testing.T, _ *sweepFixture) { ban(t, true) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			enroll(t, b.Kube, claim(1), "a")
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
@@ -256,7 +256,7 @@ func (b *sweepFixture) status(t *testing.T, change func(*v1alpha1.AttestedNodeSt
 func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 	for name, role := range map[string]v1alpha1.Role{"a worker": v1alpha1.RoleWorker, "a control plane": v1alpha1.RoleControlPlane} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			c := claim(1)
 			c.Role = role
 			shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
@@ -287,7 +287,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 }
 
 func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.attests(t)
@@ -307,7 +307,7 @@ func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 // A replica that stopped between its two writes leaves an enrollment without a ticket. Certificates may have been signed
 // for it.
 func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	half(t, b.Kube, claim(1))
 	b.after(t, DefaultCertificateLife)
 	if shared.Node(t, "w1") == nil {
@@ -319,7 +319,7 @@ func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
 
 // A backup has no status. The restored enrollment of a node is still that node's.
 func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
@@ -336,7 +336,7 @@ func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 // If the enrollment of a name was removed by hand, with the finalizer, the name stays shut out until its certificates have
 // expired (J4).
 func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	suspend(t, "w1", true)
 	membertest.Eventually(t, func() error {
 		e := shared.Access(t).Entry("w1")
@@ -349,7 +349,7 @@ func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
 }
 
 func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	ours := &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{Name: "muster-w1-client-0011223344556677"},
 		Spec:       certificatesv1.CertificateSigningRequestSpec{Request: request(t), SignerName: signerOf[nodecert.Client], Usages: usagesOf[nodecert.Client]},
@@ -408,7 +408,7 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 
 // If two replicas sweep at the same time, one of them acts.
 func TestOneOfTwoSweepersActs(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	other := *b
 	var err error
 	other.Kube, _ = replica(t, func(k *Kube) { k.now = b.clock.now })
@@ -456,7 +456,7 @@ func request(t *testing.T) []byte {
 
 // A machine that attests although its Node was deleted may have renewed a certificate: nothing ends before that expires.
 func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the certificate life to less, and then to more
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
@@ -480,7 +480,7 @@ func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
 
 // An entry that shuts out expired certificates is removed.
 func TestARevocationThatHasLapsedGoes(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.SetAccess(t, "w1", revoked)
 	b.after(t, 24*time.Hour)
 	if shared.Access(t).Entry("w1").Revoked == nil {
