@@ -16,11 +16,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// kubernetesPorts are those that kubeadm's preflight wants free: kubelet, API server, controller
-// manager, scheduler and etcd.
+// kubernetesPorts are those that kubeadm's preflight requires to be free: kubelet, API server, controller manager,
+// scheduler and etcd.
 var kubernetesPorts = []int{10250, 6443, 10257, 10259, 2379, 2380}
 
-// runDoctor looks for what is wrong on this machine. The error says how many checks failed.
+// runDoctor looks for problems of this machine. The error has the number of failed checks.
 func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJSON bool, stdout io.Writer) error {
 	cfg := doctor.Config{
 		Root: "/", Image: image, Metadata: meta, Journal: record, Now: time.Now, Ports: kubernetesPorts,

@@ -1,5 +1,5 @@
-// Command bootstrapper runs on every machine: it makes the machine a node (run), and then
-// gives the services on it evidence of the machine (attester).
+// Command bootstrapper runs on every machine: it makes the machine a node (run), and then gives the services on it evidence
+// of the machine (attester).
 package main
 
 import (
@@ -70,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
 	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
-	screen := flags.String("console", console.DefaultPath, "terminal that is told what the machine waits for; nothing if there is none")
+	screen := flags.String("console", console.DefaultPath, "terminal that shows what the machine waits for; nothing if there is none")
 	switch args[0] {
 	case "unlock":
 		if err := parse(flags, args[1:]); err != nil {
@@ -142,8 +142,7 @@ func logger(w io.Writer) *slog.Logger {
 	return slog.New(slog.NewJSONHandler(w, nil)).With("version", buildinfo.Read().Version)
 }
 
-// openTPM gives the machine's TPM. The folder of its lock file is on a tmpfs that is empty
-// after each boot.
+// openTPM returns the machine's TPM. The folder of its lock file is on a tmpfs that is empty after each boot.
 func openTPM(img *metadata.Image, lock string) (*tpm.TPM, error) {
 	if err := os.MkdirAll(filepath.Dir(lock), 0o755); err != nil {
 		return nil, err
@@ -157,23 +156,23 @@ func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm
 		return nil, err
 	}
 	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank}
-	// A machine without the file has no event log; policies judge PCRs, not logs.
+	// A machine without the file has no event log; policies check PCRs, not logs.
 	if _, err := os.Stat(img.TPM.EventLog); err == nil {
 		cfg.EventLog = img.TPM.EventLog
 	}
 	return tpm2.NewAttester(cfg)
 }
 
-// openConsole gives the machine's console. One that can't be opened keeps no machine from its work.
+// openConsole returns the machine's console. If it can't be opened, the machine works without it.
 func openConsole(path string, log *slog.Logger) (c *console.Console, done func()) {
 	c, err := console.Open(path)
 	if err != nil {
-		log.Warn("nothing will be told on the console", "err", err)
+		log.Warn("the console shows no messages", "err", err)
 	}
 	return c, func() { _ = c.Close() }
 }
 
-// noCoreDumps keeps what passes through our memory off the disk (K3).
+// noCoreDumps keeps the contents of this process's memory off the disk (K3).
 func noCoreDumps() error {
 	if err := syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{}); err != nil {
 		return fmt.Errorf("turn core dumps off: %w", err)
@@ -202,13 +201,13 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	if err != nil {
 		return err
 	}
-	told, done := openConsole(screen, log)
+	terminal, done := openConsole(screen, log)
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
-			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: told, Log: log,
+			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: terminal, Log: log,
 		}},
 		Public: public,
 	})

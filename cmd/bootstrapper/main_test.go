@@ -35,7 +35,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// process is a run of the program; its log can be waited for.
+// process is a run of the program; a test can wait for lines of its log.
 type process struct {
 	t    *testing.T
 	mu   sync.Mutex
@@ -68,7 +68,7 @@ func start(t *testing.T, args ...string) *process {
 	return p
 }
 
-// line waits for a line of the log with that message, and gives its attributes.
+// line waits for a line of the log with that message, and returns its attributes.
 func (p *process) line(msg string) map[string]any {
 	p.t.Helper()
 	deadline := time.After(30 * time.Second)
@@ -103,7 +103,7 @@ func write(t *testing.T, path, content string) string {
 	return path
 }
 
-// imageFile is a machine's configuration with a real TPM, in an emulator.
+// imageFile writes a machine's configuration with a real TPM, in an emulator.
 func imageFile(t *testing.T, dir string, e *tpmtest.Emulator) string {
 	t.Helper()
 	return write(t, filepath.Join(dir, "image.yaml"), fmt.Sprintf(`apiVersion: muster.dev/v1alpha1

@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// runRenewal keeps the certificates of this node alive until ctx ends; those of kubeadm if it is a control plane.
+// runRenewal renews the certificates of this node until ctx ends, and those of kubeadm if it is a control plane.
 func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logger) error {
 	const root = "/"
 	rec, err := journal.Open(record).Load()

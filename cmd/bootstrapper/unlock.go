@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// runAccepted compares the policy that the state disk was opened under with what the journal on it says. It is for the initramfs, once the
-// disk is mounted and before anything of it runs; `bootstrapper run` looks again.
+// runAccepted compares the policy under which the state disk was opened with the journal on it. It is for the initramfs,
+// when the disk is mounted and before anything of it runs; `bootstrapper run` checks again.
 func runAccepted(record string) error {
 	rec, err := journal.Open(record).Load()
 	if err != nil {
@@ -23,7 +23,7 @@ func runAccepted(record string) error {
 	return discovery.Accepted("/", rec.Policy)
 }
 
-// runUnlock opens the state disk. It ends without an error once that is open, and never gives up by itself.
+// runUnlock opens the state disk. It returns without an error when the disk is open, and never gives up by itself.
 func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
@@ -45,10 +45,10 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	if err != nil {
 		return err
 	}
-	told, done := openConsole(screen, log)
+	terminal, done := openConsole(screen, log)
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
 		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Root: "/", Disk: volume,
-		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: told, Timing: unlock.DefaultTiming, Log: log,
+		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: terminal, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

@@ -29,7 +29,8 @@ func TestUnlockHasNothingToDoForAFolder(t *testing.T) {
 	}
 }
 
-// In the initramfs, once the state disk is mounted: a machine that has booted for the first time has no journal, and one that is damaged stops it.
+// In the initramfs, when the state disk is mounted: a machine that has booted for the first time has no journal, and a
+// damaged one stops it.
 func TestAcceptedReadsTheJournal(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	accepted := func() error {
@@ -44,7 +45,7 @@ func TestAcceptedReadsTheJournal(t *testing.T) {
 	}
 }
 
-// The machine waits, whatever is wrong, and says why to whoever asks or looks.
+// The machine waits, whatever is wrong, and reports why on its console and to clients.
 func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
 	dir, e := t.TempDir(), tpmtest.SWTPM(t)
 	image, err := os.ReadFile(imageFile(t, dir, e))
@@ -64,13 +65,13 @@ func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
 	if err != nil || s.GetPhase() != initv1.Phase_PHASE_UNLOCKING || s.GetLastReason() != attestv1.Reason_REASON_STATE_DISK || s.GetNodeName() != "node1" {
 		t.Errorf("%v, %v", s, err)
 	}
-	// Over a session, for who judges the machine first.
-	judging, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
+	// Over a session, for a client that appraises the machine first.
+	session, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: realVerifier(t, e), Appraiser: unlocked{}, PeerPurpose: attest.PurposeMachine})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = judging.Close() }()
-	proven, err := initv1connect.NewMachineServiceClient(rpc.HTTPClient(judging), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...).GetStatus(t.Context(), &initv1.GetStatusRequest{})
+	defer func() { _ = session.Close() }()
+	proven, err := initv1connect.NewMachineServiceClient(rpc.HTTPClient(session), fmt.Sprint("https://", at["init"]), rpc.ClientOptions()...).GetStatus(t.Context(), &initv1.GetStatusRequest{})
 	if err != nil || proven.GetLastReason() != attestv1.Reason_REASON_STATE_DISK {
 		t.Errorf("%v, %v", proven, err)
 	}

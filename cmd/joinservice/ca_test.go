@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// Kubernetes replaces the file of the cluster's authority in a running pod when its CA is rotated. Tickets follow.
+// When the cluster's CA is rotated, Kubernetes replaces its file in a running pod. Tickets have the new one.
 func TestATicketHasTheClustersAuthorityOfNow(t *testing.T) {
 	s := setUp(t)
 	file := filepath.Join(t.TempDir(), "ca.crt")

@@ -14,7 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// What the chart renders is what the API server knows, field by field.
+// The API server knows every field of what the chart renders.
 func TestTheAPIServerTakesTheWholeChart(t *testing.T) {
 	b, err := os.ReadFile("../../deploy/charts/testdata/rendered.yaml")
 	if err != nil {

@@ -21,8 +21,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// unenroll deletes an enrollment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk stays its machine's.
-func (s *stage) unenroll(t *testing.T, node string) {
+// unenroll deletes an enrollment, as `kubectl delete attestednode` does, and waits until joinservice has ended it. The disk
+// stays assigned to its machine.
+func (s *fixture) unenroll(t *testing.T, node string) {
 	t.Helper()
 	if err := s.Client.Delete(t.Context(), &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}); err != nil {
 		t.Fatal(err)
@@ -30,7 +31,7 @@ func (s *stage) unenroll(t *testing.T, node string) {
 	membertest.Eventually(t, func() error {
 		return membertest.Want(s.Node(t, node) == nil && !s.Access(t).Entry(node).Suspended, "%s is enrolled, or its removal has not ended", node)
 	})
-	// What its informer is told comes in order: once joinservice has ended another deletion, it has heard of this one.
+	// Its informer gets changes in order: when joinservice has ended another deletion, it has seen this one.
 	later := &v1alpha1.AttestedNode{
 		ObjectMeta: metav1.ObjectMeta{Name: "later", Finalizers: []string{v1alpha1.RetireCertificates}},
 		Spec:       v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("e", 64), Role: v1alpha1.RoleWorker},
@@ -43,8 +44,8 @@ func (s *stage) unenroll(t *testing.T, node string) {
 	})
 }
 
-// J2: the key of a disk whose enrollment is gone goes to no other machine, whatever that one says it is, until the
-// owner frees the disk. Its own machine may come back.
+// J2: the key of a disk whose enrollment was deleted goes to no other machine, whatever that machine claims, until the
+// owner frees the disk. Its own machine may return.
 func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 	s := setUp(t)
 	m, other := s.machine(t), s.machine(t)
@@ -92,7 +93,7 @@ func TestTheKeyOfAForgottenDiskGoesToItsMachineAlone(t *testing.T) {
 	})
 }
 
-// J2: of machines that ask at once for one disk, each under a name of its own, one gets its key and keeps it.
+// J2: if machines ask at the same time for one disk, each under its own name, one gets its key and keeps it.
 func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 	s := setUp(t)
 	const machines = 3
@@ -112,7 +113,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 		}
 		got := map[int]bool{}
 		var mu sync.Mutex
-		for len(got) == 0 { // both may give up, see package kube, and would try again
+		for len(got) == 0 { // both may be refused, see package kube, and would try again
 			var all sync.WaitGroup
 			for i, ask := range clients {
 				all.Go(func() {
@@ -148,8 +149,8 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 	}
 }
 
-// without takes a right on Muster's objects from joinservice, until back is called.
-func (s *stage) without(t *testing.T, resource, verb string) (back func()) {
+// without removes a right on Muster's objects from joinservice, until back is called.
+func (s *fixture) without(t *testing.T, resource, verb string) (back func()) {
 	t.Helper()
 	role := &rbacv1.ClusterRole{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Name: "muster:joinservice"}, role); err != nil {
@@ -176,8 +177,8 @@ func (s *stage) without(t *testing.T, resource, verb string) (back func()) {
 	return func() { set(rules) }
 }
 
-// The API server that does not answer as it should is a fault of ours: no key leaves, and the machine is told to try
-// again. The key goes as soon as the API is well.
+// If the API server does not answer correctly, this is not the machine's fault: no key is sent, and the machine gets a
+// pause to try again. The key is sent when the API works again.
 func TestWithoutTheAPINoDiskIsOpened(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)

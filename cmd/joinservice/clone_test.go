@@ -39,15 +39,15 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// virtual is a virtual machine: a process of swtpm, memory that a boot begins anew, and an address.
+// virtual is a virtual machine: a process of swtpm, memory that each boot resets, and an address.
 type virtual struct {
 	tpm     *tpmtest.Emulator
 	secret  keys.BootSecret
 	address string
 }
 
-// virtual makes one that has joined as w1 with disk1. Its Lease is not there until its kubelet runs.
-func (s *stage) virtual(t *testing.T) *virtual {
+// virtual makes a machine that has joined as w1 with disk1. Its Lease does not exist until its kubelet runs.
+func (s *fixture) virtual(t *testing.T) *virtual {
 	t.Helper()
 	v := &virtual{tpmtest.SWTPM(t, tpmtest.Bare()), keys.NewBootSecret(), "127.0.0.2"}
 	chip, err := net.Dial("unix", v.tpm.Socket)
@@ -76,19 +76,19 @@ func (s *stage) virtual(t *testing.T) *virtual {
 	return v
 }
 
-// copied is the machine's copy, which was switched on; the machine goes on as it is.
+// copied is the machine's copy, which was switched on; the original machine continues to run.
 func (v *virtual) copied(address string) *virtual {
 	return &virtual{v.tpm.Copy(), keys.NewBootSecret(), address}
 }
 
-// reboot cuts the power of the machine and gives it back.
+// reboot switches the machine off and on.
 func (v *virtual) reboot() {
 	v.tpm.Restart()
 	v.secret = keys.NewBootSecret()
 }
 
-// askAs calls a joinservice over a connection with evidence of now, and closes it: a machine may have 8.
-func (s *stage) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv1connect.JoinServiceClient) error) error {
+// askAs calls a joinservice over a connection with new evidence, and closes it: a machine may have 8.
+func (s *fixture) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv1connect.JoinServiceClient) error) error {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: v.tpm.Open(), Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
@@ -106,7 +106,7 @@ func (s *stage) askAs(t *testing.T, v *virtual, endpoint string, call func(joinv
 }
 
 // key asks a joinservice for the key of disk1.
-func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
+func (s *fixture) key(t *testing.T, v *virtual, endpoint string) error {
 	t.Helper()
 	return s.askAs(t, v, endpoint, func(c joinv1connect.JoinServiceClient) error {
 		resp, err := c.IssueRejoinTicket(t.Context(), again(func(r *joinv1.IssueRejoinTicketRequest) { r.BootSecret = v.secret.Expose() }))
@@ -117,8 +117,8 @@ func (s *stage) key(t *testing.T, v *virtual, endpoint string) error {
 	})
 }
 
-// verdict attests as a node does; its machine is locked to the cluster.
-func (s *stage) verdict(t *testing.T, v *virtual) error {
+// verdict re-attests as a node does; its machine is locked to the cluster.
+func (s *fixture) verdict(t *testing.T, v *virtual) error {
 	t.Helper()
 	return s.askAs(t, v, s.join.Addr, func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: v.secret.Expose()})
@@ -126,8 +126,8 @@ func (s *stage) verdict(t *testing.T, v *virtual) error {
 	})
 }
 
-// ticket asks for one, as w1 with disk1.
-func (s *stage) ticket(t *testing.T, v *virtual) error {
+// ticket requests a ticket, as w1 with disk1.
+func (s *fixture) ticket(t *testing.T, v *virtual) error {
 	t.Helper()
 	w := worker(t, encrypted)
 	w.BootSecret = v.secret.Expose()
@@ -137,15 +137,15 @@ func (s *stage) ticket(t *testing.T, v *virtual) error {
 	})
 }
 
-func (s *stage) lock(t *testing.T, v *virtual) {
+func (s *fixture) lock(t *testing.T, v *virtual) {
 	t.Helper()
 	if err := v.tpm.Open().Measure(t.Context(), attest.LockPCR, s.ID[:]); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// kubeletLease returns what writes w1's Lease as its kubelet does.
-func (s *stage) kubeletLease(t *testing.T) func(context.Context) error {
+// kubeletLease returns a function that writes w1's Lease as its kubelet does.
+func (s *fixture) kubeletLease(t *testing.T) func(context.Context) error {
 	t.Helper()
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
 	l.Spec.RenewTime = new(metav1.NewMicroTime(time.Now().Add(-time.Hour))) // its clock is an hour behind
@@ -159,8 +159,8 @@ func (s *stage) kubeletLease(t *testing.T) func(context.Context) error {
 	}
 }
 
-// runs has w1's kubelet run until stop is called.
-func (s *stage) runs(t *testing.T) (stop func()) {
+// runs simulates w1's kubelet until stop is called.
+func (s *fixture) runs(t *testing.T) (stop func()) {
 	t.Helper()
 	renew := s.kubeletLease(t)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -191,12 +191,12 @@ func (s *stage) runs(t *testing.T) (stop func()) {
 	return stop
 }
 
-// cloned asks, and wants the refusal in all places, and a report that names both addresses.
-func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
+// cloned asks, and expects the refusal in all places, and a report that names both addresses.
+func (s *fixture) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
 	t.Helper()
 	machine := s.Node(t, "w1").Spec.MachineID
 	about := []string{"event", event, "machine", machine}
-	_ = refusaltest.Refused(t, s.witnesses(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask)
+	_ = refusaltest.Refused(t, s.observations(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask)
 	both := func(text string) bool {
 		first, second, ok := strings.Cut(text, "is refused")
 		return ok && strings.Contains(first, refused) && strings.Contains(second, known)
@@ -208,15 +208,15 @@ func (s *stage) cloned(t *testing.T, want attestv1.Reason, event, refused, known
 		c := meta.FindStatusCondition(s.Node(t, "w1").Status.Conditions, v1alpha1.ConditionCloned)
 		return membertest.Want(c != nil && c.Status == metav1.ConditionTrue && both(c.Message), "condition %+v", c)
 	})
-	s.told(t, "w1", "MachineCloned", refused)
+	s.emitted(t, "w1", "MachineCloned", refused)
 	if s.Node(t, "w1").Status.LastVerdict == nil || !s.Node(t, "w1").Status.LastVerdict.Accepted {
 		t.Error("the verdict on the machine that was accepted is undone")
 	}
 }
 
-// J11: while the original runs, whoever has booted its TPM once more is a copy.
+// J11: while the original runs, a machine that has booted its TPM once more is a copy.
 func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.flags = []string{"--lease-watch=15s"} })
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--lease-watch=15s"} })
 	original := s.virtual(t)
 	s.lock(t, original)
 	if err := s.verdict(t, original); err != nil {
@@ -232,7 +232,7 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 	if err := s.verdict(t, original); err != nil {
 		t.Errorf("the original: %v", err)
 	}
-	// An honest reboot: the kubelet ends before the machine asks. Its Lease is watched first, which takes its time.
+	// In an honest reboot the kubelet ends before the machine asks. Its Lease is watched first, which takes its time.
 	running()
 	original.reboot()
 	began := time.Now()
@@ -242,12 +242,12 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 	if took := time.Since(began); took < 15*time.Second {
 		t.Errorf("a Lease that had just been written was looked at for %s", took)
 	}
-	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) }) // it counts the same by now
+	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) }) // at this point it counts the same
 }
 
-// J11: the copy has been booted once more, and asks when the original has its key and its kubelet has not come yet.
+// J11: the copy was booted once more, and asks when the original has its key and its kubelet does not run yet.
 func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.flags = []string{"--first-lease-within=2m"} })
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--first-lease-within=2m"} })
 	original := s.virtual(t)
 	clone := original.copied("127.0.0.3")
 	clone.reboot()
@@ -261,11 +261,12 @@ func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
 		t.Errorf("the copy: %v, to come again in %s", err, rpc.RetryAfterFrom(err))
 	}
 	s.runs(t)
-	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Since.Time = st.Boot.Since.Add(-2 * time.Second) }) // the API server notes full seconds
+	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Since.Time = st.Boot.Since.Add(-2 * time.Second) }) // the API server stores full seconds
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
 }
 
-// The other order: the copy comes while the original is off. No TPM can tell, so the original is refused, and reported.
+// In the other order the copy comes while the original is off. No TPM can distinguish them, so the original is refused, and
+// reported.
 func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
@@ -295,8 +296,9 @@ func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
 	})
 }
 
-// Re-attestation records a later boot although nobody has looked whether the one before has ended. That boot gets nothing for as long as the original runs: no
-// certificates, no ticket, and no key for another copy with its counters and its secret. The original's packets to joinservices are dropped here: it asks for nothing.
+// Re-attestation records a later boot without a check whether the previous one has ended. That boot gets nothing while the
+// original runs: no certificates, no ticket, and no key for another copy with its counters and its secret. The original's
+// packets to joinservices are dropped here: it requests nothing.
 func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
@@ -325,7 +327,8 @@ func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "renewal refused", "127.0.0.3", "127.0.0.3", renew)
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.4", "127.0.0.3", key)
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.3", ticket)
-	// The same requests of a machine that has attested in a boot of its own, once the kubelet of the boot before is gone.
+	// The same requests, of a machine that has attested in a boot of its own, after the kubelet of the previous boot has
+	// ended.
 	running()
 	for what, ask := range map[string]func() error{"certificates": renew, "a ticket": ticket, "a key": key} {
 		if err := ask(); err != nil {
@@ -334,7 +337,7 @@ func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
 	}
 }
 
-// Whoever may delete Nodes has the Lease deleted; the kubelet, which runs, makes it again.
+// An attacker who may delete Nodes causes the deletion of the Lease; the running kubelet creates it again.
 func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
@@ -347,7 +350,7 @@ func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
 		refused := make(chan error, 1)
 		go func() { refused <- s.key(t, clone, s.join.Addr) }()
 		membertest.Eventually(t, func() error {
-			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "nobody has looked yet")
+			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "it does not wait yet")
 		})
 		s.runs(t)
 		return <-refused
@@ -361,23 +364,23 @@ func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
 	s.runs(t)
 	clone := original.copied("127.0.0.3")
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "ticket refused", "127.0.0.3", "127.0.0.2", func() error { return s.ticket(t, clone) })
-	if err := s.ticket(t, original); err != nil { // it tries once more, in the same boot
+	if err := s.ticket(t, original); err != nil { // it asks once more, in the same boot
 		t.Errorf("the original: %v", err)
 	}
 }
 
-// Copies that ask two replicas at once, whose API server takes its time.
+// Copies ask two replicas at the same time, whose API server is slow.
 func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
 	endpoints := []string{s.slowReplica(t).join.Addr, s.slowReplica(t).join.Addr}
 	all := []*virtual{original, original.copied("127.0.0.3"), original.copied("127.0.0.4"), original.copied("127.0.0.5")}
-	original.reboot() // all count the same
+	original.reboot() // all have the same counters
 	errs := make([]error, len(all))
 	var wait sync.WaitGroup
 	for i, v := range all {
 		wait.Go(func() {
-			for ctx := t.Context(); ctx.Err() == nil; { // one of a machine waits at a replica, the others are told to come again
+			for ctx := t.Context(); ctx.Err() == nil; { // one request of a machine waits at a replica, the others must try again
 				if errs[i] = s.key(t, v, endpoints[i%2]); rpc.ReasonFrom(errs[i]) != attestv1.Reason_REASON_BUSY {
 					return
 				}
@@ -404,10 +407,10 @@ func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 	})
 }
 
-// slowReplica is one more joinservice, each of whose requests to the API server takes a third of a second longer.
-func (s *stage) slowReplica(t *testing.T) *stage {
+// slowReplica is a second joinservice whose requests to the API server each take a third of a second longer.
+func (s *fixture) slowReplica(t *testing.T) *fixture {
 	t.Helper()
-	next := &stage{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
+	next := &fixture{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: s.flags, image: s.image, listed: s.listed, planned: s.planned}
 	dir := t.TempDir()
 	next.audit, next.kubeconf = filepath.Join(dir, "audit.jsonl"), filepath.Join(dir, "kubeconfig")
 	api, err := s.As(t.Context(), namespace, "joinservice")
@@ -426,7 +429,7 @@ func (s *stage) slowReplica(t *testing.T) *stage {
 	return next
 }
 
-// slowly listens, and passes what it reads to a server after a pause.
+// slowly listens, and forwards data to a server after a pause.
 func slowly(t *testing.T, server string, pause time.Duration) string {
 	t.Helper()
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")

@@ -18,17 +18,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// page is what a tmpfs gives away space by, in bytes.
+// page is the allocation unit of a tmpfs, in bytes.
 const page = 4096
 
-// J3: the audit log's disk fills up, at whichever byte of whichever record. What leaves has its
-// records, and what has no record does not leave and leaves nothing; once there is room again,
-// tickets are given without a restart, and no torn line stays behind.
+// J3: the audit log's disk becomes full, at any byte of any record. What is sent has its records, and a ticket without a
+// record is not sent and leaves nothing; when there is space again, tickets are issued without a restart, and no incomplete
+// line stays.
 func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 	disk := disktest.Small(t, 256<<10)
 	s := setUp(t, auditAt(filepath.Join(disk, "audit.jsonl")))
 
-	// How long the records of a ticket are.
+	// The length of a ticket's records is measured first.
 	s.ticketFor(t, s.machine(t), worker(t, named("w0", diskNumber(0), "192.168.77.20")))
 	decided, issued := 0, 0
 	for line := range bytes.Lines(s.auditText(t)) {
@@ -72,7 +72,7 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
 			}
 			if err != nil {
-				if tt.room > decided { // certificates were signed, and anybody's request shows them
+				if tt.room > decided { // certificates were signed, and the requests of any caller contain them
 					s.heldFor(t, m, name)
 				} else {
 					s.nothingOf(t, m)
@@ -93,7 +93,7 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 			}
 		})
 	}
-	// Each whole record stands on a line of its own.
+	// Each complete record is on a line of its own.
 	for line := range bytes.Lines(s.auditText(t)) {
 		if !json.Valid(line) {
 			t.Errorf("torn line %q", line)
@@ -106,8 +106,8 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 
 func diskNumber(n int) string { return fmt.Sprintf("5f0c95b6-2a3d-4c7e-9f10-0000000001%02d", n) }
 
-// auditText reads the audit log, of what was done and of what was refused.
-func (s *stage) auditText(t *testing.T) []byte {
+// auditText reads the audit log, of actions and of refusals.
+func (s *fixture) auditText(t *testing.T) []byte {
 	t.Helper()
 	done, err := os.ReadFile(s.audit)
 	if err != nil {
@@ -120,8 +120,8 @@ func (s *stage) auditText(t *testing.T) []byte {
 	return append(done, refused...)
 }
 
-// auditSoFar returns the records of both files in the order in which they were seen, each time those of before first.
-func (s *stage) auditSoFar(t *testing.T) []byte {
+// auditSoFar returns the records of both files in the order in which they were read, each time the earlier ones first.
+func (s *fixture) auditSoFar(t *testing.T) []byte {
 	t.Helper()
 	if s.audit == full {
 		return nil
@@ -147,8 +147,8 @@ type seenAudit struct {
 	at   [2]int
 }
 
-// sizeOfRecords returns the size of the file of what was done, in bytes.
-func (s *stage) sizeOfRecords(t *testing.T) int {
+// sizeOfRecords returns the size of the file of actions, in bytes.
+func (s *fixture) sizeOfRecords(t *testing.T) int {
 	t.Helper()
 	info, err := os.Stat(s.audit)
 	if err != nil {
@@ -157,9 +157,8 @@ func (s *stage) sizeOfRecords(t *testing.T) int {
 	return int(info.Size())
 }
 
-// padAudit appends a record of somebody else's, so that after it room bytes are left of the page
-// that the file ends in.
-func (s *stage) padAudit(t *testing.T, room int) {
+// padAudit appends a record of another process, so that after it room bytes are left of the last page of the file.
+func (s *fixture) padAudit(t *testing.T, room int) {
 	t.Helper()
 	size := s.sizeOfRecords(t)
 	const empty = len(`{"detail":""}` + "\n")

@@ -21,16 +21,16 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// write is one write as a dry run, and what its refusal says; empty: it is taken.
+// write is one write as a dry run, and the expected text of its refusal; empty if it is accepted.
 type write struct {
 	do   func() error
 	says string
 }
 
-func (s *stage) try(t *testing.T, writes map[string]write) {
+func (s *fixture) try(t *testing.T, writes map[string]write) {
 	t.Helper()
 	for what, w := range writes {
-		membertest.Eventually(t, func() error { // the API server learns of roles and policies by a watch
+		membertest.Eventually(t, func() error { // the API server reads roles and policies by a watch
 			err := w.do()
 			return membertest.Want(err == nil && w.says == "" || err != nil && w.says != "" && strings.Contains(err.Error(), w.says), "%s: %v, want %q", what, err, w.says)
 		})
@@ -38,7 +38,7 @@ func (s *stage) try(t *testing.T, writes map[string]write) {
 }
 
 // asUser returns a client that acts as user, whose scheme has all kinds of Kubernetes.
-func (s *stage) asUser(t *testing.T, user string, groups ...string) client.Client {
+func (s *fixture) asUser(t *testing.T, user string, groups ...string) client.Client {
 	t.Helper()
 	cfg, err := s.AsUser(user, groups...)
 	if err != nil {
@@ -51,7 +51,8 @@ func (s *stage) asUser(t *testing.T, user string, groups ...string) client.Clien
 	return c
 }
 
-// Tokens of network and storage drivers are on every worker. With the rights that such drivers have, nobody changes what Muster depends on.
+// Tokens of network and storage drivers are on every worker. With the rights of such drivers, an attacker cannot change
+// objects that Muster depends on.
 func TestADriversTokenBreaksNothing(t *testing.T) {
 	s := setUp(t)
 	all := []string{"get", "create", "patch", "update", "delete"}
@@ -72,7 +73,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}},
 	}
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-controller-manager"}}
-	turn := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
+	joinLease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-control-plane-join"}}
 	kubelets := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "c1"}}
 	served := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: "muster-joinservice-x"},
@@ -88,7 +89,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		Spec:       corev1.ServiceSpec{Selector: map[string]string{"a": "b"}, Ports: []corev1.ServicePort{{Port: 9090}}},
 	}
 	admin := s.asUser(t, "admin", "system:masters")
-	for _, o := range []client.Object{role, binding, control, pod, lease, turn, kubelets, served, endpoints, foreign, joinservices} {
+	for _, o := range []client.Object{role, binding, control, pod, lease, joinLease, kubelets, served, endpoints, foreign, joinservices} {
 		if err := client.IgnoreAlreadyExists(admin.Create(t.Context(), o)); err != nil {
 			t.Fatal(err)
 		}
@@ -165,18 +166,18 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 	}
 	const full = `{"metadata":{"labels":{` // of a Node; the labels follow
 	s.try(t, map[string]write{
-		"deletes kube-controller-manager's lease": {deletes(driver, lease), "no service account takes the Lease"},
-		"an administrator deletes it":             {deletes(s.Client, lease), ""},
-		"a kubelet's lease":                       {patches(driver, kubelets, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"}, // J11
-		"deletes a kubelet's lease":               {deletes(driver, kubelets), "no service account takes the Lease"},
-		"the garbage collector deletes it":        {deletes(collector, kubelets), ""},
-		"deletes a lease of its own":              {deletes(driver, foreign), ""},
-		"the turn of control planes":              {patches(driver, turn, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
-		"deletes the turn of control planes":      {deletes(driver, turn), "no service account takes the Lease"},
-		"an administrator takes the turn":         {patches(s.Client, turn, `{"spec":{"holderIdentity":"x"}}`), ""},
-		"deletes endpoints of joinservice":        {deletes(driver, endpoints), "only Kubernetes' own controllers"},
-		"changes nothing of endpoints":            {patches(driver, endpoints, `{}`), ""},
-		"an administrator deletes endpoints":      {deletes(admin, endpoints), ""},
+		"deletes kube-controller-manager's lease":  {deletes(driver, lease), "no service account takes the Lease"},
+		"an administrator deletes it":              {deletes(s.Client, lease), ""},
+		"a kubelet's lease":                        {patches(driver, kubelets, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"}, // J11
+		"deletes a kubelet's lease":                {deletes(driver, kubelets), "no service account takes the Lease"},
+		"the garbage collector deletes it":         {deletes(collector, kubelets), ""},
+		"deletes a lease of its own":               {deletes(driver, foreign), ""},
+		"the join Lease of control planes":         {patches(driver, joinLease, `{"spec":{"holderIdentity":"x"}}`), "no service account takes the Lease"},
+		"deletes the join Lease of control planes": {deletes(driver, joinLease), "no service account takes the Lease"},
+		"an administrator takes the join Lease":    {patches(s.Client, joinLease, `{"spec":{"holderIdentity":"x"}}`), ""},
+		"deletes endpoints of joinservice":         {deletes(driver, endpoints), "only Kubernetes' own controllers"},
+		"changes nothing of endpoints":             {patches(driver, endpoints, `{}`), ""},
+		"an administrator deletes endpoints":       {deletes(admin, endpoints), ""},
 
 		"another address of joinservice": {func() error {
 			return driver.Status().Patch(t.Context(), served.DeepCopy(), merge(`{"status":{"podIP":"10.9.9.9","podIPs":[{"ip":"10.9.9.9"}]}}`), client.DryRunAll)
@@ -198,7 +199,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 
 		"a control plane's root":            {volume(driver, folder("/")), "persistentVolumes.nodePaths"},
 		"its keys":                          {volume(driver, folder("/etc/kubernetes")), "persistentVolumes.nodePaths"},
-		"by a longer way":                   {volume(driver, folder("/mnt/../etc")), "must not contain"}, // Kubernetes' own
+		"by a longer way":                   {volume(driver, folder("/mnt/../etc")), "must not contain"}, // a check of Kubernetes itself
 		"what only begins as an allowed":    {volume(driver, folder("/mntx")), "persistentVolumes.nodePaths"},
 		"as a local volume":                 {volume(driver, corev1.PersistentVolumeSource{Local: &corev1.LocalVolumeSource{Path: "/dev/vda"}}), "persistentVolumes.nodePaths"},
 		"a folder for volumes":              {volume(driver, folder("/mnt/disks/one")), ""},
@@ -257,7 +258,7 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 	})
 }
 
-// Nobody rewrites joinservice's events as others, and makes no event large by finalizers.
+// Other users cannot change joinservice's events, and cannot make an event large by finalizers.
 func TestEventsStayWhatTheyAre(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
@@ -285,7 +286,8 @@ func TestEventsStayWhatTheyAre(t *testing.T) {
 	})
 }
 
-// A node says of itself what its kubelet knows, and not what others read of control planes or route by.
+// A node can report only what its kubelet knows, and not labels and addresses that other programs use for control planes or
+// routing.
 func TestANodeDescribesNothingButItself(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
@@ -293,7 +295,7 @@ func TestANodeDescribesNothingButItself(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
 	routed := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: corev1.NodeSpec{PodCIDR: "203.0.113.0/24", PodCIDRs: []string{"203.0.113.0/24"}}}
 	_ = s.Client.Delete(t.Context(), node.DeepCopy())
-	csiNode := func(owners ...string) func() error { // it would outlive the Node, and be the next machine's
+	csiNode := func(owners ...string) func() error { // it would exist after the Node, and belong to the next machine
 		n := &storagev1.CSINode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
 		for _, o := range owners {
 			n.OwnerReferences = append(n.OwnerReferences, metav1.OwnerReference{APIVersion: "v1", Kind: "Node", Name: o, UID: "8f5cbb5b-7a5d-4b57-9f36-1a2b3c4d5e6f"})
@@ -324,7 +326,7 @@ func manyLabels(n int) string {
 	return strings.Join(out, ",")
 }
 
-// A pod can be deleted, whoever filled it: its deletion is written first, and etcd refuses an object above 1.5 MiB.
+// A pod can be deleted, whatever its contents: its deletion is written first, and etcd refuses an object above 1.5 MiB.
 func TestAPodCanBeDeleted(t *testing.T) {
 	s := setUp(t)
 	create := func(size int, dryRun bool, finalizers ...string) (*corev1.Pod, error) {
@@ -347,7 +349,7 @@ func TestAPodCanBeDeleted(t *testing.T) {
 		"held":            {pod(100<<10, "batch.kubernetes.io/job-tracking"), ""},
 		"of some size":    {pod(400 << 10), ""},
 	})
-	// The largest that is taken, filled up by labels, can be deleted.
+	// The largest accepted pod, filled with labels, can be deleted.
 	p, err := create(400<<10, false)
 	if err != nil {
 		t.Fatal(err)

@@ -16,7 +16,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// K4: nobody gets the key of a disk whose salt was deleted, whether it is enrolled or not, and the machine goes on with another disk.
+// K4: no machine gets the key of a disk whose salt was deleted, enrolled or not, and the machine continues with another
+// disk.
 func TestTheKeyOfAnErasedDiskGoesToNobody(t *testing.T) {
 	s := setUp(t)
 	m, other := s.rebooted(t), s.machine(t)
@@ -37,17 +38,18 @@ func TestTheKeyOfAnErasedDiskGoesToNobody(t *testing.T) {
 	}
 }
 
-// K4: a disk that is erased after joinservice has read its salt gets no key either: the owner has had the answer by then that it is erased.
+// K4: a disk that is erased after joinservice has read its salt gets no key either: by then the owner has the answer that
+// it is erased.
 func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
-	for name, ask := range map[string]func(t *testing.T, s *stage) func() error{
-		"a rejoin": func(t *testing.T, s *stage) func() error {
+	for name, ask := range map[string]func(t *testing.T, s *fixture) func() error{
+		"a rejoin": func(t *testing.T, s *fixture) func() error {
 			m := s.rebooted(t)
 			return func() error {
 				_, err := s.rejoin(t, m, again())
 				return err
 			}
 		},
-		"a ticket": func(t *testing.T, s *stage) func() error {
+		"a ticket": func(t *testing.T, s *fixture) func() error {
 			m := s.machine(t)
 			s.ticketFor(t, m, worker(t, encrypted))
 			asks, w := s.dial(t, m.Attester(attest.PurposeMachine)), worker(t, encrypted)
@@ -60,7 +62,7 @@ func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := setUp(t)
 			call := ask(t, s)
-			// The key service reads its root secret from a pipe, which tells when it does and lets it wait.
+			// The key service reads its root secret from a pipe, which shows when it does and lets it wait.
 			path := filepath.Join(s.rootDir, "root")
 			if err := os.Remove(path); err != nil {
 				t.Fatal(err)
@@ -88,7 +90,7 @@ func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
 	}
 }
 
-// K4: a salt is written once. It can be deleted, and not come back.
+// K4: a salt is written once. It can be deleted, but not written again.
 func TestADisksSaltIsWrittenOnce(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)

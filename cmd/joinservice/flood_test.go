@@ -24,8 +24,8 @@ import (
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
-// as gives the API as whoever has a node's credentials sees it.
-func (s *stage) as(t *testing.T, node string) client.Client {
+// as returns a client with a node's credentials.
+func (s *fixture) as(t *testing.T, node string) client.Client {
 	t.Helper()
 	cfg, err := s.AsUser("system:node:"+node, "system:nodes")
 	if err != nil {
@@ -39,7 +39,7 @@ func (s *stage) as(t *testing.T, node string) client.Client {
 	return api
 }
 
-// object is the request as the kubelet writes it.
+// object returns the request as the kubelet writes it.
 func (f *filed) object(t *testing.T) *certificatesv1.CertificateSigningRequest {
 	t.Helper()
 	return &certificatesv1.CertificateSigningRequest{
@@ -51,7 +51,7 @@ func (f *filed) object(t *testing.T) *certificatesv1.CertificateSigningRequest {
 	}
 }
 
-// Requests stay in etcd for up to a day, so a node can't make them large in any way.
+// Requests stay in etcd for up to a day, so a node must not be able to make them large.
 func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 	s := setUp(t)
 	api := s.as(t, "w1")
@@ -63,7 +63,7 @@ func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 	for i := range 20000 {
 		many[fmt.Sprint("k", i)] = ""
 	}
-	membertest.Eventually(t, func() error { return api.Create(t.Context(), renewal("w1").object(t), client.DryRunAll) }) // once the policy knows the node
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), renewal("w1").object(t), client.DryRunAll) }) // when the policy knows the node
 	for name, tt := range map[string]struct {
 		change func(*certificatesv1.CertificateSigningRequest)
 		taken  bool
@@ -83,7 +83,7 @@ func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 		"for another signer": {func(o *certificatesv1.CertificateSigningRequest) { o.Spec.SignerName = "example.com/x" }, false},
 		"its user's own extra": {func(o *certificatesv1.CertificateSigningRequest) {
 			o.Spec.Extra = map[string]certificatesv1.ExtraValue{"a": {text}}
-		}, true}, // the API server writes its own
+		}, true}, // the API server writes its own value
 		"fields that others manage": {func(o *certificatesv1.CertificateSigningRequest) {
 			o.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: strings.Repeat("x", 100), Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "certificates.k8s.io/v1", FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(`{"f:` + strings.Repeat("x", 1<<20) + `":{}}`)}}
 		}, false},
@@ -112,8 +112,8 @@ func TestANodesLargeRequestsAreRefusedByAdmission(t *testing.T) {
 	}
 }
 
-// renews files a request as its node and gives the time until it is signed.
-func (s *stage) renews(t *testing.T, api client.Client, node string) time.Duration {
+// renews files a request as its node and returns the time until it is signed.
+func (s *fixture) renews(t *testing.T, api client.Client, node string) time.Duration {
 	t.Helper()
 	began, o := time.Now(), renewal(node).object(t)
 	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) })
@@ -134,16 +134,16 @@ func (s *stage) renews(t *testing.T, api client.Client, node string) time.Durati
 	}
 }
 
-// Root on a worker files requests without end. Another node's renewal takes its own time, and what the first one filed is
-// gone again soon.
+// An attacker with root on a worker files requests without end. Another node's renewal takes no longer, and the requests of
+// the first one are soon deleted.
 func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
-	const requests, tries = 300, 3
+	const requests, attempts = 300, 3
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
 	one, other := s.as(t, "w1"), s.as(t, "w2")
 	var quiet, busy []time.Duration
-	for range tries {
+	for range attempts {
 		quiet = append(quiet, s.renews(t, other, "w2"))
 	}
 	o := renewal("w1").object(t)
@@ -154,7 +154,7 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 		filing.Go(func() error {
 			err := one.Create(t.Context(), o.DeepCopy())
 			if says(err, tooMany) == nil {
-				return nil // that is a part of what is tried
+				return nil // this is a part of the test
 			}
 			filed.Add(1)
 			return err
@@ -164,14 +164,15 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 		t.Fatal(err)
 	}
 	left := len(s.CSRs(t))
-	for range tries {
+	for range attempts {
 		busy = append(busy, s.renews(t, other, "w2"))
 	}
 	slices.Sort(quiet)
 	slices.Sort(busy)
 	t.Logf("%d requests of w1, %d are left when w2 renews: in %s, and in %s without them", requests, left, busy, quiet)
-	// Half a second is below what a busy machine of tests can tell apart; without turns it is five seconds, 15 ms for each request.
-	if ratio := float64(busy[tries/2]) / float64(max(quiet[tries/2], 500*time.Millisecond)); ratio > 3 {
+	// Below half a second, a busy test machine gives no reliable result; without slots it is five seconds, 15 ms for each
+	// request.
+	if ratio := float64(busy[attempts/2]) / float64(max(quiet[attempts/2], 500*time.Millisecond)); ratio > 3 {
 		t.Errorf("a renewal takes %.1f times as long", ratio)
 	}
 	membertest.Eventually(t, func() error {
@@ -192,9 +193,9 @@ func TestOneNodesRequestsDoNotHoldUpAnothers(t *testing.T) {
 
 const tooMany = "this node has filed too many certificate requests"
 
-// What a node files faster than it can be deleted, admission takes no more, until it is deleted.
+// If a node files requests faster than they can be deleted, admission refuses more until they are deleted.
 func TestANodesRequestsAreNoBacklog(t *testing.T) {
-	const tries, bound = 6000, 1500
+	const attempts, bound = 6000, 1500
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
@@ -203,7 +204,7 @@ func TestANodesRequestsAreNoBacklog(t *testing.T) {
 	var filed atomic.Int64
 	var filing errgroup.Group
 	filing.SetLimit(32)
-	for range tries {
+	for range attempts {
 		filing.Go(func() error {
 			err := one.Create(t.Context(), o.DeepCopy())
 			if says(err, tooMany) == nil {
@@ -217,18 +218,18 @@ func TestANodesRequestsAreNoBacklog(t *testing.T) {
 		t.Fatal(err)
 	}
 	left := len(s.CSRs(t))
-	t.Logf("%d of %d were taken, and %d are left", filed.Load(), tries, left)
+	t.Logf("%d of %d were taken, and %d are left", filed.Load(), attempts, left)
 	if left > bound {
 		t.Errorf("%d requests are left, want at most %d", left, bound)
 	}
-	s.renews(t, other, "w2") // nobody else is kept out
+	s.renews(t, other, "w2") // other nodes are not affected
 	membertest.Eventually(t, func() error {
 		n := len(s.CSRs(t))
 		return membertest.Want(n <= 32, "%d requests are left", n)
 	})
 }
 
-// Whoever may create Services can't keep an address from a machine: only what the API server allots counts.
+// A user who may create Services can't block an address of a machine: only addresses that the API server assigns count.
 func TestServicesOfTenantsTakeNoAddressFromAMachine(t *testing.T) {
 	s := setUp(t)
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "x"}, Spec: corev1.ServiceSpec{
@@ -245,7 +246,7 @@ func TestServicesOfTenantsTakeNoAddressFromAMachine(t *testing.T) {
 	if err := s.Client.Status().Update(t.Context(), service); err != nil {
 		t.Fatal(err)
 	}
-	// Its own address in the cluster is seen, so the others are too.
+	// The Service's own cluster IP is known, so its other addresses are too.
 	owned := worker(t, named("w3", "5f0c95b6-2a3d-4c7e-9f10-000000000003", service.Spec.ClusterIP))
 	membertest.Eventually(t, func() error {
 		_, err := s.dial(t, s.machine(t).Attester("machine")).IssueJoinTicket(t.Context(), owned.IssueJoinTicketRequest)

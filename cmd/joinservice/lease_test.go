@@ -29,15 +29,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// controlPlane is a machine that the owner has enrolled as a control plane, and what it asks for.
+// controlPlane is a machine that the owner has enrolled as a control plane, and its request.
 type controlPlane struct {
 	*attesttest.Machine
 	*joinRequest
 	joinv1connect.JoinServiceClient
 }
 
-// controlMachine gives a machine that the policy lists as a control plane.
-func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
+// controlMachine returns a machine that the policy lists as a control plane.
+func (s *fixture) controlMachine(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	if len(s.planned) == 0 {
 		t.Fatal("the policy lists no more control planes")
@@ -47,13 +47,13 @@ func (s *stage) controlMachine(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-func (s *stage) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
+func (s *fixture) controlPlane(t *testing.T, name, disk, address string) *controlPlane {
 	t.Helper()
 	m := s.controlMachine(t)
 	s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	c := &controlPlane{
 		Machine: m, JoinServiceClient: s.dial(t, m.Attester(attest.PurposeMachine)),
-		joinRequest: worker(t, named(name, disk, address), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
+		joinRequest: worker(t, named(name, disk, address), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }),
 	}
 	return c
 }
@@ -76,7 +76,7 @@ func (c *controlPlane) renew(t *testing.T, ticket []byte, done bool) (*joinv1.Re
 	return c.RenewJoinLease(t.Context(), &joinv1.RenewJoinLeaseRequest{TicketId: ticket, Done: done})
 }
 
-func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
+func (s *fixture) lease(t *testing.T) *coordinationv1.Lease {
 	t.Helper()
 	l := &coordinationv1.Lease{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: joinlease.Name}, l); err != nil {
@@ -85,30 +85,30 @@ func (s *stage) lease(t *testing.T) *coordinationv1.Lease {
 	return l
 }
 
-// mustWait wants a machine's request refused in all places, with a hint and without a trace.
-func (s *stage) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
+// mustWait expects a machine's request to be refused in all places, with a pause and without a trace.
+func (s *fixture) mustWait(t *testing.T, c *controlPlane, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "ticket refused", "machine", c.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_join_tickets_total", "role", "control-plane"}, Log: about, Audit: about}
-	err := refusaltest.Refused(t, s.witnesses(t), want, places, func() error { _, err := c.ask(t); return err })
+	err := refusaltest.Refused(t, s.observations(t), want, places, func() error { _, err := c.ask(t); return err })
 	if wait := rpc.RetryAfterFrom(err); wait <= 0 || wait > 10*time.Second {
-		t.Errorf("it is told to wait %s", wait)
+		t.Errorf("it must wait %s", wait)
 	}
 	if n := s.Node(t, c.GetNodeName()); n.Spec.DiskID != "" || n.Status.Ticket != nil || s.Access(t).Entry(n.Name).ControlPlane {
 		t.Errorf("a refused machine was enrolled: %+v", n)
 	}
 }
 
-// keptFrom wants the renewal or the end of a turn refused in all places.
-func (s *stage) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool, want attestv1.Reason) {
+// keptFrom expects the renewal or the release of a join Lease to be refused in all places.
+func (s *fixture) keptFrom(t *testing.T, c *controlPlane, ticket []byte, done bool, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "lease refused", "machine", c.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_join_lease_renewals_total"}, Log: about, Audit: about}
-	_ = refusaltest.Refused(t, s.witnesses(t), want, places, func() error { _, err := c.renew(t, ticket, done); return err })
+	_ = refusaltest.Refused(t, s.observations(t), want, places, func() error { _, err := c.renew(t, ticket, done); return err })
 }
 
 // known waits until joinservice has seen the enrollment.
-func (s *stage) known(t *testing.T, c *controlPlane) {
+func (s *fixture) known(t *testing.T, c *controlPlane) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		_, err := c.ask(t)
@@ -146,7 +146,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 	})
 	t.Run("its machine renews it on another connection", func(t *testing.T) {
 		before := s.lease(t).Spec.RenewTime
-		two.LockTo(s.ID) // as it has by then
+		two.LockTo(s.ID) // as it is at this point
 		other := *two
 		other.JoinServiceClient = s.dial(t, two.Attester(attest.PurposeMachine))
 		resp, err := other.renew(t, ticket.GetTicketId(), false)
@@ -157,7 +157,7 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 			t.Error("it was not renewed")
 		}
 	})
-	t.Run("nobody else renews or ends it", func(t *testing.T) {
+	t.Run("no other machine renews or ends it", func(t *testing.T) {
 		for name, tt := range map[string]struct {
 			caller *controlPlane
 			id     []byte
@@ -197,15 +197,15 @@ func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 }
 
 // busyAgain is for a machine that is a control plane already.
-func (s *stage) busyAgain(t *testing.T, c *controlPlane) {
+func (s *fixture) busyAgain(t *testing.T, c *controlPlane) {
 	t.Helper()
 	if _, err := c.ask(t); rpc.ReasonFrom(err) != attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
 		t.Errorf("%v, want CONTROL_PLANE_BUSY", err)
 	}
 }
 
-// What joinservice measures is how long it has seen no change, by its own clock: what another
-// machine's clock wrote into the Lease ends no turn early, and none late.
+// joinservice measures how long it has seen no change, by its own clock: times in the Lease by another machine's clock end
+// it neither early nor late.
 func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 	for name, off := range map[string]time.Duration{"its clock is 3 h behind": -3 * time.Hour, "its clock is 3 h ahead": 3 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -213,18 +213,18 @@ func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 			two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
 			three := s.controlPlane(t, "cp3", disk2, "192.168.77.13")
 			ticket := two.ticket(t)
-			shorten := func(seconds int32) { // what its machine's joinservice writes
+			shorten := func(seconds int32) { // as its machine's joinservice does
 				l, now := s.lease(t), metav1.NewMicroTime(time.Now().Add(off))
 				l.Spec.RenewTime, l.Spec.LeaseDurationSeconds = &now, &seconds
 				if err := s.Client.Update(t.Context(), l); err != nil {
 					t.Fatal(err)
 				}
 			}
-			shorten(60) // longer than what comes next takes
+			shorten(60) // longer than the following steps take
 			began := time.Now()
 			s.known(t, three)
 			s.busyAgain(t, three)
-			shorten(3) // a renewal: the wait begins anew, once joinservice has seen it
+			shorten(3) // a renewal: the wait starts again when joinservice has seen it
 			renewed := time.Now()
 			s.busyAgain(t, three)
 			membertest.Eventually(t, func() error { _, err := three.ask(t); return err })
@@ -242,7 +242,7 @@ func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 }
 
 func TestATurnEndsWithItsTicket(t *testing.T) {
-	free := func(t *testing.T, s *stage) {
+	free := func(t *testing.T, s *fixture) {
 		t.Helper()
 		if l := s.lease(t); l.Spec.HolderIdentity != nil {
 			t.Errorf("%s still has its turn", *l.Spec.HolderIdentity)
@@ -300,8 +300,8 @@ func TestATurnEndsWithItsTicket(t *testing.T) {
 	})
 }
 
-// mayNotApprove takes the right to approve certificates from joinservice until the test ends.
-func (s *stage) mayNotApprove(t *testing.T) {
+// mayNotApprove removes joinservice's right to approve certificates until the test ends.
+func (s *fixture) mayNotApprove(t *testing.T) {
 	t.Helper()
 	role := &unstructured.Unstructured{}
 	role.SetGroupVersionKind(schema.GroupVersionKind{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "ClusterRole"})
@@ -357,14 +357,14 @@ func TestOfFiveWhoAskAtOnceAllGetTheirTurn(t *testing.T) {
 	}
 }
 
-// J6, A7: that an object of the cluster says so is not enough, the owner's signature has to.
+// J6, A7: an object of the cluster is not sufficient, the owner's signature is required.
 func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	s.seen(t, client, m)
-	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	s.refused(t, client, m, w, attestv1.Reason_REASON_SERVER_NOT_LISTED)
 	if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || s.Access(t).Entry("cp2").ControlPlane {
 		t.Errorf("enrollment %+v, and it is listed as a control plane: %t", n.Spec, s.Access(t).Entry("cp2").ControlPlane)

@@ -22,14 +22,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// stolen is what somebody took from node w1: its kubelet's key and certificate, and the token of a DaemonSet's pod that may list Services.
+// stolen is what an attacker took from node w1: its kubelet's key and certificate, and the token of a DaemonSet's pod that
+// may list Services.
 type stolen struct {
 	kubelet, token client.Client
 	pod            *corev1.Pod
 	secret         *corev1.Secret
 }
 
-func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
+func (s *fixture) steal(t *testing.T, kubelet client.Client) *stolen {
 	t.Helper()
 	must := func(err error) {
 		t.Helper()
@@ -57,7 +58,7 @@ func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
 	must(err)
 	out.token, err = client.New(&rest.Config{Host: s.Admin.Host, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: s.Admin.CAData}}, client.Options{Scheme: clusterview.Scheme(), Mapper: kubelet.RESTMapper()})
 	must(err)
-	membertest.Eventually(t, func() error { // once the authorizer knows the pod
+	membertest.Eventually(t, func() error { // when the authorizer knows the pod
 		return kubelet.Get(t.Context(), client.ObjectKeyFromObject(out.secret), out.secret)
 	})
 	if err := out.useToken(t); !apierrors.IsForbidden(err) {
@@ -67,7 +68,7 @@ func (s *stage) steal(t *testing.T, kubelet client.Client) *stolen {
 	return out
 }
 
-// useToken shows the token: who is believed and may do nothing is forbidden, who is not believed is unauthorized.
+// useToken uses the token: a valid one without rights is forbidden, an invalid one is unauthorized.
 func (s *stolen) useToken(t *testing.T) error {
 	t.Helper()
 	return s.token.List(t.Context(), &corev1.SecretList{}, client.InNamespace(namespace))
@@ -80,7 +81,7 @@ func (s *stolen) askForToken(t *testing.T) error {
 		&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: &authenticationv1.BoundObjectReference{Kind: "Pod", APIVersion: "v1", Name: s.pod.Name, UID: s.pod.UID}}})
 }
 
-// worthLittle says what docs/leaving.md says of them once their node is evicted.
+// worthLittle checks what docs/leaving.md states about them after their node is evicted.
 func (s *stolen) worthLittle(t *testing.T) {
 	t.Helper()
 	refused := func(err error) bool {
@@ -115,7 +116,7 @@ func (s *stolen) worthLittle(t *testing.T) {
 		err := s.useToken(t)
 		return membertest.Want(apierrors.IsUnauthorized(err), "the pod's token: %v", err)
 	})
-	// What is left until the certificate ends.
+	// These remain readable until the certificate expires.
 	for kind, version := range map[string]string{"Service": "v1", "CSIDriver": "storage.k8s.io/v1", "RuntimeClass": "node.k8s.io/v1", "CertificateSigningRequest": "certificates.k8s.io/v1"} {
 		l := &metav1.PartialObjectMetadataList{TypeMeta: metav1.TypeMeta{APIVersion: version, Kind: kind + "List"}}
 		if err := s.kubelet.List(t.Context(), l); err != nil {
@@ -124,7 +125,7 @@ func (s *stolen) worthLittle(t *testing.T) {
 	}
 }
 
-func (s *stage) banned(t *testing.T, banned bool) {
+func (s *fixture) banned(t *testing.T, banned bool) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n := s.Node(t, "w1")
@@ -145,7 +146,7 @@ func TestWhatIsTakenFromANodeIsWorthLittleOnceItIsBanned(t *testing.T) {
 	})
 }
 
-// `kubectl delete attestednode`, and then another machine has the name.
+// `kubectl delete attestednode` deletes the enrollment, and then another machine gets the name.
 func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
@@ -166,7 +167,8 @@ func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.
 	canWrite(t, took.kubelet, "w1", false)
 }
 
-// While it is enrolled, a node prepares for its ban: what it may not write then can't keep its pods there, and nobody binds one to it afterwards.
+// While it is enrolled, a node prepares for its ban: what it may write then can't keep its pods, and no client can bind one
+// to it afterwards.
 func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	s := setUp(t)
 	m, w := s.machine(t), worker(t)
@@ -218,12 +220,12 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}, "at most 4 KiB"},
 		"writes one of its enrollment": {func() error { return took.kubelet.Create(t.Context(), event("AttestedNode"), client.DryRunAll) }, "only joinservice and administrators"},
 	} {
-		membertest.Eventually(t, func() error { // the API server learns of policies and their parameters by a watch
+		membertest.Eventually(t, func() error { // the API server reads policies and their parameters by a watch
 			err := try.do()
 			return membertest.Want(err == nil && try.says == "" || err != nil && try.says != "" && strings.Contains(err.Error(), try.says), "a node %s: %v, want %q", what, err, try.says)
 		})
 	}
-	// Small ones are bounded by number, for one user.
+	// Small ones are limited in number, for one user.
 	membertest.Eventually(t, func() error {
 		for range 300 {
 			if err := took.kubelet.Create(t.Context(), event("Node")); err != nil {
@@ -232,7 +234,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 		}
 		return errors.New("300 events at once")
 	})
-	// The static pods of a control plane stay, but for finalizers and pods beside joinservice.
+	// The static pods of a control plane may stay, but not finalizers and pods beside joinservice.
 	other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1"}}
 	enrolled := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "c1"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane}}
 	for _, o := range []client.Object{other, enrolled} {
@@ -245,7 +247,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	if err := s.Client.Status().Update(t.Context(), enrolled); err != nil {
 		t.Fatal(err)
 	}
-	// One that was in the cluster before Muster may have static pods, but none that count as a control plane's.
+	// A node that is older than Muster may have static pods, but none that count as a control plane's.
 	s.SetAccess(t, "w0", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
 	before, static := s.as(t, "w0"), mirror(metav1.NamespaceSystem)
 	earlier := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w0"}}
@@ -257,7 +259,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	membertest.Eventually(t, func() error { return before.Create(t.Context(), static.DeepCopy(), client.DryRunAll) })
 	static.Labels = map[string]string{"component": "etcd", "tier": "control-plane"}
 	if err := before.Create(t.Context(), static, client.DryRunAll); err == nil || !strings.Contains(err.Error(), "no pods of a control plane") {
-		t.Errorf("a pod of etcd by a node that nobody judged: %v", err)
+		t.Errorf("a pod of etcd by a node that was not appraised: %v", err)
 	}
 	controlPlane, own := s.as(t, "c1"), mirror(metav1.NamespaceSystem)
 	own.Name, own.Spec.NodeName, own.OwnerReferences[0].Name, own.OwnerReferences[0].UID = "etcd-c1", "c1", "c1", other.UID
@@ -273,7 +275,7 @@ func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 			t.Errorf("a control plane's pod: %v, want %q", err, says)
 		}
 	}
-	// A finalizer that somebody else has given is no hindrance for what a kubelet writes.
+	// A finalizer that another client has added does not prevent a kubelet's writes.
 	if err := s.Client.Patch(t.Context(), took.pod, finalize); err != nil {
 		t.Fatal(err)
 	}

@@ -57,7 +57,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		return st.Accepted && st.Serial == 2 && st.Reason == "" && len(st.Insecure) == 1
 	})
 
-	_, stranger, err := ed25519.GenerateKey(nil)
+	_, otherKey, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -76,12 +76,12 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		"a lower serial":           {lower, sign(lower), attestv1.Reason_REASON_POLICY_INVALID},
 		"a version of the future":  {empty, sign(empty), attestv1.Reason_REASON_POLICY_INVALID},
 		"no JSON":                  {"{", sign("{"), attestv1.Reason_REASON_POLICY_INVALID},
-		"signed by somebody else":  {newer, base64.StdEncoding.EncodeToString(attest.SignPolicy(stranger, []byte(newer)).GetSignature()), attestv1.Reason_REASON_POLICY_SIGNATURE},
+		"signed with another key":  {newer, base64.StdEncoding.EncodeToString(attest.SignPolicy(otherKey, []byte(newer)).GetSignature()), attestv1.Reason_REASON_POLICY_SIGNATURE},
 		"the signature of another": {newer, sign(lower), attestv1.Reason_REASON_POLICY_SIGNATURE},
 		"one byte was changed":     {newer + " ", sign(newer), attestv1.Reason_REASON_POLICY_SIGNATURE},
 	} {
 		t.Run(name+" keeps the good one and says so", func(t *testing.T) {
-			refusaltest.Reported(t, s.witnesses(t), tt.reason, refusaltest.Places{
+			refusaltest.Reported(t, s.observations(t), tt.reason, refusaltest.Places{
 				Metric: []string{"muster_policy_rejected"},
 				Log:    []string{"msg", "policy refused; what was in force before stays in force"},
 				Audit:  []string{"event", "policy refused"},
@@ -99,13 +99,13 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 			good = s.join.Metric(t, "muster_policy_generation")
 		})
 	}
-	t.Run("without one nobody is accepted", func(t *testing.T) {
+	t.Run("without one no machine is accepted", func(t *testing.T) {
 		if err := s.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestationPolicy{}); err != nil {
 			t.Fatal(err)
 		}
 		membertest.Eventually(t, func() error { return membertest.Want(s.join.Ready(t) != nil, "still ready") })
 		client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.blind(t, next.Attester(attest.PurposeMachine))), "https://"+s.join.Addr, rpc.ClientOptions()...)
-		err := refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
+		err := refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
 			_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 			return err
 		})
@@ -115,8 +115,8 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 	})
 }
 
-// blind judges the joinservice by what it boots alone, for there is no policy that it could present.
-func (s *stage) blind(t *testing.T, a attest.Attester) *atls.Transport {
+// blind appraises the joinservice only by what it boots, because it has no policy to present.
+func (s *fixture) blind(t *testing.T, a attest.Attester) *atls.Transport {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice,
@@ -129,7 +129,7 @@ func (s *stage) blind(t *testing.T, a attest.Attester) *atls.Transport {
 	return transport
 }
 
-func (s *stage) status(t *testing.T, fits func(v1alpha1.AttestationPolicyStatus) bool) {
+func (s *fixture) status(t *testing.T, fits func(v1alpha1.AttestationPolicyStatus) bool) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		p := &v1alpha1.AttestationPolicy{}
@@ -193,8 +193,8 @@ func TestItSaysWhetherItServes(t *testing.T) {
 	})
 }
 
-// After a power cut a control plane's pods start together, and the API server is not the first. A service that ended then
-// would be started again at ever longer intervals.
+// After a power loss a control plane's pods start together, and the API server is not the first. A service that ended then
+// would be restarted at ever longer intervals.
 func TestAServiceStartsBeforeItsAPIServer(t *testing.T) {
 	s := setUp(t)
 	api, err := s.As(t.Context(), namespace, "kms")
@@ -239,12 +239,13 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 	}
 }
 
-// Without the list no node may write, so a slip must not delete it. If it is gone, others go on, and its owner can make it anew.
+// Without the list no node may write, so it must not be deleted by mistake. If it is missing, other parts continue, and its
+// owner can create it again.
 func TestTheListOfNodesThatMayNotWriteSurvivesASlip(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()
 	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: nodeaccess.ConfigMap}}
-	membertest.Eventually(t, func() error { // once the API server has compiled the policy
+	membertest.Eventually(t, func() error { // when the API server has compiled the policy
 		err := s.Client.Delete(ctx, list, client.DryRunAll)
 		return membertest.Want(apierrors.IsForbidden(err) || apierrors.IsInvalid(err), "it could be deleted: %v", err)
 	})

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// Whoever may do everything in one namespace may not allow himself pods that are root on their node.
+// An administrator of one namespace cannot permit himself pods that are root on their node.
 func TestWhoOwnsANamespaceDoesNotChooseThePodSecurityOfIt(t *testing.T) {
 	s := setUp(t)
 	const name = "tenant"
@@ -29,7 +29,7 @@ func TestWhoOwnsANamespaceDoesNotChooseThePodSecurityOfIt(t *testing.T) {
 	if err := s.Client.Patch(t.Context(), ns, patch(`{"`+podsecurity.Label+`":"baseline"}`)); err != nil {
 		t.Fatal(err)
 	}
-	// Without its finalizers a Namespace is deleted, and what is in it stays.
+	// Without its finalizers a Namespace is deleted, and its contents stay.
 	if err := s.Namespace(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
 	}
@@ -50,7 +50,7 @@ func TestWhoOwnsANamespaceDoesNotChooseThePodSecurityOfIt(t *testing.T) {
 	if err := s.Client.SubResource("finalize").Update(t.Context(), &gone); err != nil {
 		t.Fatal(err)
 	}
-	membertest.Eventually(t, func() error { // the first has it end, a second takes it away
+	membertest.Eventually(t, func() error { // the first starts its deletion, the second removes it
 		err := s.Client.Delete(t.Context(), &gone)
 		return membertest.Want(apierrors.IsNotFound(err), "%v", err)
 	})
@@ -101,7 +101,7 @@ func TestWhoOwnsANamespaceDoesNotChooseThePodSecurityOfIt(t *testing.T) {
 	const privileged, without = `{"` + podsecurity.Label + `":"privileged"}`, `{"` + podsecurity.Label + `":null}`
 	for what, try := range map[string]struct {
 		do   func() error
-		says string // empty: it is accepted
+		says string // text of the refusal; empty: it is accepted
 	}{
 		"raises it":                 {func() error { return tenant.Patch(t.Context(), ns.DeepCopy(), patch(privileged)) }, "only who may update or patch all namespaces"},
 		"raises it with the status": {func() error { return tenant.Status().Patch(t.Context(), ns.DeepCopy(), patch(privileged)) }, "only who may update or patch all namespaces"},
@@ -125,7 +125,7 @@ func TestWhoOwnsANamespaceDoesNotChooseThePodSecurityOfIt(t *testing.T) {
 		}, ""},
 		"an administrator takes it away": {func() error { return s.Client.Patch(t.Context(), ns.DeepCopy(), patch(without), client.DryRunAll) }, ""},
 	} {
-		membertest.Eventually(t, func() error { // the API server learns of policies by a watch
+		membertest.Eventually(t, func() error { // the API server reads policies by a watch
 			err := try.do()
 			return membertest.Want(err == nil && try.says == "" || err != nil && try.says != "" && strings.Contains(err.Error(), try.says), "%s: %v, want %q", what, err, try.says)
 		})

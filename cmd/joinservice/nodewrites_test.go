@@ -25,7 +25,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// stringsOf calls set for each string below v, also behind pointers and in structs, with its path. It leaves metadata out.
+// stringsOf calls set for each string below v, also behind pointers and in structs, with its path. It skips metadata.
 func stringsOf(v reflect.Value, path string, set func(path string, f reflect.Value)) {
 	switch v.Kind() {
 	case reflect.String:
@@ -48,7 +48,7 @@ func stringsOf(v reflect.Value, path string, set func(path string, f reflect.Val
 	}
 }
 
-// No field of an event takes much room in etcd, whatever it is called.
+// No field of an event can be large in etcd, whatever its name.
 func TestANodesEventsAreSmall(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
@@ -72,7 +72,7 @@ func TestANodesEventsAreSmall(t *testing.T) {
 			t.Errorf("%s: an event of %d bytes is taken", what, is)
 		}
 	}
-	membertest.Eventually(t, func() error { // the API server learns of policies by a watch
+	membertest.Eventually(t, func() error { // the API server reads policies by a watch
 		o := &corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "x"}, InvolvedObject: about, Message: large}
 		return says(create(o), "an event has at most 4 KiB")
 	})
@@ -107,7 +107,7 @@ func TestANodesEventsAreSmall(t *testing.T) {
 	}
 }
 
-// createAny makes an object whose type its client may not know, as a dry run, and returns how many bytes it then has.
+// createAny creates an object whose type its client may not know, as a dry run, and returns its size in bytes.
 func createAny(t *testing.T, as client.Client, o client.Object) (int, error) {
 	t.Helper()
 	raw, err := runtime.DefaultUnstructuredConverter.ToUnstructured(o)
@@ -131,7 +131,7 @@ func createAny(t *testing.T, as client.Client, o client.Object) (int, error) {
 	return len(is), err
 }
 
-// managed are managers of a field with that name.
+// managed returns n managers of a field with that name.
 func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry) {
 	t.Helper()
 	raw, err := json.Marshal(map[string]any{"f:" + field: map[string]any{}})
@@ -148,7 +148,7 @@ func managed(t *testing.T, n int, field string) (out []metav1.ManagedFieldsEntry
 }
 
 // controlPlanes enrolls control planes that have joined, and waits until the list names them.
-func (s *stage) controlPlanes(t *testing.T, names ...string) {
+func (s *fixture) controlPlanes(t *testing.T, names ...string) {
 	t.Helper()
 	for i, name := range names {
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{0xc0, byte(i)}.String(), Role: v1alpha1.RoleControlPlane}}
@@ -171,7 +171,8 @@ func (s *stage) controlPlanes(t *testing.T, names ...string) {
 	})
 }
 
-// A node that is listed as no control plane gets no pod of Muster's services, shows no static pod under another node's name, and leaves nothing in etcd for good.
+// A node that is not listed as a control plane gets no pod of Muster's services, shows no static pod under another node's
+// name, and leaves nothing permanent in etcd.
 func TestAWorkerIsNoControlPlane(t *testing.T) {
 	s := setUp(t)
 	w := worker(t)
@@ -205,7 +206,7 @@ func TestAWorkerIsNoControlPlane(t *testing.T) {
 		t.Error(err)
 	}
 
-	// Nodes of c2 are control planes, and yet show no pods of c1's.
+	// c2 is a control plane, but may not show pods of c1's.
 	c2 := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c2"}}
 	if err := s.Client.Create(t.Context(), c2); err != nil {
 		t.Fatal(err)
@@ -224,7 +225,7 @@ func TestAWorkerIsNoControlPlane(t *testing.T) {
 	}
 }
 
-// Who may do everything in one namespace doesn't have the API server ask at any address.
+// An administrator of one namespace cannot make the API server send requests to an arbitrary address.
 func TestATenantGivesNoPodAnAddress(t *testing.T) {
 	s := setUp(t)
 	const tenant = "tenant-of-pods"
@@ -261,7 +262,7 @@ func TestATenantGivesNoPodAnAddress(t *testing.T) {
 	}
 }
 
-// A tenant's pods don't take the room of Muster's, and preempt nobody.
+// A tenant's pods don't take the resources of Muster's, and preempt no other pods.
 func TestATenantsPodsAreNotCritical(t *testing.T) {
 	s := setUp(t)
 	namespaces := map[string]map[string]string{
@@ -295,13 +296,13 @@ func TestATenantsPodsAreNotCritical(t *testing.T) {
 	}
 }
 
-// says is nil if err has these words.
+// says returns nil if err contains the words.
 func says(err error, words string) error {
 	return membertest.Want(err != nil && strings.Contains(err.Error(), words), "%v, want %q", err, words)
 }
 
-// The token of a network driver, which is on every worker, may change nodes. It makes none of them a control plane, has none collected, keeps none through
-// a ban, and fills etcd with no events.
+// The token of a network driver, which is on every worker, may change nodes. It can make none of them a control plane,
+// cannot have any deleted or kept during a ban, and cannot fill etcd with events.
 func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 	s := setUp(t)
 	role := &rbacv1.ClusterRole{
@@ -375,7 +376,7 @@ func TestOnlyAdministratorsLabelControlPlanes(t *testing.T) {
 			return s.Client.Status().Patch(t.Context(), node.DeepCopy(), patch(`""`), client.DryRunAll)
 		}, no},
 	} {
-		membertest.Eventually(t, func() error { // the API server learns of roles by a watch
+		membertest.Eventually(t, func() error { // the API server reads roles by a watch
 			err := try.do()
 			return membertest.Want(err == nil && try.says == "" || err != nil && try.says != "" && strings.Contains(err.Error(), try.says), "%s: %v, want %q", what, err, try.says)
 		})

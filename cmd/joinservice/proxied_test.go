@@ -15,10 +15,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// The source of a machine behind a load balancer, by which limits go and where a clone is reported to be, is the machine's own address, if the owner has listed the
-// load balancer. Whoever is not listed chooses none.
+// For a machine behind a load balancer, the source for limits and for reports of clones is the machine's own address, if
+// the owner has listed the load balancer. Clients that are not listed cannot choose a source.
 func TestBehindALoadBalancerTheMachineIsTheSource(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.flags = []string{"--proxy-protocol-from=127.0.0.9,10.1.0.0/16"} })
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--proxy-protocol-from=127.0.0.9,10.1.0.0/16"} })
 	m := s.machine(t)
 	from := func(balancer string) joinv1connect.JoinServiceClient {
 		transport, err := atls.NewTransport(atls.ClientConfig{

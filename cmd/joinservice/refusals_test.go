@@ -30,13 +30,12 @@ const (
 	disk3 = "5f0c95b6-2a3d-4c7e-9f10-000000000003"
 )
 
-// Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves
-// neither enrollment nor certificate request; the same machine gets its ticket once the offending
-// input alone is repaired.
+// Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves neither enrollment nor
+// certificate request; the same machine gets its ticket when only the offending input is repaired.
 func TestRefusedRequests(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()
-	// The neighbourhood: another worker, a Node that Muster did not make, a Service.
+	// Other objects exist: another worker, a Node that Muster did not create, a Service.
 	neighbour := s.machine(t)
 	s.ticketFor(t, neighbour, worker(t, named("w2", disk2, "192.168.77.20")))
 	foreign := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "legacy"}}
@@ -53,11 +52,11 @@ func TestRefusedRequests(t *testing.T) {
 	}
 
 	for name, tt := range map[string]struct {
-		change func(*joinRequests)
-		// enrolled is what the owner enrolled the machine with beforehand, as w1.
+		change func(*requestOptions)
+		// enrolled is the enrollment that the owner made beforehand, as w1.
 		enrolled *v1alpha1.AttestedNodeSpec
-		// repair undoes the change where the plain request of a worker would not be right.
-		repair func(*joinRequests)
+		// repair reverts the change where the plain request of a worker would not be valid.
+		repair func(*requestOptions)
 		reason attestv1.Reason
 	}{
 		"a name that belongs to another machine":       {change: named("w2", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_TAKEN},
@@ -69,68 +68,68 @@ func TestRefusedRequests(t *testing.T) {
 		"another name than it is enrolled under": {
 			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: named("w9", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NAME_MISMATCH,
 		},
-		"a name for which there is a Node": {change: named("legacy", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NODE_EXISTS},
-		"a control plane nobody enrolled":  {change: func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_NOT_ENROLLED},
+		"a name for which there is a Node":   {change: named("legacy", disk1, "192.168.77.12"), reason: attestv1.Reason_REASON_NODE_EXISTS},
+		"a control plane without enrollment": {change: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_NOT_ENROLLED},
 		"an enrolled worker that asks to be a control plane": {
-			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker}, change: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
 		},
 		"an enrolled control plane that asks to be a worker": {
-			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleControlPlane}, change: func(*joinRequests) {}, repair: func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleControlPlane}, change: func(*requestOptions) {}, repair: func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }, reason: attestv1.Reason_REASON_ROLE_REFUSED,
 		},
-		"another machine's disk": {change: func(w *joinRequests) { w.disk = disk2 }, reason: attestv1.Reason_REASON_DISK_MISMATCH},
+		"another machine's disk": {change: func(w *requestOptions) { w.disk = disk2 }, reason: attestv1.Reason_REASON_DISK_MISMATCH},
 		"another disk than it is enrolled with": {
-			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1}, change: func(w *joinRequests) { w.disk = disk3 }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1}, change: func(w *requestOptions) { w.disk = disk3 }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
 		},
 		"a disk that is no longer encrypted": {
-			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS}, change: func(*joinRequests) {}, repair: func(w *joinRequests) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
+			enrolled: &v1alpha1.AttestedNodeSpec{Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS}, change: func(*requestOptions) {}, repair: func(w *requestOptions) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }, reason: attestv1.Reason_REASON_DISK_MISMATCH,
 		},
-		"an address outside the policy's CIDRs":     {change: func(w *joinRequests) { w.addresses = []string{"203.0.113.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"a second address outside them":             {change: func(w *joinRequests) { w.addresses = append(w.addresses, "2001:db8::1") }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of another enrolled node":      {change: func(w *joinRequests) { w.addresses = []string{"192.168.77.20"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of the control plane":          {change: func(w *joinRequests) { w.addresses = []string{"192.168.77.11"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of a Node Muster did not make": {change: func(w *joinRequests) { w.addresses = []string{"192.168.77.30"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of a Service":                  {change: func(w *joinRequests) { w.addresses = []string{"10.96.77.77"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of the Kubernetes Service":     {change: func(w *joinRequests) { w.addresses = []string{"10.96.0.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
-		"the address of the control-plane endpoint": {change: func(w *joinRequests) { w.addresses = []string{"192.168.77.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"an address outside the policy's CIDRs":     {change: func(w *requestOptions) { w.addresses = []string{"203.0.113.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"a second address outside them":             {change: func(w *requestOptions) { w.addresses = append(w.addresses, "2001:db8::1") }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of another enrolled node":      {change: func(w *requestOptions) { w.addresses = []string{"192.168.77.20"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the control plane":          {change: func(w *requestOptions) { w.addresses = []string{"192.168.77.11"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of a Node Muster did not make": {change: func(w *requestOptions) { w.addresses = []string{"192.168.77.30"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of a Service":                  {change: func(w *requestOptions) { w.addresses = []string{"10.96.77.77"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the Kubernetes Service":     {change: func(w *requestOptions) { w.addresses = []string{"10.96.0.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"the address of the control-plane endpoint": {change: func(w *requestOptions) { w.addresses = []string{"192.168.77.1"} }, reason: attestv1.Reason_REASON_ADDRESS_REFUSED},
 
-		"a client request for another node": {change: func(w *joinRequests) {
+		"a client request for another node": {change: func(w *requestOptions) {
 			w.template = func(c, _ *x509.CertificateRequest) { c.Subject.CommonName = "system:node:w2" }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a serving request for another node": {change: func(w *joinRequests) {
+		"a serving request for another node": {change: func(w *requestOptions) {
 			w.template = func(_, s *x509.CertificateRequest) {
 				s.Subject.CommonName, s.DNSNames = "system:node:w2", []string{"w2"}
 			}
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a second organisation": {change: func(w *joinRequests) {
+		"a second organisation": {change: func(w *requestOptions) {
 			w.template = func(c, _ *x509.CertificateRequest) {
 				c.Subject.Organization = []string{"system:nodes", "system:masters"}
 			}
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a further name in the SAN": {change: func(w *joinRequests) {
+		"a further name in the SAN": {change: func(w *requestOptions) {
 			w.template = func(_, s *x509.CertificateRequest) { s.DNSNames = append(s.DNSNames, "kubernetes.default.svc") }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a CA flag": {change: func(w *joinRequests) {
+		"a CA flag": {change: func(w *requestOptions) {
 			w.template = func(_, s *x509.CertificateRequest) {
 				s.ExtraExtensions = []pkix.Extension{{Id: asn1.ObjectIdentifier{2, 5, 29, 19}, Critical: true, Value: []byte{0x30, 0x03, 0x01, 0x01, 0xff}}}
 			}
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a SAN in the client request": {change: func(w *joinRequests) {
+		"a SAN in the client request": {change: func(w *requestOptions) {
 			w.template = func(c, _ *x509.CertificateRequest) { c.IPAddresses = []net.IP{net.IPv4(192, 168, 77, 12).To4()} }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"a request that somebody else signed": {change: func(w *joinRequests) {
+		"a request with the signature of another key": {change: func(w *requestOptions) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr[len(r.GetKubeletClientCsr())-1] ^= 1 }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
-		"no serving request": {change: func(w *joinRequests) {
+		"no serving request": {change: func(w *requestOptions) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletServingCsr = nil }
 		}, reason: attestv1.Reason_REASON_CSR_INVALID},
 
-		"no name":            {change: func(w *joinRequests) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"a name with a path": {change: func(w *joinRequests) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "../w1" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"no role":            {change: func(w *joinRequests) { w.role = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"an unknown role":    {change: func(w *joinRequests) { w.role = 77 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"no disk mode":       {change: func(w *joinRequests) { w.mode = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"no disk":            {change: func(w *joinRequests) { w.disk = "" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
-		"a disk in braces":   {change: func(w *joinRequests) { w.disk = "{" + disk1 + "}" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no name":            {change: func(w *requestOptions) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a name with a path": {change: func(w *requestOptions) { w.request = func(r *joinv1.IssueJoinTicketRequest) { r.NodeName = "../w1" } }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no role":            {change: func(w *requestOptions) { w.role = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"an unknown role":    {change: func(w *requestOptions) { w.role = 77 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk mode":       {change: func(w *requestOptions) { w.mode = 0 }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"no disk":            {change: func(w *requestOptions) { w.disk = "" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
+		"a disk in braces":   {change: func(w *requestOptions) { w.disk = "{" + disk1 + "}" }, reason: attestv1.Reason_REASON_REQUEST_INVALID},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s.forget(t, "w1")
@@ -152,7 +151,7 @@ func TestRefusedRequests(t *testing.T) {
 				s.nothingOf(t, m)
 			}
 			s.filedNothing(t, before)
-			var repair []func(*joinRequests)
+			var repair []func(*requestOptions)
 			if tt.repair != nil {
 				repair = append(repair, tt.repair)
 			}
@@ -163,8 +162,8 @@ func TestRefusedRequests(t *testing.T) {
 	}
 }
 
-// seen waits until joinservice knows of the machine's enrollment, by asking for what it may not have.
-func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine) {
+// seen waits until joinservice knows the machine's enrollment, by a request that must be refused.
+func (s *fixture) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine) {
 	t.Helper()
 	_ = m
 	ask := worker(t, named("probe", disk3, "192.168.77.99"))
@@ -178,14 +177,14 @@ func (s *stage) seen(t *testing.T, client joinv1connect.JoinServiceClient, m *at
 }
 
 // refused asks, and compares error detail, metric, log and audit record.
-func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine, w *joinRequest, want attestv1.Reason) {
+func (s *fixture) refused(t *testing.T, client joinv1connect.JoinServiceClient, m *attesttest.Machine, w *joinRequest, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "ticket refused", "machine", m.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_join_tickets_total"}, Log: about, Audit: about}
 	if s.audit == full {
 		places.Audit = nil
 	}
-	refusaltest.Refused(t, s.witnesses(t), want, places, func() error {
+	refusaltest.Refused(t, s.observations(t), want, places, func() error {
 		_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return err
 	})
@@ -194,7 +193,7 @@ func (s *stage) refused(t *testing.T, client joinv1connect.JoinServiceClient, m 
 func TestWhatThePolicyForbids(t *testing.T) {
 	s := setUp(t)
 	serial := uint64(1)
-	next := func(p *attestv1.Policy) { // every change has a serial of its own
+	next := func(p *attestv1.Policy) { // every change has a new serial
 		serial++
 		p.Serial = serial
 	}
@@ -220,7 +219,7 @@ func TestWhatThePolicyForbids(t *testing.T) {
 }
 
 // inForce waits until that generation of the policy is in force.
-func (s *stage) inForce(t *testing.T, generation int64) {
+func (s *fixture) inForce(t *testing.T, generation int64) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		got := s.join.Metric(t, "muster_policy_generation")
@@ -280,7 +279,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		}
 		s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_KMS_UNAVAILABLE)
 		s.nothingOf(t, m)
-		// The kubelet replaces it: no restart is needed.
+		// The kubelet replaces the token: no restart is needed.
 		if err := os.WriteFile(s.token, good, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -296,7 +295,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		if err := os.Remove(path); err != nil {
 			t.Fatal(err)
 		}
-		w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+		w := worker(t, named("cp2", disk2, "192.168.77.13"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 		s.refused(t, client, m, w, attestv1.Reason_REASON_INTERNAL)
 		if n := s.Node(t, "cp2"); n.Spec.DiskID != "" || s.Access(t).Entry("cp2").ControlPlane {
 			t.Errorf("enrollment %+v, and it is listed as a control plane: %t", n.Spec, s.Access(t).Entry("cp2").ControlPlane)
@@ -311,7 +310,7 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 		m := s.machine(t)
 		asker := s.dial(t, m.Attester(attest.PurposeMachine))
 		s.SetMeasurementSalt(t, [32]byte{9})
-		membertest.Eventually(t, func() error { // the informer follows
+		membertest.Eventually(t, func() error { // the informers follow
 			_, err := asker.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 			if err == nil {
 				s.forget(t, "w1")
@@ -362,10 +361,10 @@ func TestFaultsOfOursLeaveNothing(t *testing.T) {
 	})
 }
 
-// full is the kernel's own disk that is always full.
+// full is a device of the kernel that is always full.
 const full = "/dev/full"
 
-// J3, and the crash in between: without its record there is no ticket, and nothing of it.
+// J3, also for a crash in between: without its record there is no ticket, and no part of it.
 func TestWithoutAnAuditRecordNothingIsIssued(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)

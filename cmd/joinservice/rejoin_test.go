@@ -27,11 +27,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// encrypted is for a wish of a machine whose state disk is encrypted.
-func encrypted(w *joinRequests) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
+// encrypted changes a request to that of a machine whose state disk is encrypted.
+func encrypted(w *requestOptions) { w.mode = joinv1.DiskMode_DISK_MODE_LUKS }
 
-// rebooted gives a machine that has joined as w1 with disk1, and has rebooted since.
-func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
+// rebooted returns a machine that has joined as w1 with disk1, and has rebooted since.
+func (s *fixture) rebooted(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
 	s.ticketFor(t, m, worker(t, encrypted))
@@ -40,7 +40,7 @@ func (s *stage) rebooted(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-// again is what w1 asks for after a reboot.
+// again returns the request of w1 after a reboot.
 func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoinTicketRequest {
 	r := &joinv1.IssueRejoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, BootSecret: oneSecret}
 	for _, c := range changes {
@@ -49,23 +49,23 @@ func again(changes ...func(*joinv1.IssueRejoinTicketRequest)) *joinv1.IssueRejoi
 	return r
 }
 
-// rejoin asks over a connection of its own.
-func (s *stage) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+// rejoin asks over a separate connection.
+func (s *fixture) rejoin(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
-	defer transport.Close() //nolint:errcheck // nothing is left to be told
+	defer transport.Close() //nolint:errcheck // the result is not needed
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).IssueRejoinTicket(t.Context(), r)
 }
 
 // notAgain asks, and compares error detail, metric, log and audit record.
-func (s *stage) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest, want attestv1.Reason) error {
+func (s *fixture) notAgain(t *testing.T, m *attesttest.Machine, r *joinv1.IssueRejoinTicketRequest, want attestv1.Reason) error {
 	t.Helper()
 	about := []string{"event", "rejoin refused", "machine", m.ID().String()}
 	places := refusaltest.Places{Metric: []string{"muster_rejoin_tickets_total"}, Log: about, Audit: about}
 	if s.audit == full {
 		places.Audit = nil
 	}
-	return refusaltest.Refused(t, s.witnesses(t), want, places, func() error {
+	return refusaltest.Refused(t, s.observations(t), want, places, func() error {
 		_, err := s.rejoin(t, m, r)
 		return err
 	})
@@ -110,7 +110,7 @@ func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 	}
 }
 
-// The first machine was enrolled by its owner, who knows its disk from the init's result.
+// The first machine was enrolled by its owner, who knows its disk from the result of init.
 func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -122,21 +122,21 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	if err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, disk3)) {
 		t.Errorf("%v, %v", resp, err)
 	}
-	// B8: what a control plane knows its cluster by, and no private key.
-	told := map[string]string{}
+	// B8: the files by which a control plane recognizes its cluster, and no private key.
+	authorities := map[string]string{}
 	for _, f := range resp.GetAuthorities() {
-		told[f.GetPath()] = string(f.GetContent())
+		authorities[f.GetPath()] = string(f.GetContent())
 	}
 	want := map[string]string{}
 	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
 		want[name] = "content of " + name
 	}
-	if !maps.Equal(told, want) {
-		t.Errorf("authorities %q, want %q", told, want)
+	if !maps.Equal(authorities, want) {
+		t.Errorf("authorities %q, want %q", authorities, want)
 	}
 }
 
-// B8: what a machine compares its disk with. A list without it would leave open what is to run there.
+// B8: the data with which a machine compares its disk. Without the list, it would not be known what must run there.
 func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -158,7 +158,7 @@ func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
 	}
 }
 
-// J2: each refusal passes once only the offending input is repaired.
+// J2: each request succeeds when only the offending input is repaired.
 func TestRefusedRejoins(t *testing.T) {
 	s := setUp(t)
 	neighbour := s.machine(t)
@@ -169,15 +169,15 @@ func TestRefusedRejoins(t *testing.T) {
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
 	unsalted := s.machine(t)
 	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
-	m, stranger := s.rebooted(t), s.machine(t)
+	m, unenrolled := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
 		machine *attesttest.Machine // nil: w1's
 		change  func(*joinv1.IssueRejoinTicketRequest)
 		want    attestv1.Reason
 	}{
-		"a machine that nobody knows":              {stranger, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
-		"a machine with the name of another":       {stranger, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
+		"an unknown machine":                       {unenrolled, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NOT_ENROLLED},
+		"a machine with the name of another":       {unenrolled, func(*joinv1.IssueRejoinTicketRequest) {}, attestv1.Reason_REASON_NAME_TAKEN},
 		"an enrolled machine under another name":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w9" }, attestv1.Reason_REASON_NAME_MISMATCH},
 		"an enrolled machine with another's name":  {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "w2" }, attestv1.Reason_REASON_NAME_MISMATCH},
 		"a worker that was a control plane":        {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = joinv1.Role_ROLE_CONTROL_PLANE }, attestv1.Reason_REASON_ROLE_REFUSED},
@@ -214,62 +214,63 @@ func TestRefusedRejoins(t *testing.T) {
 			}
 		})
 	}
-	// The owner is shown who waits.
+	// The owner can see which machines wait.
 	membertest.Eventually(t, func() error {
 		w := s.waiting(t)
 		if _, listed := w[m.ID().String()]; listed {
 			return membertest.Want(false, "w1 has its key, and is listed: %+v", w)
 		}
-		e, listed := w[stranger.ID().String()]
-		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the stranger is listed as %+v", e)
+		e, listed := w[unenrolled.ID().String()]
+		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the unenrolled machine is listed as %+v", e)
 	})
 }
 
-// J2: a disk is opened only if its enrollment says whose it is, and one enrollment alone; that the machine had it before is not enough.
+// J2: a disk is opened only if exactly one enrollment assigns it to the machine; that the machine had it before is not
+// sufficient.
 func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
 	s := setUp(t)
 	unnamed, twice, other := s.machine(t), s.machine(t), s.machine(t)
 	s.GiveDisk(t, diskNumber(7), unnamed.ID())
 	s.GiveDisk(t, diskNumber(6), twice.ID())
 	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unnamed.ID().String(), Role: v1alpha1.RoleWorker})
-	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // the owner's slip
+	for name, m := range map[string]*attesttest.Machine{"w5": twice, "w6": other} { // a mistake of the owner
 		s.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(6), DiskMode: v1alpha1.DiskModeLUKS})
 	}
 	_ = s.notAgain(t, unnamed, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w4", diskNumber(7) }), attestv1.Reason_REASON_DISK_MISMATCH)
 	_ = s.notAgain(t, twice, again(func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName, r.DiskId = "w5", diskNumber(6) }), attestv1.Reason_REASON_DISK_MISMATCH)
 }
 
-// What a machine has become since it joined is judged as at the join, by the policy in force.
+// The machine's state since its join is appraised as at the join, by the policy in force.
 func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
+		spoil func(t *testing.T, s *fixture, m *attesttest.Machine)
 		want  attestv1.Reason
-		asked bool // as far as the RPC; else refused in the exchange
+		asked bool // the request reaches the RPC; otherwise it is refused in the exchange
 	}{
-		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
-		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
-		"one that runs already":         {func(_ *testing.T, s *stage, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
-		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that boots something else": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
+		"one of another cluster":        {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
+		"one that runs already":         {func(_ *testing.T, s *fixture, m *attesttest.Machine) { m.LockTo(s.ID) }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one whose memory was put back": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
-		"one whose TPM was cleared": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one whose TPM was cleared": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
 		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
-		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one whose TPM was cleared before boots were recorded": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) {
 				n := *st.ResetCount + 1000
 				st.ResetCount, st.Boot = &n, nil
 			})
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
-		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was banned": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
 			if err := s.Client.Update(t.Context(), n); err != nil {
 				t.Error(err)
 			}
 		}, attestv1.Reason_REASON_BANNED, false},
-		"one that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
-		"one whose role the policy lists no more": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
+		"one whose role the policy lists no more": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial, p.Roles = 2, []string{"control-plane"} }))
 		}, attestv1.Reason_REASON_ROLE_REFUSED, true},
 	} {
@@ -292,8 +293,8 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 				_ = s.notAgain(t, m, again(), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
-			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
+			refusaltest.Until(t, s.observations(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
+			_ = refusaltest.Refused(t, s.observations(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
 }
@@ -317,7 +318,7 @@ func TestFaultsOfOursGiveNoRejoinTicket(t *testing.T) {
 	}
 }
 
-// J3: no key leaves without its record.
+// J3: no key is sent without its record.
 func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
@@ -330,7 +331,7 @@ func TestWithoutAnAuditRecordNoDiskIsOpened(t *testing.T) {
 	_ = s.notAgain(t, m, again(), attestv1.Reason_REASON_AUDIT_UNAVAILABLE)
 }
 
-// A machine that gave its ticket back keeps name and disk until its certificates have expired, and so its key.
+// A machine that returned its ticket keeps name and disk until its certificates have expired, and so its key.
 func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -347,13 +348,13 @@ func TestAMachineWhoseTicketWasReturnedOpensItsDisk(t *testing.T) {
 	}
 }
 
-// inExchange returns ask's refusal only if the attestation exchange was refused. If the informers see a change after the exchange and before the call, the
-// call is refused instead, which has other witnesses.
+// inExchange returns ask's refusal only if the attestation exchange was refused. If the informers see a change after the
+// exchange and before the call, the call is refused instead, which is reported in other places.
 func inExchange(want attestv1.Reason, ask func() error) func() error {
 	return func() error {
 		err := ask()
 		if attest.ReasonOf(err) != want {
-			return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason is not to be found
+			return fmt.Errorf("not in the exchange: %s", err) //nolint:errorlint // its reason must not be found
 		}
 		return err
 	}

@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// filed is a request that a kubelet files by itself.
+// filed is a request that a kubelet files itself.
 type filed struct {
 	user     string
 	signer   string
@@ -54,8 +54,8 @@ func serving(node string, addresses ...string) *filed {
 	return f
 }
 
-// file creates the request as its node and gives its name.
-func (s *stage) file(t *testing.T, f *filed) string {
+// file creates the request as its node and returns its name.
+func (s *fixture) file(t *testing.T, f *filed) string {
 	t.Helper()
 	cfg, err := s.AsUser(f.user, "system:nodes")
 	if err != nil {
@@ -72,11 +72,11 @@ func (s *stage) file(t *testing.T, f *filed) string {
 			SignerName: f.signer, Usages: f.usages,
 		},
 	}
-	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // once the admission policy knows the node
+	membertest.Eventually(t, func() error { return api.Create(t.Context(), o) }) // when the admission policy knows the node
 	return o.Name
 }
 
-func (s *stage) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
+func (s *fixture) decided(t *testing.T, name string, want certificatesv1.RequestConditionType, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		o := &certificatesv1.CertificateSigningRequest{}
@@ -127,15 +127,15 @@ func TestKubeletsRequestsAreApprovedOnlyIfTheyFitTheEnrollment(t *testing.T) {
 	} {
 		t.Run(name+" is denied", func(t *testing.T) {
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"event", "certificate denied", "node", "w1"}, Audit: []string{"event", "certificate denied", "node", "w1"}}
-			refusaltest.Reported(t, s.witnesses(t), tt.reason, places, func() {
+			refusaltest.Reported(t, s.observations(t), tt.reason, places, func() {
 				s.decided(t, s.file(t, tt.f), certificatesv1.CertificateDenied, attest.ReasonName(tt.reason))
 			})
 		})
 	}
 }
 
-// waits is true once joinservice has looked at the request and left it open for that reason.
-func (s *stage) waits(t *testing.T, request, reason string) {
+// waits waits until joinservice has checked the request and left it open for that reason.
+func (s *fixture) waits(t *testing.T, request, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		return membertest.Want(s.join.Logged("msg", "a kubelet's certificate request waits", "request", request, "reason", reason), "request %s does not wait for %s", request, reason)
@@ -149,8 +149,8 @@ func (s *stage) waits(t *testing.T, request, reason string) {
 	}
 }
 
-// told is true once an Event of the node's enrollment says it, for that reason.
-func (s *stage) told(t *testing.T, node, what, reason string) {
+// emitted waits for an Event of the node's enrollment with that reason.
+func (s *fixture) emitted(t *testing.T, node, what, reason string) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n, l := s.Node(t, node), &corev1.EventList{}
@@ -166,16 +166,16 @@ func (s *stage) told(t *testing.T, node, what, reason string) {
 	})
 }
 
-// reattest attests as a node does: locked to its cluster, on a connection of its own.
-func (s *stage) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
+// reattest attests as a node does: locked to its cluster, on a separate connection.
+func (s *fixture) reattest(t *testing.T, m *attesttest.Machine) (*joinv1.ReattestResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
 	defer func() { _ = transport.Close() }()
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.join.Addr, rpc.ClientOptions()...).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
 }
 
-// node gives a machine that has become node w1.
-func (s *stage) node(t *testing.T) *attesttest.Machine {
+// node returns a machine that has become node w1.
+func (s *fixture) node(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.machine(t)
 	s.ticketFor(t, m, worker(t))
@@ -183,7 +183,7 @@ func (s *stage) node(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-func (s *stage) setStatus(t *testing.T, node string, change func(*v1alpha1.AttestedNodeStatus)) {
+func (s *fixture) setStatus(t *testing.T, node string, change func(*v1alpha1.AttestedNodeStatus)) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		n := s.Node(t, node)
@@ -192,7 +192,7 @@ func (s *stage) setStatus(t *testing.T, node string, change func(*v1alpha1.Attes
 	})
 }
 
-// J7: who has stolen a node's key, and not its machine, renews nothing once the verdict is old.
+// J7: an attacker who has stolen a node's key, but not its machine, renews nothing when the verdict is old.
 func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 	for name, age := range map[string]func(*v1alpha1.AttestedNodeStatus){
 		"an old verdict":            func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-16 * time.Minute) },
@@ -205,14 +205,14 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 			m := s.node(t)
 			s.setStatus(t, "w1", age)
 			var client, server string
-			// To wait is no decision, so there is no audit record.
+			// A request that waits is not decided, so there is no audit record.
 			places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-			refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
+			refusaltest.Reported(t, s.observations(t), attestv1.Reason_REASON_VERDICT_OLD, places, func() {
 				client, server = s.file(t, renewal("w1")), s.file(t, serving("w1", "192.168.77.12"))
 				s.waits(t, client, "VERDICT_OLD")
 				s.waits(t, server, "VERDICT_OLD")
 			})
-			s.told(t, "w1", "RenewalWaits", "VERDICT_OLD")
+			s.emitted(t, "w1", "RenewalWaits", "VERDICT_OLD")
 			if n := s.join.Metric(t, "muster_node_certificate_requests_total", "reason", "VERDICT_OLD"); n != 2 {
 				t.Errorf("the metric is %v, want 2", n)
 			}
@@ -235,8 +235,8 @@ func TestAKeyWithoutItsMachineRenewsNothing(t *testing.T) {
 	}
 }
 
-// The first machine's kubelet files its requests before there is an enrollment. Its owner's verdict
-// opens nothing: it attests to the cluster like every other node.
+// The first machine's kubelet files its requests before there is an enrollment. Its owner's verdict is not sufficient: it
+// attests to the cluster like every other node.
 func TestTheFirstMachinesRequestsWaitUntilItAttests(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -271,33 +271,33 @@ func TestReattestationRecordsWhatTheMachineIsNow(t *testing.T) {
 
 func TestReattestationIsRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil  func(t *testing.T, s *stage, m *attesttest.Machine)
+		spoil  func(t *testing.T, s *fixture, m *attesttest.Machine)
 		reason attestv1.Reason
-		// asked says that it got as far as the RPC; others are refused in the exchange.
+		// asked is whether the request reached the RPC; others are refused in the exchange.
 		asked bool
-		// verdict is the one that is left: of a refusal or, if it is empty, the good one.
+		// verdict is the reason of the resulting verdict; empty for the good one.
 		verdict string
 	}{
-		"of a machine that booted something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
-		"of a machine of another cluster": {func(_ *testing.T, _ *stage, m *attesttest.Machine) {
+		"of a machine that booted something else": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.SetPCR(12, make32(9)) }, attestv1.Reason_REASON_POLICY_REFUSED, false, "POLICY_REFUSED"},
+		"of a machine of another cluster": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) {
 			m.Reboot()
 			m.LockTo([32]byte{1})
 		}, attestv1.Reason_REASON_LOCK_FOREIGN, false, "LOCK_FOREIGN"},
-		"of a machine that is not locked": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
-		"of a machine whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a machine that is not locked": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true, ""},
+		"of a machine whose memory was put back": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true, "CLOCK_WENT_BACK"},
-		"of a machine that a copy has outrun": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a machine that a copy has outrun": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
 		}, attestv1.Reason_REASON_MACHINE_CLONED, true, ""},
-		"of a banned machine": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"of a banned machine": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
 			if err := s.Client.Update(t.Context(), n); err != nil {
 				t.Error(err)
 			}
 		}, attestv1.Reason_REASON_BANNED, false, ""},
-		"of a machine that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true, "-"},
+		"of a machine that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true, "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := setUp(t)
@@ -315,8 +315,8 @@ func TestReattestationIsRefused(t *testing.T) {
 				about := []string{"event", "verdict refused", "machine", m.ID().String()}
 				places, refused = refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, ask
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.reason, places, refused) // the informers follow
-			_ = refusaltest.Refused(t, s.witnesses(t), tt.reason, places, ask)
+			refusaltest.Until(t, s.observations(t), tt.reason, places, refused) // the informers follow
+			_ = refusaltest.Refused(t, s.observations(t), tt.reason, places, ask)
 			if tt.verdict == "-" {
 				return
 			}
@@ -326,7 +326,7 @@ func TestReattestationIsRefused(t *testing.T) {
 			})
 			if tt.verdict != "" {
 				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")
-				s.told(t, "w1", "RenewalDenied", "POLICY_REFUSED")
+				s.emitted(t, "w1", "RenewalDenied", "POLICY_REFUSED")
 			}
 		})
 	}

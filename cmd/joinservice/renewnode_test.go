@@ -22,20 +22,20 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// renewing is what a machine that was off for long asks for, with the keys that stay on it.
+// renewing is the request of a machine that was off for long, with the keys that stay on it.
 type renewing struct {
 	*joinv1.RenewNodeCertificatesRequest
 	joinRequest *joinRequest
 }
 
-func renewingAs(t *testing.T, changes ...func(*joinRequests)) *renewing {
+func renewingAs(t *testing.T, changes ...func(*requestOptions)) *renewing {
 	t.Helper()
 	w := worker(t, changes...)
 	return &renewing{&joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr(), BootSecret: w.GetBootSecret()}, w}
 }
 
-// renewNode asks over a connection of its own.
-func (s *stage) renewNode(t *testing.T, m *attesttest.Machine, r *renewing) (*joinv1.RenewNodeCertificatesResponse, error) {
+// renewNode asks over a separate connection.
+func (s *fixture) renewNode(t *testing.T, m *attesttest.Machine, r *renewing) (*joinv1.RenewNodeCertificatesResponse, error) {
 	t.Helper()
 	transport := s.transport(t, m.Attester(attest.PurposeMachine))
 	defer func() { _ = transport.Close() }()
@@ -43,17 +43,17 @@ func (s *stage) renewNode(t *testing.T, m *attesttest.Machine, r *renewing) (*jo
 }
 
 // notRenewed asks, and compares error detail, metric, log and audit record.
-func (s *stage) notRenewed(t *testing.T, m *attesttest.Machine, r *renewing, want attestv1.Reason) {
+func (s *fixture) notRenewed(t *testing.T, m *attesttest.Machine, r *renewing, want attestv1.Reason) {
 	t.Helper()
 	about := []string{"event", "renewal refused", "machine", m.ID().String()}
-	_ = refusaltest.Refused(t, s.witnesses(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, func() error {
+	_ = refusaltest.Refused(t, s.observations(t), want, refusaltest.Places{Metric: []string{"muster_rpc_requests_total"}, Log: about, Audit: about}, func() error {
 		_, err := s.renewNode(t, m, r)
 		return err
 	})
 }
 
-// booted is w1's machine after a reboot, once its bootstrapper has locked it again.
-func (s *stage) booted(t *testing.T) *attesttest.Machine {
+// booted returns w1's machine after a reboot, when its bootstrapper has locked it again.
+func (s *fixture) booted(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	m := s.node(t)
 	m.Reboot()
@@ -61,7 +61,7 @@ func (s *stage) booted(t *testing.T) *attesttest.Machine {
 	return m
 }
 
-// The machine has nothing that the API server would let in; what it gets is by its evidence alone.
+// The machine has no credentials that the API server would accept; it gets new ones only by its evidence.
 func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	s := setUp(t)
 	m := s.booted(t)
@@ -88,7 +88,7 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 			t.Errorf("no record %q in %+v", event, s.records(t))
 		}
 	}
-	// J7: the verdict is that of this session, and stands.
+	// J7: the verdict of this session is recorded.
 	if v := s.Node(t, "w1").Status.LastVerdict; v == nil || !v.Accepted || time.Since(v.Time.Time) > time.Minute {
 		t.Errorf("verdict %+v", v)
 	}
@@ -100,24 +100,24 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	if err := s.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}); err != nil {
 		t.Error(err)
 	}
-	membertest.Eventually(t, func() error { // that of its ticket stands there before
+	membertest.Eventually(t, func() error { // the value of its ticket is recorded before
 		end := s.expiries(t, "w1").ClientExpiresAt
 		return membertest.Want(end.Time.Equal(cert.NotAfter), "status says %s, and it ends at %s", end, cert.NotAfter)
 	})
 }
 
 // settled waits until a kubelet's request has its certificate.
-func (s *stage) settled(t *testing.T, request string) {
+func (s *fixture) settled(t *testing.T, request string) {
 	t.Helper()
 	s.decided(t, request, "Approved", "AttestedMachine")
 }
 
-// Each refusal passes once only the offending input is repaired.
+// Each request succeeds when only the offending input is repaired.
 func TestRefusedRenewalsOfNodes(t *testing.T) {
 	s := setUp(t)
-	m, neighbour, stranger, fresh := s.booted(t), s.machine(t), s.machine(t), s.machine(t)
+	m, neighbour, unenrolled, fresh := s.booted(t), s.machine(t), s.machine(t), s.machine(t)
 	s.ticketFor(t, neighbour, worker(t, named("w2", diskNumber(2), "192.168.77.20")))
-	stranger.LockTo(s.ID)
+	unenrolled.LockTo(s.ID)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.12"}})
 	fresh.LockTo(s.ID)
 	as := func(name string, addresses ...string) func(*testing.T) *renewing {
@@ -128,8 +128,8 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 		ask     func(*testing.T) *renewing
 		want    attestv1.Reason
 	}{
-		"a machine that nobody knows":             {stranger, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
-		"a machine with the name of another":      {stranger, as("w1", "192.168.77.12"), attestv1.Reason_REASON_NAME_TAKEN},
+		"an unknown machine":                      {unenrolled, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NOT_ENROLLED},
+		"a machine with the name of another":      {unenrolled, as("w1", "192.168.77.12"), attestv1.Reason_REASON_NAME_TAKEN},
 		"an enrolled machine under another name":  {nil, as("w9", "192.168.77.12"), attestv1.Reason_REASON_NAME_MISMATCH},
 		"an enrolled machine with another's name": {nil, as("w2", "192.168.77.20"), attestv1.Reason_REASON_NAME_MISMATCH},
 		"a control plane's name":                  {nil, as("cp1", "192.168.77.11"), attestv1.Reason_REASON_NAME_MISMATCH},
@@ -144,7 +144,7 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 		}, attestv1.Reason_REASON_CSR_INVALID},
 		"an administrator's group": {nil, func(t *testing.T) *renewing {
 			t.Helper()
-			return renewingAs(t, func(w *joinRequests) {
+			return renewingAs(t, func(w *requestOptions) {
 				w.template = func(client, _ *x509.CertificateRequest) { client.Subject.Organization = []string{"system:masters"} }
 			})
 		}, attestv1.Reason_REASON_CSR_INVALID},
@@ -167,25 +167,25 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 	}
 }
 
-// What has become of the machine and of its enrollment counts as it is now.
+// The present state of the machine and of its enrollment counts.
 func TestARenewalIsJudgedAnew(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil func(t *testing.T, s *stage, m *attesttest.Machine)
+		spoil func(t *testing.T, s *fixture, m *attesttest.Machine)
 		want  attestv1.Reason
-		asked bool // as far as the RPC; else refused in the exchange
+		asked bool // the request reaches the RPC; otherwise it is refused in the exchange
 	}{
-		"one that boots something else": {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
-		"one that is not locked":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
-		"one of another cluster":        {func(_ *testing.T, _ *stage, m *attesttest.Machine) { m.Reboot(); m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
-		"one whose memory was put back": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that boots something else": {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.BootImage("other") }, attestv1.Reason_REASON_POLICY_REFUSED, false},
+		"one that is not locked":        {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.Reboot() }, attestv1.Reason_REASON_LOCK_FOREIGN, true},
+		"one of another cluster":        {func(_ *testing.T, _ *fixture, m *attesttest.Machine) { m.Reboot(); m.LockTo([32]byte{1}) }, attestv1.Reason_REASON_LOCK_FOREIGN, false},
+		"one whose memory was put back": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			t.Helper()
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.Clock += time.Hour.Milliseconds() })
 		}, attestv1.Reason_REASON_CLOCK_WENT_BACK, true},
-		"one that a copy has outrun": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that a copy has outrun": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			t.Helper()
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot.ResetCount += 1000 })
 		}, attestv1.Reason_REASON_MACHINE_CLONED, true},
-		"one that was banned": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was banned": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			t.Helper()
 			n := s.Node(t, "w1")
 			n.Spec.Banned = true
@@ -193,8 +193,8 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 				t.Error(err)
 			}
 		}, attestv1.Reason_REASON_BANNED, false},
-		"one that was forgotten": {func(t *testing.T, s *stage, _ *attesttest.Machine) { t.Helper(); s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
-		"one that was released": {func(t *testing.T, s *stage, _ *attesttest.Machine) {
+		"one that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { t.Helper(); s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
+		"one that was released": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
 			t.Helper()
 			s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { now := metav1.Now(); st.ReleasedAt = &now })
 		}, attestv1.Reason_REASON_NOT_ENROLLED, true},
@@ -218,13 +218,13 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 				s.notRenewed(t, m, renewingAs(t), tt.want)
 				return
 			}
-			refusaltest.Until(t, s.witnesses(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
-			_ = refusaltest.Refused(t, s.witnesses(t), tt.want, refusaltest.Connection(), ask)
+			refusaltest.Until(t, s.observations(t), tt.want, refusaltest.Connection(), inExchange(tt.want, ask)) // the informers follow
+			_ = refusaltest.Refused(t, s.observations(t), tt.want, refusaltest.Connection(), ask)
 		})
 	}
 }
 
-// J4: when older certificates of the name are revoked, the new one is allowed.
+// J4: if older certificates of the name are revoked, the new one is allowed.
 func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 	s := setUp(t)
 	m := s.booted(t)
@@ -238,13 +238,13 @@ func TestARenewedCertificateIsAllowedWhereOlderOnesAreRevoked(t *testing.T) {
 	}
 }
 
-// J3: no certificate leaves without its record.
+// J3: no certificate is sent without its record.
 func TestWithoutAnAuditRecordNoCertificateIsRenewed(t *testing.T) {
 	s := setUp(t, auditAt(full))
 	m := s.machine(t)
 	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
 	m.LockTo(s.ID)
-	membertest.Eventually(t, func() error { // once it has a verdict, as after its join
+	membertest.Eventually(t, func() error { // when it has a verdict, as after its join
 		_, err := s.reattest(t, m)
 		return err
 	})

@@ -23,13 +23,13 @@ import (
 	"github.com/muster-k8s/muster/internal/refusaltest"
 )
 
-// revoke does to the list what the owner's program does when a name leaves its machine.
-func (s *stage) revoke(t *testing.T, node string) {
+// revoke changes the list as the owner's program does when a name is taken from its machine.
+func (s *fixture) revoke(t *testing.T, node string) {
 	t.Helper()
 	s.SetAccess(t, node, func(e nodeaccess.Entry) nodeaccess.Entry { return e.Revoke(time.Now()) })
 }
 
-// canWrite waits until the API server takes a node's write, or, if want is false, refuses it.
+// canWrite waits until the API server accepts a node's write, or, if want is false, refuses it.
 func canWrite(t *testing.T, api client.Client, node string, want bool) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
@@ -42,7 +42,7 @@ func canWrite(t *testing.T, api client.Client, node string, want bool) {
 	})
 }
 
-// request files a request with a certificate that the node holds, and gives the key for what comes of it.
+// request files a request with a certificate of the node, and returns the key of the requested one.
 func request(t *testing.T, api client.Client, node string) (*certificatesv1.CertificateSigningRequest, *ecdsa.PrivateKey) {
 	t.Helper()
 	key, f := newKey(t), renewal(node)
@@ -59,8 +59,8 @@ func request(t *testing.T, api client.Client, node string) (*certificatesv1.Cert
 	return o, key
 }
 
-// A name that leaves a machine takes the right to write from every certificate that was issued for it,
-// also when the next machine has the name. Reads are not taken: that is documented.
+// When a name is taken from a machine, no certificate that was issued for it may write any more, also when the next machine
+// has the name. Reads stay possible: that is documented.
 func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 	s := setUp(t)
 	first, second := s.machine(t), s.machine(t)
@@ -71,18 +71,18 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 		_ = s.Client.Delete(context.WithoutCancel(t.Context()), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}})
 	})
 
-	// A request that waits for a verdict: nobody but its own machine may be the reason that it is approved.
+	// This request waits for a verdict: only its own machine may cause its approval.
 	n := s.Node(t, "w1")
-	n.Status.LastVerdict, n.Status.Ticket = nil, nil // the certificate of a ticket that stands would be allowed
+	n.Status.LastVerdict, n.Status.Ticket = nil, nil // the certificate of a valid ticket would be allowed
 	if err := s.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	waiting, _ := request(t, old, "w1")
 	s.waits(t, waiting.Name, "VERDICT_OLD")
 
-	// To wait is no decision, so there is no audit record.
+	// A request that waits is not decided, so there is no audit record.
 	places := refusaltest.Places{Metric: []string{"muster_node_certificate_requests_total"}, Log: []string{"msg", "a kubelet's certificate request waits"}}
-	refusaltest.Reported(t, s.witnesses(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
+	refusaltest.Reported(t, s.observations(t), attestv1.Reason_REASON_CERTIFICATE_RETIRED, places, func() {
 		s.revoke(t, "w1")
 		s.waits(t, waiting.Name, "CERTIFICATE_RETIRED")
 	})
@@ -91,7 +91,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 
 	again := worker(t, named("w1", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.12"))
 	var ticket *joinv1.IssueJoinTicketResponse
-	membertest.Eventually(t, func() (err error) { // once the informers know that the name is free
+	membertest.Eventually(t, func() (err error) { // when the informers know that the name is free
 		ticket, err = s.dial(t, second.Attester("machine")).IssueJoinTicket(t.Context(), again.IssueJoinTicketRequest)
 		return err
 	})
@@ -103,7 +103,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 		t.Errorf("what the machine of before asked for is still there: %v", err)
 	}
 
-	// The kubelet's own renewal: what a listed certificate leads to is listed.
+	// The kubelet's own renewal: the certificate that a listed one renews is listed too.
 	renewed, key := request(t, next, "w1")
 	s.decided(t, renewed.Name, certificatesv1.CertificateApproved, "AttestedMachine")
 	if err := s.Client.Get(t.Context(), client.ObjectKeyFromObject(renewed), renewed); err != nil {
@@ -117,7 +117,7 @@ func TestACertificateOfBeforeDoesNotWriteAsTheNextMachine(t *testing.T) {
 	canWrite(t, old, "w1", false)
 }
 
-// Once every older certificate has expired, the revocation goes.
+// When every older certificate has expired, the revocation is removed.
 func TestARevocationLapses(t *testing.T) {
 	s := setUp(t)
 	s.SetAccess(t, "w1", func(nodeaccess.Entry) nodeaccess.Entry {
@@ -134,7 +134,7 @@ func TestARevocationLapses(t *testing.T) {
 	})
 }
 
-// A name's machine changes in a banned enrollment only, which no service writes (J4).
+// The machine of a name changes only in a banned enrollment, which no service writes (J4).
 func TestAnEnrollmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 	s := setUp(t)
 	s.Enroll(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
@@ -144,7 +144,7 @@ func TestAnEnrollmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 		n.Spec.MachineID, n.Spec.DiskID, n.Spec.Banned = other, "5f0c95b6-2a3d-4c7e-9f10-000000000009", banned
 		return s.Client.Update(t.Context(), n)
 	}
-	for _, banned := range []bool{false, true} { // to ban and change in one write is no way around it
+	for _, banned := range []bool{false, true} { // a ban and the change in one write are refused too
 		if err := change(banned); !apierrors.IsInvalid(err) {
 			t.Errorf("machine and disk changed, banned with it: %v: %v", banned, err)
 		}

@@ -49,7 +49,7 @@ var (
 	rush      = flag.Int("rush", 500, "how many machines ask for a ticket in the same second")
 )
 
-// results are what the run has measured. Durations are in milliseconds, processor time in seconds, memory in MiB.
+// results are the measurements of the run. Durations are in milliseconds, processor time in seconds, memory in MiB.
 type results struct {
 	Machine string `json:"machine"`
 	Load    string `json:"load"`
@@ -68,7 +68,7 @@ type results struct {
 	Spread, AtOnce, OneSource round
 }
 
-// round is what it took to have all machines attest again.
+// round is the cost of a re-attestation of all machines.
 type round struct {
 	Seconds, JoinserviceCPU, APIServerCPU float64
 	Late                                  int
@@ -78,7 +78,7 @@ type round struct {
 
 type spread struct{ Median, P90, P99 float64 }
 
-// size is what was measured with so many enrolled nodes.
+// size is the measurements with that many enrolled nodes.
 type size struct {
 	Nodes, Entries int
 	Lease          spread
@@ -98,10 +98,10 @@ func spreadOf(all []time.Duration) spread {
 	return spread{at(0.5), at(0.9), at(0.99)}
 }
 
-// TestScale measures what the number of enrolled nodes costs, with a real API server and joinservices that run by themselves. It fails where a ratio that
-// docs/performance.md promises is not reached.
+// TestScale measures the cost of the number of enrolled nodes, with a real API server and joinservices in processes of
+// their own. It fails if a ratio that docs/performance.md promises is not reached.
 func TestScale(t *testing.T) {
-	s := setUp(t, func(s *stage) { s.apart = true })
+	s := setUp(t, func(s *fixture) { s.apart = true })
 	r := &results{Machine: fmt.Sprintf("%d processors", runtime.NumCPU()), Load: strings.TrimSpace(read(t, "/proc/loadavg")), Nodes: *many, Entries: *excluded}
 	services := []*replica{s.replica(t)}
 	sizes := []int{0, *many / 5, *many / 2, *many}
@@ -144,7 +144,7 @@ func TestScale(t *testing.T) {
 	for what, bad := range map[string]bool{
 		"a Lease renewal costs more in a large cluster":           large.Lease.Median > 1.15*small.Lease.Median,
 		"joins are slower in a large cluster":                     large.Joins.PerSecond < 0.9*small.Joins.PerSecond,
-		"a join takes more than eight requests of the API server": r.RequestsPerJoin > 8.3, // one deletion in a minute, and what sweepers do meanwhile
+		"a join takes more than eight requests of the API server": r.RequestsPerJoin > 8.3, // one deletion in a minute, and the sweepers' requests meanwhile
 		"machines attested late":                                  r.Spread.Late > 0 || r.OneSource.Late > 0,
 	} {
 		if bad {
@@ -156,8 +156,8 @@ func TestScale(t *testing.T) {
 // perSize is how many machines join in a cluster of each size.
 const perSize = 150
 
-// joins has machines join, eight at a time, and counts the requests to the API server for each.
-func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
+// joins makes machines join, eight at a time, and counts the requests to the API server for each.
+func (s *fixture) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
 	t.Helper()
 	count := func() int {
 		all, err := s.AllRequests(func(r envtest.Request) bool {
@@ -192,8 +192,8 @@ func (s *stage) joins(t *testing.T, machines []*newcomer, services []*replica) (
 	return joins{rate, spreadOf(took)}, float64(count()-before) / float64(len(machines))
 }
 
-// renewals has the node renew its Lease, as its kubelet does every ten seconds.
-func (s *stage) renewals(t *testing.T, node string) spread {
+// renewals renews the node's Lease, as its kubelet does every ten seconds.
+func (s *fixture) renewals(t *testing.T, node string) spread {
 	t.Helper()
 	const times = 400
 	api := s.as(t, node)
@@ -216,7 +216,7 @@ func (s *stage) renewals(t *testing.T, node string) spread {
 }
 
 // fill enrolls machines as if they had joined long ago, with their Nodes.
-func (s *stage) fill(t *testing.T, machines []*newcomer) {
+func (s *fixture) fill(t *testing.T, machines []*newcomer) {
 	t.Helper()
 	var all errgroup.Group
 	all.SetLimit(16)
@@ -242,8 +242,8 @@ func (s *stage) fill(t *testing.T, machines []*newcomer) {
 	}
 }
 
-// exclude puts that many names on the list whose machines were removed.
-func (s *stage) exclude(t *testing.T, n int) {
+// exclude adds that many names of removed machines to the list.
+func (s *fixture) exclude(t *testing.T, n int) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		_, err := enrollment.Change(t.Context(), s.Client, func(_ context.Context, l *nodeaccess.List) error {
@@ -263,8 +263,9 @@ func (s *stage) exclude(t *testing.T, n int) {
 	})
 }
 
-// reattestations has all machines attest again: spread over the five minutes in which each of them does it, and then all as soon as they can, as after an outage.
-func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
+// reattestations makes all machines attest again: spread over the five minutes in which each of them does it, and then all
+// as soon as they can, as after an outage.
+func (s *fixture) reattestations(t *testing.T, r *results, machines []*newcomer, services []*replica) {
 	t.Helper()
 	measure := func(over time.Duration) (out round) {
 		took := make([]time.Duration, len(machines))
@@ -304,7 +305,8 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 	t.Logf("%+v", r.Spread)
 	r.AtOnce = measure(0)
 
-	// As behind a load balancer that hides them and sends no header, with the limits that docs/limits.md advises to raise.
+	// This is as behind a load balancer that hides them and sends no header, with the limits that docs/limits.md advises to
+	// raise.
 	for _, one := range services {
 		one.stop()
 	}
@@ -318,8 +320,9 @@ func (s *stage) reattestations(t *testing.T, r *results, machines []*newcomer, s
 	r.OneSource = measure(*within)
 }
 
-// rush has machines ask in the same second; rivals want what some of them want. One of the replicas is killed once a third of them are in.
-func (s *stage) rush(t *testing.T, r *results, machines, rivals []*newcomer, services []*replica) {
+// rush makes machines ask in the same second; rivals ask for names, disks or addresses of some of them. One of the replicas
+// is killed after a third of them have joined.
+func (s *fixture) rush(t *testing.T, r *results, machines, rivals []*newcomer, services []*replica) {
 	t.Helper()
 	for i, m := range rivals {
 		m.name, m.disk, m.address = "rival-"+m.name, machines[i].disk, machines[i].address
@@ -391,7 +394,7 @@ func (r *results) table() string {
 	return out.String()
 }
 
-// plot draws what the number of nodes costs.
+// plot draws the cost of the number of nodes.
 func (r *results) plot(t *testing.T) error {
 	t.Helper()
 	data := &strings.Builder{}

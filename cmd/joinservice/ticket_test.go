@@ -109,7 +109,7 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 	t.Run("with it the machine is its node, and no other", func(t *testing.T) {
 		api := s.asNode(t, w, ticket)
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
-		membertest.Eventually(t, func() error { return api.Create(t.Context(), node) }) // once the admission policy has seen the list
+		membertest.Eventually(t, func() error { return api.Create(t.Context(), node) }) // when the admission policy has seen the list
 		other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w2"}}
 		if err := api.Create(t.Context(), other); !apierrors.IsForbidden(err) {
 			t.Errorf("it could make another node: %v", err)
@@ -122,12 +122,12 @@ func TestAWorkerGetsAllThatANodeNeeds(t *testing.T) {
 
 func TestATicketTakesAtMostEightRequests(t *testing.T) {
 	s := setUp(t)
-	s.ticketFor(t, s.machine(t), worker(t)) // the first one also finds out what the API serves
-	s.expiries(t, "w1")                     // what follows a ticket has been written
+	s.ticketFor(t, s.machine(t), worker(t)) // the first one also reads which APIs exist
+	s.expiries(t, "w1")                     // the writes after a ticket are done
 	count := func(until time.Time) []string {
 		var out []string
 		for _, r := range append(s.Requests(t, "muster-joinservice/"), s.Requests(t, "kms.test")...) {
-			if r.Verb != "watch" && r.Received.Before(until) && r.Object.Name != waiting.ConfigMap { // which is looked at every five seconds
+			if r.Verb != "watch" && r.Received.Before(until) && r.Object.Name != waiting.ConfigMap { // which is read every five seconds
 				out = append(out, fmt.Sprintf("%s %s/%s %d", r.Verb, r.Object.Resource, r.Object.Subresource, r.Status.Code))
 			}
 		}
@@ -136,8 +136,8 @@ func TestATicketTakesAtMostEightRequests(t *testing.T) {
 	before := count(time.Now())
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", strings.Replace(disk1, "1", "2", 1), "192.168.77.13")))
 	took := count(time.Now())[len(before):]
-	// A read of the AttestedDisk is one of them: whether it has its salt still (K4). The key service's token review is good for ten seconds, and used
-	// certificate requests are deleted by the minute.
+	// A read of the AttestedDisk is one of them: it checks that the disk still has its salt (K4). The key service's token
+	// review is valid for ten seconds, and used certificate requests are deleted once a minute.
 	if len(took) > 8 {
 		t.Errorf("joinservice made %d requests: %v", len(took), took)
 	}
@@ -167,7 +167,7 @@ func TestTheSameMachineMayAskAgain(t *testing.T) {
 func TestOfTwoWhoAskAtOnceOneGetsIt(t *testing.T) {
 	s := setUp(t)
 	for name, tt := range map[string]struct {
-		second func(*joinRequests)
+		second func(*requestOptions)
 		reason attestv1.Reason
 	}{
 		"the same name":    {named("w1", "5f0c95b6-2a3d-4c7e-9f10-00000000000b", "192.168.77.22"), attestv1.Reason_REASON_NAME_TAKEN},
@@ -206,14 +206,14 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		caller attest.Attester
 		id     []byte
 	}{
-		"a ticket that nobody issued": {m.Attester(attest.PurposeMachine), make([]byte, 16)},
-		"an ID of another length":     {m.Attester(attest.PurposeMachine), ticket.GetTicketId()[:15]},
-		"another machine's ticket":    {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
+		"a ticket that was not issued": {m.Attester(attest.PurposeMachine), make([]byte, 16)},
+		"an ID of another length":      {m.Attester(attest.PurposeMachine), ticket.GetTicketId()[:15]},
+		"another machine's ticket":     {s.machine(t).Attester(attest.PurposeMachine), ticket.GetTicketId()},
 	} {
 		t.Run(name, func(t *testing.T) {
 			client, about := s.dial(t, tt.caller), []string{"event", "return refused"}
 			places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: about, Audit: about}
-			refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+			refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
 				_, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: tt.id})
 				return err
 			})
@@ -236,7 +236,8 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 	}) {
 		t.Error("no record")
 	}
-	// Certificate and disk key are out: until they are of no use, name and disk are the machine's (J2, J4).
+	// The machine may still have certificate and disk key: until they are useless, name and disk stay the machine's (J2,
+	// J4).
 	other := s.machine(t)
 	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t), attestv1.Reason_REASON_NAME_TAKEN)
 	s.refused(t, s.dial(t, other.Attester(attest.PurposeMachine)), other, worker(t, named("w2", disk1, "192.168.77.13")), attestv1.Reason_REASON_DISK_MISMATCH)
@@ -301,7 +302,7 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	s := setUp(t)
 	m := s.controlMachine(t)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
-	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	client := s.dial(t, m.Attester(attest.PurposeMachine))
 	var ticket *joinv1.IssueJoinTicketResponse
 	membertest.Eventually(t, func() (err error) {

@@ -22,7 +22,7 @@ import (
 )
 
 // tokens lists the bootstrap tokens in the cluster.
-func (s *stage) tokens(t *testing.T) []corev1.Secret {
+func (s *fixture) tokens(t *testing.T) []corev1.Secret {
 	t.Helper()
 	l := &corev1.SecretList{}
 	if err := s.Client.List(t.Context(), l, client.InNamespace("kube-system")); err != nil {
@@ -37,7 +37,7 @@ func (s *stage) tokens(t *testing.T) []corev1.Secret {
 	return out
 }
 
-func withTokens(t *testing.T) *stage {
+func withTokens(t *testing.T) *fixture {
 	t.Helper()
 	if err := shared.Namespace(t.Context(), "kube-system"); err != nil {
 		t.Fatal(err)
@@ -49,11 +49,11 @@ func withTokens(t *testing.T) *stage {
 	if err := shared.Apply(t.Context(), rights); err != nil {
 		t.Fatal(err)
 	}
-	return setUp(t, func(s *stage) { s.flags = []string{"--join-credential=token"} })
+	return setUp(t, func(s *fixture) { s.flags = []string{"--join-credential=token"} })
 }
 
-// In a cluster that Muster did not initialise a ticket has a bootstrap token beside its certificates. It is a bearer
-// credential, so it must be of little use and soon gone.
+// In a cluster that Muster did not initialize a ticket has a bootstrap token beside its certificates. It is a bearer
+// credential, so it must have few rights and be deleted soon.
 func TestATicketsTokenIsOfLittleUseAndGoneOnceTheNodeIsReady(t *testing.T) {
 	s := withTokens(t)
 	ctx := t.Context()
@@ -86,7 +86,7 @@ func TestATicketsTokenIsOfLittleUseAndGoneOnceTheNodeIsReady(t *testing.T) {
 	allowed := func(name string) error {
 		return bearer.Get(ctx, client.ObjectKey{Namespace: "kube-system", Name: name}, &corev1.ConfigMap{})
 	}
-	membertest.Eventually(t, func() error { // once RBAC and the token's informer know
+	membertest.Eventually(t, func() error { // when RBAC and the token's informer have seen it
 		return membertest.Want(apierrors.IsNotFound(allowed("kubeadm-config")), "kubeadm-config: %v", allowed("kubeadm-config"))
 	})
 	if err := allowed("kubelet-config"); !apierrors.IsNotFound(err) {

@@ -15,15 +15,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// twin is the machine that shows another of its TPM's endorsement keys, of the same kind and with a certificate
-// below the same root: the policy cannot tell it from another machine.
-func (s *stage) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine {
+// twin is the machine with another of its TPM's endorsement keys, of the same kind and with a certificate below the same
+// root: the policy cannot distinguish it from another machine.
+func (s *fixture) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine {
 	t.Helper()
 	return attesttest.NewMachine(t, s.ca, attesttest.Options{TPM: m})
 }
 
-// asW2 is a request that could be another machine's.
-func asW2() func(*joinRequests) { return named("w2", disk2, "192.168.77.13") }
+// asW2 changes a request to one that could be another machine's.
+func asW2() func(*requestOptions) { return named("w2", disk2, "192.168.77.13") }
 
 func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s := setUp(t)
@@ -39,7 +39,7 @@ func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s.nothingOf(t, twin)
 	s.filedNothing(t, before)
 
-	// Under the first machine's name, too, and as a control plane that the owner enrolled.
+	// The same under the first machine's name, and as a control plane that the owner enrolled.
 	s.refused(t, client, twin, worker(t), attestv1.Reason_REASON_TPM_KNOWN)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: twin.ID().String(), Role: v1alpha1.RoleWorker})
 	s.refused(t, client, twin, worker(t, named("cp2", disk2, "192.168.77.13")), attestv1.Reason_REASON_TPM_KNOWN)
@@ -51,7 +51,7 @@ func TestOneTPMIsEnrolledOnce(t *testing.T) {
 		return membertest.Want(ok && e.Reason == "TPM_KNOWN", "waiting: %+v", e)
 	})
 
-	// The first machine comes again, and once it is forgotten the other may come.
+	// The first machine can join again, and when it is removed the other one can join.
 	s.ticketFor(t, m, worker(t))
 	s.forget(t, "w1")
 	membertest.Eventually(t, func() error {
@@ -61,7 +61,7 @@ func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_TPM_KNOWN)
 }
 
-// TestABannedTPMComesBackAsNoOtherMachine is what a machine does that was banned: it shows its other endorsement key.
+// TestABannedTPMComesBackAsNoOtherMachine tests a banned machine that shows its other endorsement key.
 func TestABannedTPMComesBackAsNoOtherMachine(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -80,7 +80,7 @@ func TestABannedTPMComesBackAsNoOtherMachine(t *testing.T) {
 		t.Errorf("%v, want BANNED", err)
 	}
 	s.nothingOf(t, twin)
-	// By its RSA key the policy refuses it, since the root vouches for keys on P-256.
+	// The policy refuses its RSA key, since the root certifies keys on P-256.
 	byRSA := attesttest.NewMachine(t, s.ca, attesttest.Options{TPM: m, EK: attest.EKRSA2048})
 	if _, err := s.dial(t, byRSA.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t, asW2()).IssueJoinTicketRequest); attest.ReasonOf(err) == attestv1.Reason_REASON_ACCEPTED {
 		t.Error("a banned machine came back by its RSA endorsement key")
@@ -88,8 +88,8 @@ func TestABannedTPMComesBackAsNoOtherMachine(t *testing.T) {
 	s.nothingOf(t, byRSA)
 }
 
-// TestOfOneTPMsMachinesThatAskAtOnceNoTwoAreEnrolled has no order to hope for: whoever is first, or if none is, two
-// never are.
+// TestOfOneTPMsMachinesThatAskAtOnceNoTwoAreEnrolled accepts any order: whichever machine is first, and also if none
+// succeeds, two are never enrolled.
 func TestOfOneTPMsMachinesThatAskAtOnceNoTwoAreEnrolled(t *testing.T) {
 	s := setUp(t)
 	for round := range 5 {

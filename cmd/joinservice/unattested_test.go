@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// Who does not pass the exchange never reaches the RPC, and is on record all the same.
+// A peer that is refused in the exchange never reaches the RPC, and is recorded nevertheless.
 func TestMachinesThatGetNoSession(t *testing.T) {
 	s := setUp(t)
 	machine := func(o attesttest.Options) *attesttest.Machine { return attesttest.NewMachine(t, s.ca, o) }
@@ -35,19 +35,19 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 	good := s.machine(t)
 	for name, tt := range map[string]struct {
 		machine *attesttest.Machine
-		purpose attest.Purpose // machine, if it is left out
+		purpose attest.Purpose // machine, if it is omitted
 		reason  attestv1.Reason
 	}{
-		"a tampered image":               {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
-		"a changed command line":         {machine: shell, reason: attestv1.Reason_REASON_POLICY_REFUSED},
-		"a TPM that no root vouches for": {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a machine of another cluster":   {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
-		"a joinservice's evidence":       {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
-		"public evidence":                {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
-		"a quote that was changed":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
-		"PCR values of another boot":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
-		"no signature":                   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
-		"another boot's event log":       {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Events = otherBoot.GetTpm2().GetEvents() }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
+		"a tampered image":             {machine: machine(attesttest.Options{Image: "one byte differs"}), reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a changed command line":       {machine: shell, reason: attestv1.Reason_REASON_POLICY_REFUSED},
+		"a TPM that no root certifies": {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine of another cluster": {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
+		"a joinservice's evidence":     {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"public evidence":              {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
+		"a quote that was changed":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature[10] ^= 1 }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"PCR values of another boot":   {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Pcrs[4] = make([]byte, 32) }), reason: attestv1.Reason_REASON_SIGNATURE_INVALID},
+		"no signature":                 {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Signature = nil }), reason: attestv1.Reason_REASON_EVIDENCE_MALFORMED},
+		"another boot's event log":     {machine: saying(func(e *attestv1.Tpm2Evidence) { e.Events = otherBoot.GetTpm2().GetEvents() }), reason: attestv1.Reason_REASON_EVENTLOG_REPLAY},
 		"a key that is free to sign anything": {
 			machine: machine(attesttest.Options{Tamper: attesttest.Tamper{AK: func(p *gotpm.TPMTPublic) { p.ObjectAttributes.Restricted = false }}}), reason: attestv1.Reason_REASON_AK_TEMPLATE,
 		},
@@ -60,7 +60,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 				tt.purpose = attest.PurposeMachine
 			}
 			client := s.dial(t, tt.machine.Attester(tt.purpose))
-			refusaltest.Refused(t, s.witnesses(t), tt.reason, refusaltest.Connection(), func() error {
+			refusaltest.Refused(t, s.observations(t), tt.reason, refusaltest.Connection(), func() error {
 				_, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
 				return err
 			})
@@ -72,24 +72,24 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 	t.Run("only the offending input was wrong", func(t *testing.T) { s.ticketFor(t, good, worker(t)) })
 }
 
-// What a connection has not shown is asked for at every RPC that there is.
+// Every RPC requires what a connection has not shown.
 func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	s := setUp(t)
 	url := "https://" + s.join.Addr
 	t.Run("of a plain client", func(t *testing.T) {
-		refusaltest.EveryProcedure(t, s.witnesses(t), refusaltest.Plain(t), url, attestv1.Reason_REASON_SESSION_REQUIRED, joinv1connect.JoinServiceName)
+		refusaltest.EveryProcedure(t, s.observations(t), refusaltest.Plain(t), url, attestv1.Reason_REASON_SESSION_REQUIRED, joinv1connect.JoinServiceName)
 	})
 	t.Run("of a session without evidence", func(t *testing.T) {
-		refusaltest.EveryProcedure(t, s.witnesses(t), rpc.HTTPClient(s.transport(t, atls.NoAttester)), url, attestv1.Reason_REASON_PEER_NOT_ATTESTED, joinv1connect.JoinServiceName)
+		refusaltest.EveryProcedure(t, s.observations(t), rpc.HTTPClient(s.transport(t, atls.NoAttester)), url, attestv1.Reason_REASON_PEER_NOT_ATTESTED, joinv1connect.JoinServiceName)
 	})
 	t.Run("of an attested machine, in a message that is not endless", func(t *testing.T) {
 		m := s.machine(t)
-		w := worker(t, func(w *joinRequests) {
+		w := worker(t, func(w *requestOptions) {
 			w.request = func(r *joinv1.IssueJoinTicketRequest) { r.KubeletClientCsr = make([]byte, 300<<10) }
 		})
 		client, places := s.dial(t, m.Attester(attest.PurposeMachine)), refusaltest.Call(joinv1connect.JoinServiceIssueJoinTicketProcedure)
 		places.Audit = append(places.Audit, "machine", m.ID().String())
-		refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
+		refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
 			_, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 			return err
 		})
@@ -97,13 +97,12 @@ func TestEveryRPCWantsAnAttestedMachine(t *testing.T) {
 	})
 }
 
-// An accepted machine may ask for what it doesn't get in a loop: the records of others, and of what is
-// handed out, stay.
+// An accepted machine may repeat a refused request in a loop: the records of others, and of grants, are kept.
 func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 	s := setUp(t)
 	loud, quiet := s.machine(t), s.machine(t)
 	const calls, burst = 150, 50
-	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 15)} // no ticket has such an ID, which is seen before any rate
+	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 15)} // no ticket has such an ID, which is checked before any rate
 	client := s.dial(t, loud.Attester(attest.PurposeMachine))
 	began := time.Now()
 	for range calls {
@@ -128,7 +127,7 @@ func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 		t.Errorf("%v are counted as unrecorded, want %d", n, calls-recorded)
 	}
 	places := refusaltest.Places{Metric: []string{"muster_join_returns_total"}, Log: []string{"event", "return refused"}, Audit: []string{"event", "return refused", "machine", quiet.ID().String()}}
-	refusaltest.Refused(t, s.witnesses(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
+	refusaltest.Refused(t, s.observations(t), attestv1.Reason_REASON_TICKET_UNKNOWN, places, func() error {
 		_, err := s.dial(t, quiet.Attester(attest.PurposeMachine)).ReturnJoinTicket(t.Context(), unknown)
 		return err
 	})

@@ -80,17 +80,17 @@ type initramfs struct {
 }
 
 // unlock boots a machine that knows its owner, with disk1.
-func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
+func (s *fixture) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	t.Helper()
 	i := &initramfs{t: t, screen: filepath.Join(t.TempDir(), "console"), log: &membertest.Buffer{}, disk: &volume{id: disk1, key: s.DiskKey(t, disk1)}, metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
 	if err := os.WriteFile(i.screen, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	told, err := console.Open(i.screen)
+	terminal, err := console.Open(i.screen)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = told.Close() })
+	t.Cleanup(func() { _ = terminal.Close() })
 	root := t.TempDir()
 	secret := filepath.Join(root, bootsecret.Path)
 	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, oneSecret, 0o600)); err != nil { // so that the running system of this boot has the same
@@ -101,7 +101,7 @@ func (s *stage) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},
-		Root: root, Desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: told, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
+		Root: root, Desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")), Disk: i.disk, Policy: journal.Open(filepath.Join(t.TempDir(), "policy")), TPM: m, Attester: m.Attester(attest.PurposeMachine), Console: terminal, Metrics: i.metrics, Log: slog.New(slog.NewJSONHandler(i.log, nil)),
 		NewVerifier: func(roots []*x509.Certificate) (attest.Verifier, error) {
 			return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 		},
@@ -135,7 +135,7 @@ func (i *initramfs) opens() {
 	}
 }
 
-// refused waits until it is told, on console and metric, that it was refused for that reason.
+// refused waits until console and metric report that it was refused for that reason.
 func (i *initramfs) refused(want attestv1.Reason) {
 	i.t.Helper()
 	name := attest.ReasonName(want)
@@ -148,11 +148,11 @@ func (i *initramfs) refused(want attestv1.Reason) {
 		if err != nil {
 			return err
 		}
-		told := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
+		reported := slices.ContainsFunc(strings.Split(string(b), "\r\n"), func(l string) bool {
 			l, waits := strings.CutPrefix(l, "muster: waiting for the key of the state disk: ")
 			return waits && strings.HasPrefix(l, name+" by 127.0.0.1:") && strings.Contains(l, "; next try in ")
 		})
-		return membertest.Want(told && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not told: %q", name, b)
+		return membertest.Want(reported && refusaltest.Sum(families, "muster_unlock_attempts_total", "reason", name) > 0, "%s is not reported: %q", name, b)
 	})
 }
 
@@ -161,7 +161,7 @@ func TestARebootedMachineOpensItsDisk(t *testing.T) {
 	s.unlock(t, s.rebooted(t)).opens()
 }
 
-// Whichever side was upgraded first: a policy that lists both images lets both back in.
+// Whichever side was upgraded first: a policy that lists both images admits both.
 func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 	for name, tt := range map[string]struct{ cluster, machine string }{
 		"a newer machine in an older cluster":  {cluster: "v1", machine: "v2"},
@@ -179,7 +179,7 @@ func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 					p.Serial, p.Insecure = serial, &attestv1.InsecureSwitches{AllowPlainState: true}
 				})))
 			}
-			// It joined while the cluster was what it is, and so was the machine.
+			// It joined while cluster and machine had the first image.
 			m := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: tt.cluster})
 			s.ticketFor(t, m, worker(t, encrypted))
 			m.LockTo(s.ID)
@@ -197,8 +197,8 @@ func TestAMachineRejoinsWithAnotherImageThanItsClusterRuns(t *testing.T) {
 	}
 }
 
-// A crash in the middle of the first join: the machine is enrolled, its disk has the cluster's key, and its journal
-// says that it is no node yet. It opens its disk, which locks it again, and asks for a ticket again.
+// After a crash in the middle of the first join the machine is enrolled, its disk has the cluster's key, and its journal
+// has it as no node yet. It opens its disk, which locks it again, and asks for a ticket again.
 func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
@@ -208,7 +208,7 @@ func TestAMachineThatCrashedInItsFirstJoinGoesOn(t *testing.T) {
 	}
 }
 
-// A machine whose enrollment the owner has undone is told so. The way out is an empty disk, or being enrolled again.
+// A machine whose enrollment the owner has removed reports that. It needs an empty disk, or a new enrollment.
 func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	s := setUp(t)
 	m := s.rebooted(t)
@@ -226,12 +226,12 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	}
 }
 
-// A disk in another machine stays closed, whatever that machine's own standing is.
+// A disk in another machine stays closed, whether or not that machine is accepted.
 func TestAStolenDiskStaysClosed(t *testing.T) {
 	s := setUp(t)
 	s.rebooted(t)
 	thief := s.machine(t)
-	i := s.unlock(t, thief) // a good machine that knows name and disk of w1, and is not w1
+	i := s.unlock(t, thief) // an accepted machine that knows name and disk of w1, and is not w1
 	i.refused(attestv1.Reason_REASON_NAME_TAKEN)
 	if i.disk.isOpen() {
 		t.Error("the disk is open")

@@ -6,7 +6,7 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 )
 
-// What a ticket's certificates were asked for with does not stay.
+// Certificate requests of a ticket are deleted after their use.
 func TestUsedCertificateRequestsAreDeleted(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))

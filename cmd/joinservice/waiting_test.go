@@ -19,8 +19,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// waits reads the list as the owner's program does.
-func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
+// waiting reads the list as the owner's program does.
+func (s *fixture) waiting(t *testing.T) map[string]waiting.Entry {
 	t.Helper()
 	m := &corev1.ConfigMap{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: waiting.ConfigMap}, m); err != nil {
@@ -37,8 +37,8 @@ func (s *stage) waiting(t *testing.T) map[string]waiting.Entry {
 	return out
 }
 
-// expiries waits until the ends of a node's certificates stand in its status.
-func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
+// expiries waits until the ends of a node's certificates are in its status.
+func (s *fixture) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertificates) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		out = s.Node(t, node).Status.Certificates
@@ -47,24 +47,24 @@ func (s *stage) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertifica
 	return out
 }
 
-// Whoever is refused although its evidence is genuine stands in the owner's list, with the one reason
-// (R1), until it is admitted. A stranger never does.
+// A machine that is refused although its evidence is genuine is in the owner's list, with the one reason (R1), until it is
+// admitted. A peer without genuine evidence is never listed.
 func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	s := setUp(t)
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
-	stranger := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
+	untrusted := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	late := s.controlMachine(t)
 	ask := func(m *attesttest.Machine, w *joinRequest) attestv1.Reason {
 		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return rpc.ReasonFrom(err)
 	}
-	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *joinRequests) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
+	controlPlane := worker(t, named("cp2", disk2, "192.168.77.22"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
 	for _, tt := range []struct {
 		m    *attesttest.Machine
 		w    *joinRequest
 		want attestv1.Reason
 	}{
-		{stranger, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},
+		{untrusted, worker(t), attestv1.Reason_REASON_EK_UNTRUSTED},
 		{changed, worker(t), attestv1.Reason_REASON_POLICY_REFUSED},
 		{late, controlPlane, attestv1.Reason_REASON_NOT_ENROLLED},
 	} {
@@ -74,8 +74,8 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 	membertest.Eventually(t, func() error { n := len(s.waiting(t)); return membertest.Want(n == 2, "%d wait", n) })
 	list := s.waiting(t)
-	if _, there := list[stranger.ID().String()]; there {
-		t.Error("a stranger is listed")
+	if _, there := list[untrusted.ID().String()]; there {
+		t.Error("an untrusted machine is listed")
 	}
 	if e := list[changed.ID().String()]; e.Reason != "POLICY_REFUSED" || e.Node != "" || e.Address != "127.0.0.1" || e.Expired(time.Now()) {
 		t.Errorf("the changed machine: %+v", e)
@@ -97,7 +97,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 }
 
-// When a node's certificates end is known from the ticket, and then from its machine, which says which it has.
+// The end of a node's certificates is known from the ticket, and later from its machine, which reports those that it has.
 func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
@@ -120,7 +120,7 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) || !now.ServingExpiresAt.Time.Equal(serving) {
 		t.Errorf("%s and %s, want %s and %s", now.ClientExpiresAt, now.ServingExpiresAt, client, serving)
 	}
-	// What was made for it, and it does not have, changes nothing.
+	// A certificate that was made for it, but that it does not have, changes nothing.
 	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
 	if _, err := s.reattest(t, m); err != nil { // as one that can read no certificate
 		t.Fatal(err)

@@ -1,5 +1,5 @@
-// Command kms is the key service of a cluster: it derives disk keys from the root secret for attested
-// joinservices, and for nobody else. It runs in a pod; see deploy/charts/muster.
+// Command kms is the key service of a cluster: it derives disk keys from the root secret for attested joinservices only. It
+// runs in a pod; see deploy/charts/muster.
 package main
 
 import (

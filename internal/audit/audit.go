@@ -1,12 +1,10 @@
-// Package audit keeps the record of what a service decided.
+// Package audit writes the audit records of a service's decisions.
 //
-// A record is one line of JSON, and [Log.Write] returns only once the line is on stable
-// storage (J3): who writes the record before the answer can always tell afterwards what was
-// handed out. When a record cannot be written, nothing may be handed out.
+// A record is one line of JSON, and [Log.Write] returns only when the line is on stable storage (J3): a service that writes
+// the record before it answers can always prove later what it sent. If a record cannot be written, nothing may be sent.
 //
-// Records never hold secrets. Their fields are fixed, so that a record cannot carry what its
-// type has no place for (K3), and their reason is the one that the caller, the log and the
-// metric get too (R1).
+// Records never hold secrets. Their fields are fixed, so that a record cannot carry data that its type has no field for
+// (K3), and their reason is the one that the caller, the log and the metric get too (R1).
 package audit
 
 import (
@@ -53,17 +51,17 @@ type Record struct {
 	PolicyGeneration int64 `json:"policyGeneration,omitempty"`
 	// Evidence is the SHA-256 of the evidence, in hexadecimal digits.
 	Evidence string `json:"evidence,omitempty"`
-	// Image and Class are the names of what the machine booted and of its firmware, as the policy has them.
+	// Image and Class are the policy's names of the machine's image and firmware.
 	Image string `json:"image,omitempty"`
 	Class string `json:"class,omitempty"`
 }
 
-// ErrClosed says that the log was closed.
+// ErrClosed is the error of a write to a closed log.
 var ErrClosed = errors.New("the audit log is closed")
 
-// Log is an append-only file of records of what was done, and another one beside it of refusals. Whoever is refused can
-// have as many records made as their rates allow ([RefusalLimits], [UnattestedRefusals]); since these rotate by themselves, none of them ever
-// takes the place of a ticket's, a certificate's, a ban's or a policy's, and none waits for the other's disk.
+// Log is an append-only file of records of actions, and a separate one of refusals. A refused peer can cause as many
+// records as its rate allows ([RefusalLimits], [UnattestedRefusals]); since the refusals rotate separately, none of them
+// displaces the record of a ticket, a certificate, a ban or a policy, and neither file waits for the other's disk.
 //
 // It is safe for concurrent use; several processes may append to one file.
 type Log struct {
@@ -77,24 +75,24 @@ type book struct {
 	sink sink // nil: closed
 }
 
-// sink is what a book is written to: a file, or a stream that cannot be synced.
+// sink is the target of a book: a file, or a stream that cannot be synced.
 type sink interface {
 	// append writes a line and makes it stable, or leaves nothing of it.
 	append(line []byte) error
 	io.Closer
 }
 
-// Open opens the log at path for appending, and that of refusals at [RefusedPath]. It creates them with mode 0600 if need be. Their
-// folder must exist. A line that a crash cut off is ended, so that the next record starts on a
-// line of its own. What is no file, like a device, takes both.
+// Open opens the log at path for appending, and that of refusals at [RefusedPath]. It creates them with mode 0600 if
+// needed. Their folder must exist. It completes a line that a crash cut off, so that the next record starts on a new line.
+// A path that is not a regular file, like a device, takes both.
 //
-// A file that would grow beyond 64 MiB is renamed to path.1, the one that had this name to
-// path.2, and so on to path.5, which is replaced. So both take at most 768 MiB.
+// A file that would grow beyond 64 MiB is renamed to path.1, the one that had this name to path.2, and so on to path.5,
+// which is replaced. So both take at most 768 MiB.
 func Open(path string) (*Log, error) {
 	return openLog(path, maxSize)
 }
 
-// RefusedPath returns where the refusals of the log at path are: beside it, as audit-refused.jsonl is beside audit.jsonl.
+// RefusedPath returns the path of the refusals of the log at path, in the same folder: audit-refused.jsonl for audit.jsonl.
 func RefusedPath(path string) string {
 	ext := filepath.Ext(path)
 	return strings.TrimSuffix(path, ext) + "-refused" + ext
@@ -116,15 +114,15 @@ func openLog(path string, limit int64) (*Log, error) {
 	return &Log{done: done, refused: &book{sink: &file{File: r, limit: limit}}, now: time.Now}, nil
 }
 
-// NewStream returns a log that writes all records to w, such as a container's standard output. They
-// are as stable as what collects w makes them.
+// NewStream returns a log that writes all records to w, such as a container's standard output. They are only as stable as
+// the storage behind w.
 func NewStream(w io.Writer) *Log {
 	b := &book{sink: stream{w}}
 	return &Log{done: b, refused: b, now: time.Now}
 }
 
-// Write appends r, the record of something that was done. It returns nil only once r is on stable storage (J3).
-// The line has at most [MaxRecord] bytes; longer texts are cut off.
+// Write appends r, the record of an action. It returns nil only when r is on stable storage (J3). The line has at most
+// [MaxRecord] bytes; longer texts are cut off.
 func (l *Log) Write(r Record) error { return l.write(l.done, r, false) }
 
 // refuse appends r, the record of a refusal, in at most [MaxRefusal] bytes.

@@ -89,7 +89,7 @@ func TestOnlyTheOwnerReadsTheLog(t *testing.T) {
 	}
 }
 
-// /dev/full is the kernel's own disk that is always full.
+// /dev/full is a device of the kernel that is always full.
 func TestARecordThatIsNotOnTheDiskIsAnError(t *testing.T) {
 	log := open(t, "/dev/full")
 	if err := log.Write(audit.Record{Event: "x"}); err == nil {

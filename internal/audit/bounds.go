@@ -8,25 +8,25 @@ import (
 	"strings"
 )
 
-// Bounds of a record, in bytes of the line that it takes in the file. A disk has room for a number of lines that can be
-// told beforehand, so that nobody who is recorded decides how long records are kept.
+// Bounds of a record, in bytes of its line in the file. The number of lines that fit on a disk is thus known, so that a
+// refused peer cannot shorten the time for which records are kept.
 const (
 	// MaxRecord bounds every record.
 	MaxRecord = 2048
 	// MaxRefusal bounds the record of a refusal.
 	MaxRefusal = 1792
-	// MaxChosen bounds what of a refusal's record the peer has chosen: names, and what error texts quote of it. IDs and
-	// digests, whose form and length are fixed, are not counted.
+	// MaxChosen bounds the part of a refusal's record that the peer has chosen: names, and what error texts quote of it.
+	// IDs and digests, which have a fixed form and length, are not counted.
 	MaxChosen = 128
 
-	maxDetail        = 512 // of what was done
-	maxRefusalDetail = 848 // three PCRs, each as it is and as an image should have it, and what the event log has in them
+	maxDetail        = 512 // of an action
+	maxRefusalDetail = 848 // three PCRs, each with its value and the image's value, and their events in the log
 	maxName          = 63  // of an image or class
 	maxSerials       = 4
 )
 
-// replacements are what stands for characters that JSON would have to escape. So a text takes as many bytes
-// in the file as it has, and a limit means the same before and after.
+// replacements replace characters that JSON would have to escape. So a text has the same number of bytes in the file, and a
+// limit applies before and after.
 var replacements = map[rune]rune{'"': '\'', '\\': '/', '\n': ' ', '\t': ' '}
 
 // plainText returns s in at most limit bytes of printable ASCII that needs no escapes in JSON.
@@ -50,7 +50,7 @@ func plainText(s string, limit int) string {
 	return b.String()
 }
 
-// quoted is what an error text quotes (%q), which is how our texts show what a peer has sent.
+// quoted matches what an error text quotes (%q), which is how our texts show data from a peer.
 const quoted = `"(?:[^"\\]|\\.)*"?`
 
 // shorten returns text in which the quoted parts, and name wherever it stands, have at most limit bytes altogether.
@@ -66,7 +66,7 @@ func shorten(text, name string, limit int) string {
 	})
 }
 
-// bounded returns r with texts that keep the record's limit.
+// bounded returns r with its texts cut to the limits.
 func (r Record) bounded(refusal bool) Record {
 	for _, f := range []struct {
 		text  *string
@@ -91,11 +91,11 @@ func (r Record) bounded(refusal bool) Record {
 	return r
 }
 
-// line returns the record as it stands in the file. refusal is whether it is one.
+// line returns the record's line in the file. refusal is true for a refusal.
 func (r Record) line(refusal bool) ([]byte, error) {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
-	e.SetEscapeHTML(false) // six bytes for one
+	e.SetEscapeHTML(false) // escapes take six bytes for one
 	if err := e.Encode(r.bounded(refusal)); err != nil {
 		return nil, fmt.Errorf("audit record: %w", err)
 	}

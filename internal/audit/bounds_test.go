@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// recorded returns what a refusal's record takes in the file.
+// recorded returns the record of a refusal in the file.
 func recorded(t require, refuse func(s *UnattestedRefusals, r *RefusalLimits)) string {
 	var out bytes.Buffer
 	s, err := NewUnattestedRefusals("joinservice", NewStream(&out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
@@ -43,12 +43,12 @@ type require interface {
 }
 
 // Whatever a peer sends, the record of its refusal is one line of at most MaxRefusal bytes, of which it has chosen at most
-// MaxChosen: every byte of the file that a peer can buy is counted after JSON's escapes.
+// MaxChosen: every byte that a peer can cause is counted after JSON's escapes.
 func TestARefusalsRecordIsSmallWhateverThePeerSends(t *testing.T) {
 	texts := rapid.OneOf(rapid.String(), rapid.StringOfN(rapid.Rune(), 0, 4000, -1), rapid.SampledFrom([]string{
 		strings.Repeat("\x00", 4096), strings.Repeat("<", 4096), strings.Repeat(`"`, 4096), strings.Repeat(`\`, 4096), strings.Repeat("\xff", 4096), strings.Repeat("\u2028", 2000),
 	}))
-	// A peer's bytes are those of a letter that none of our own texts has.
+	// A peer's bytes are a character that none of our own texts has.
 	const theirs = "~"
 	check := func(t require, line string) {
 		if len(line) > MaxRefusal || strings.Count(line, "\n") != 1 || !strings.HasSuffix(line, "\n") {
@@ -101,7 +101,7 @@ func TestARefusalsRecordIsSmallWhateverThePeerSends(t *testing.T) {
 	}
 }
 
-// What was done is bounded as well.
+// Records of actions are bounded as well.
 func TestARecordIsSmallWhateverIsInIt(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		text := rapid.String().Draw(rt, "text")
@@ -121,7 +121,7 @@ func TestARecordIsSmallWhateverIsInIt(t *testing.T) {
 	})
 }
 
-// An owner sees from the record what the machine measured and what the policy accepts, also while a new image is rolled out.
+// The record shows an owner what the machine measured and what the policy accepts, also while a new image is rolled out.
 func TestARefusalsRecordHasThePCRs(t *testing.T) {
 	mismatch := &attest.MismatchError{Kind: "image", Name: strings.Repeat("n", 63), Others: 63}
 	var want []string

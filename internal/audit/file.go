@@ -10,21 +10,21 @@ import (
 
 const (
 	maxSize = 64 << 20 // of a file, in bytes
-	keep    = 5        // files beside the one that is written to
+	keep    = 5        // files beside the current one
 )
 
-// Kept is how many bytes of records are kept at least, in the files beside the one that is written to.
+// Kept is how many bytes of records are kept at least, in the files beside the current one.
 const Kept = keep * maxSize
 
-// file is written to by one process at a time, so that what one takes back after a failed write is its own,
-// and rotation happens once.
+// file is written to by one process at a time, so that a process removes only its own bytes after a failed write, and
+// rotation happens once.
 type file struct {
 	*os.File
 
 	limit int64 // bytes
 }
 
-// openFile opens path for appending, and ends a line that a crash cut off.
+// openFile opens path for appending, and completes a line that a crash cut off.
 func openFile(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
@@ -48,10 +48,10 @@ func lock(f *os.File) error {
 	return nil
 }
 
-func unlock(f *os.File) { _ = syscall.Flock(int(f.Fd()), syscall.LOCK_UN) } // closing would do it too
+func unlock(f *os.File) { _ = syscall.Flock(int(f.Fd()), syscall.LOCK_UN) } // closing would unlock it too
 
 func repair(f *os.File) error {
-	if err := lock(f); err != nil { // a line that is being written is not torn
+	if err := lock(f); err != nil { // a line that is being written is complete first
 		return err
 	}
 	defer unlock(f)
@@ -94,8 +94,8 @@ func (f *file) append(line []byte) error {
 	return nil
 }
 
-// claim locks the file at the path, with room for n bytes. Where renaming or opening fails, records go
-// on into the file that is open, so that none is lost and J3 holds; the next one tries again.
+// claim locks the file at the path, with room for n bytes. If renaming or opening fails, records continue in the open file,
+// so that none is lost and J3 holds; the next call tries again.
 func (f *file) claim(n int64) error {
 	for {
 		if err := lock(f.File); err != nil {
@@ -107,7 +107,7 @@ func (f *file) claim(n int64) error {
 		// It was renamed: by this process, another one, or an operator.
 		next, err := openFile(f.Name())
 		if err != nil {
-			return nil //nolint:nilerr // see above: what is open and locked takes the record
+			return nil //nolint:nilerr // see above: the open and locked file takes the record
 		}
 		unlock(f.File)
 		_ = f.Close() // all of it is synced
@@ -120,8 +120,8 @@ func (f *file) full(n int64) bool {
 	return err == nil && info.Mode().IsRegular() && info.Size() > 0 && info.Size()+n > f.limit
 }
 
-// current reports whether the file that is open is the one at the path. What is no file, like
-// a device, always is.
+// current reports whether the open file is the one at the path. A path that is not a regular file, like a device, always
+// is.
 func (f *file) current() bool {
 	open, err := f.Stat()
 	if err != nil || !open.Mode().IsRegular() {
@@ -131,7 +131,7 @@ func (f *file) current() bool {
 	return err == nil && os.SameFile(open, named)
 }
 
-// rotate renames the file, which is locked, and those before it. It says whether it did.
+// rotate renames the locked file, and those before it. It reports whether it did.
 func (f *file) rotate() bool {
 	name := func(i int) string { return fmt.Sprintf("%s.%d", f.Name(), i) }
 	for i := keep - 1; i >= 1; i-- {

@@ -13,49 +13,48 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// A machine that was let in may ask for what it doesn't get as often as it likes. An honest one comes
-// again every few seconds at most, and soon every half a minute.
+// An admitted machine may repeat a refused request without limit. An honest one repeats it after a few seconds at least,
+// and soon after half a minute.
 const (
-	eachRate  = 0.1 // records a second of one machine
-	eachBurst = 50
-	allRate   = 2 // of all machines together: a policy may accept any number of software TPMs
-	allBurst  = 1000
-	maxShares = 4096
-	tellSums  = time.Minute // how often the numbers of the others are recorded
-	maxSums   = 16          // records of single machines each time; one more has the rest
+	eachRate   = 0.1 // records a second of one machine
+	eachBurst  = 50
+	allRate    = 2 // of all machines together: a policy may accept any number of software TPMs
+	allBurst   = 1000
+	maxShares  = 4096
+	reportSums = time.Minute // how often the numbers of unrecorded refusals are recorded
+	maxSums    = 16          // records of single machines each time; one more covers the rest
 )
 
-// RefusalLimits puts on record what those were refused who reached the service. Each has a ration of its own,
-// so that no machine can wash the records of others out of the log; what is above it is only counted,
-// and its number recorded. What was granted is none of its business: that goes to the [Log] itself.
+// RefusalLimits records the refusals of attested machines and nodes. Each has a limit of its own, so that no machine can
+// displace the records of others; refusals above it are only counted, and their number is recorded. Grants are not recorded
+// here: they go to the [Log] itself.
 type RefusalLimits struct {
-	beside *UnattestedRefusals // who has the service's name, log and metric
+	beside *UnattestedRefusals // provides the service's name, log and metric
 	now    func() time.Time
 
 	mu     sync.Mutex
 	all    bucket
 	shares map[string]*share
-	others int64 // unrecorded refusals of those for whom there was no share
+	others int64 // unrecorded refusals of machines without a share
 }
 
-// share is what is known of one of those who are refused.
+// share is the state of one machine or node that is refused.
 type share struct {
 	bucket
 	machine, node string
-	unrecorded    int64 // since the last record that tells their number
+	unrecorded    int64 // since the last record of their number
 }
 
-// NewRefusalLimits returns Rations whose records are those of the service that s is of.
+// NewRefusalLimits returns RefusalLimits that write their records as s does.
 func NewRefusalLimits(s *UnattestedRefusals) (*RefusalLimits, error) {
 	if s == nil {
-		return nil, errors.New("audit: rations are beside those of strangers")
+		return nil, errors.New("audit: NewRefusalLimits needs UnattestedRefusals")
 	}
 	return &RefusalLimits{beside: s, now: time.Now, all: newBucket(allRate, allBurst), shares: map[string]*share{}}, nil
 }
 
-// Write puts the record of a refusal on the log, if the ration of whom it speaks of allows it. whose
-// is a machine ID, or a node's name where no machine is attested. An error says that the record can't
-// be written.
+// Write records a refusal if the limit of the machine or node allows it. whose is a machine ID, or a node's name if no
+// machine is attested. It returns an error if the record cannot be written.
 func (r *RefusalLimits) Write(whose string, rec Record) error {
 	s := r.take(whose, rec)
 	if s == nil {
@@ -63,7 +62,7 @@ func (r *RefusalLimits) Write(whose string, rec Record) error {
 		return nil
 	}
 	err := r.beside.audit.refuse(rec)
-	if err != nil { // it will be tried again, or is lost by no fault of the machine's
+	if err != nil { // it will be repeated, or is lost without the machine's fault
 		r.mu.Lock()
 		s.tokens++
 		r.all.tokens++
@@ -72,7 +71,7 @@ func (r *RefusalLimits) Write(whose string, rec Record) error {
 	return err
 }
 
-// take gives the share that a record is taken from, or nil if there is nothing left in it.
+// take returns the share from which a record was taken, or nil if no token is left.
 func (r *RefusalLimits) take(whose string, rec Record) *share {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -99,7 +98,7 @@ func (r *RefusalLimits) take(whose string, rec Record) *share {
 	return s
 }
 
-// forget drops the shares that say no more than new ones would.
+// forget removes the shares that are equal to new ones.
 func (r *RefusalLimits) forget(now time.Time) {
 	for whose, s := range r.shares {
 		if s.unrecorded == 0 && s.full(now) {
@@ -108,23 +107,23 @@ func (r *RefusalLimits) forget(now time.Time) {
 	}
 }
 
-// Serve records the numbers until ctx ends, and what is left then.
+// Serve records the numbers until ctx ends, and the rest then.
 func (r *RefusalLimits) Serve(ctx context.Context) error {
-	tell := time.NewTicker(tellSums)
-	defer tell.Stop()
-	defer r.tell()
+	report := time.NewTicker(reportSums)
+	defer report.Stop()
+	defer r.report()
 	for {
 		select {
-		case <-tell.C:
-			r.tell()
+		case <-report.C:
+			r.report()
 		case <-ctx.Done():
 			return nil
 		}
 	}
 }
 
-// tell records how many refusals were not recorded one by one, and whose they were.
-func (r *RefusalLimits) tell() {
+// report records how many refusals were not recorded one by one, for each machine.
+func (r *RefusalLimits) report() {
 	sums, others := r.sums()
 	for i, s := range sums {
 		if i >= maxSums {
@@ -138,7 +137,7 @@ func (r *RefusalLimits) tell() {
 	}
 }
 
-// sums takes what is to be told, the largest numbers first.
+// sums returns and resets the numbers to be recorded, the largest first.
 func (r *RefusalLimits) sums() (sums []share, others int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -161,7 +160,8 @@ func (r *RefusalLimits) sum(s share, format string, n int64) {
 	})
 }
 
-// ration is how much may be recorded: burst at once, and rate a second.
+// bucket is a token bucket: burst records at once, and rate a second. golang.org/x/time/rate does not fit here: a record
+// that cannot be written must give its token back, and Reservation.Cancel does not always do so after a later reservation.
 type bucket struct {
 	rate, burst, tokens float64
 	at                  time.Time

@@ -15,7 +15,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 )
 
-// rationed is a Rations of which a test holds the clock, with what it has written.
+// limited is a RefusalLimits whose clock the test sets, with its output.
 type limited struct {
 	*RefusalLimits
 	now time.Time
@@ -47,7 +47,7 @@ func (r *limited) refuse(t *testing.T, n int, machine string) {
 	}
 }
 
-// lines counts those that were written since it was last called.
+// lines checks the number of lines that were written since its last call.
 func (r *limited) lines(t *testing.T, want int) string {
 	t.Helper()
 	text := r.out.String()
@@ -79,15 +79,15 @@ func TestOneMachineCannotWashOutTheRecordsOfOthers(t *testing.T) {
 	if n := r.dropped(t); n != 1944 {
 		t.Errorf("%v were counted as unrecorded, want 1944", n)
 	}
-	r.tell()
+	r.report()
 	if sum := r.lines(t, 1); !strings.Contains(sum, `"machine":"loud"`) || !strings.Contains(sum, "1944 more refusals") || !strings.Contains(sum, `"service":"joinservice"`) {
 		t.Errorf("their number is recorded as %s", sum)
 	}
-	r.tell()
+	r.report()
 	r.lines(t, 0)
 }
 
-// A policy may accept software TPMs: then there is no end of machines.
+// A policy may accept software TPMs: then the number of machines is unlimited.
 func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
 	r := newLimited(t, plain)
 	for i := range maxShares {
@@ -96,20 +96,20 @@ func TestAnyNumberOfMachinesStaysWithinOneRation(t *testing.T) {
 	r.lines(t, allBurst)
 	r.refuse(t, 7, "one too many")
 	r.lines(t, 0)
-	r.tell()
+	r.report()
 	sums := r.lines(t, maxSums+1)
 	if !strings.Contains(sums, fmt.Sprintf("%d more refusals of further machines", 2*maxShares-allBurst+7-2*maxSums)) {
 		t.Errorf("the rest is recorded as %s", sums)
 	}
-	if len(r.shares) != allBurst/2 { // who has used nothing of a share needs none
+	if len(r.shares) != allBurst/2 { // a machine that has used none of its share needs no share
 		t.Errorf("%d machines are remembered", len(r.shares))
 	}
 	r.now = r.now.Add(time.Hour)
 	r.refuse(t, 1, "a later one")
 	r.lines(t, 1)
-	r.tell()
+	r.report()
 	r.now = r.now.Add(time.Hour)
-	r.tell()
+	r.report()
 	if len(r.shares) > 0 {
 		t.Errorf("%d machines are remembered for good", len(r.shares))
 	}
@@ -134,8 +134,8 @@ var errBroken = errors.New("no space left on device")
 
 func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 
-// What can't be written is not the machine's fault: whoever tries again until it can be is not told
-// that it was.
+// A failed write is not the machine's fault: a refusal that is repeated until it can be written is not counted against the
+// machine.
 func TestARecordThatCannotBeWrittenIsNotTakenFromTheRation(t *testing.T) {
 	r := newLimited(t, func(*bytes.Buffer) io.Writer { return brokenWriter{} })
 	for range 2 * eachBurst {
@@ -144,6 +144,6 @@ func TestARecordThatCannotBeWrittenIsNotTakenFromTheRation(t *testing.T) {
 		}
 	}
 	if _, err := NewRefusalLimits(nil); err == nil {
-		t.Error("rations beside nobody were made")
+		t.Error("RefusalLimits without UnattestedRefusals were made")
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// While one process takes back what it could not write whole, no record of another may be in the way.
+// While one process removes a line that it could not write completely, no other process may append a record.
 func TestNobodyWritesWhileAnotherProcessDoes(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
 	log, err := Open(path)
@@ -45,7 +45,7 @@ func TestNobodyWritesWhileAnotherProcessDoes(t *testing.T) {
 			t.Fatalf("a record was written beside another process's: %v", err)
 		default:
 		}
-		locks, err := os.ReadFile("/proc/locks") // proc_locks(5): "->" is one that waits
+		locks, err := os.ReadFile("/proc/locks") // proc_locks(5): "->" is a waiting process
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,10 +53,10 @@ func TestNobodyWritesWhileAnotherProcessDoes(t *testing.T) {
 			waiting = waiting || strings.Contains(line, "-> FLOCK") && strings.Contains(line, fmt.Sprintf(":%d ", stat.Ino))
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("nobody waits for the lock")
+			t.Fatal("no process waits for the lock")
 		}
 	}
-	if err := other.Truncate(0); err != nil { // what a failed write does
+	if err := other.Truncate(0); err != nil { // as after a failed write
 		t.Fatal(err)
 	}
 	if err := syscall.Flock(int(other.Fd()), syscall.LOCK_UN); err != nil {

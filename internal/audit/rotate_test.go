@@ -65,7 +65,7 @@ func TestAFullFileIsRenamedAndNoRecordLost(t *testing.T) {
 	}
 }
 
-// What can't be renamed is written on: a ticket is never refused for that.
+// If a file cannot be renamed, it grows: a ticket is never refused for that.
 func TestAFileThatCannotBeRenamedGrows(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
 	if err := os.MkdirAll(filepath.Join(path+".5", "in the way"), 0o700); err != nil {

@@ -15,20 +15,20 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// queueSize bounds what strangers can make us remember.
+// queueSize bounds how many refusals of unattested peers are kept in memory.
 const queueSize = 256
 
-// Each record costs an fsync, and room that records of other refusals need; a stranger costs us one whenever it
-// likes. So they have a ration; what is above it is only counted.
+// Each record costs an fsync, and space that records of other refusals need; unattested peers can cause one at any time. So
+// their records have a limit; refusals above it are only counted.
 const (
 	recordRate  = 4 // records a second
 	recordBurst = 50
-	tellEvery   = 10 * time.Second // how often the number of the others is recorded
+	reportEvery = 10 * time.Second // how often the number of unrecorded refusals is recorded
 )
 
-// UnattestedRefusals puts on record who was refused before it reached the service: in the exchange of
-// attested TLS, or at an RPC that its connection may not call. That is done in the background, and
-// dropped under a flood, when only the number of the others is recorded.
+// UnattestedRefusals records peers that were refused before they reached the service: in the exchange of attested TLS, or
+// at an RPC that their connection may not call. It works in the background. Under a flood it drops records and only records
+// their number.
 type UnattestedRefusals struct {
 	service string
 	audit   *Log
@@ -37,15 +37,16 @@ type UnattestedRefusals struct {
 	records chan Record
 	now     func() time.Time
 
-	unrecorded atomic.Int64 // since the last record that tells their number
-	// Both are of Serve alone. Whoever has no TPM that a root of the policy vouches for can use up the first, and not the second.
+	unrecorded atomic.Int64 // since the last record of their number
+	// Both are used by Serve only. Peers without a TPM that a root of the policy certifies can use up the first, but not
+	// the second.
 	bucket, genuine bucket
 }
 
-// NewUnattestedRefusals returns Strangers whose records are those of the service.
+// NewUnattestedRefusals returns UnattestedRefusals that write the records of the service.
 func NewUnattestedRefusals(service string, log *Log, l *slog.Logger, r prometheus.Registerer) (*UnattestedRefusals, error) {
 	if service == "" || log == nil || l == nil || r == nil {
-		return nil, errors.New("audit: every argument of NewStrangers is required")
+		return nil, errors.New("audit: every argument of NewUnattestedRefusals is required")
 	}
 	dropped := prometheus.NewCounter(prometheus.CounterOpts{Name: "muster_refusals_unrecorded_total", Help: "Refusals that were counted, but not put into the audit log, since there were too many."})
 	if err := r.Register(dropped); err != nil {
@@ -54,22 +55,21 @@ func NewUnattestedRefusals(service string, log *Log, l *slog.Logger, r prometheu
 	return &UnattestedRefusals{service: service, audit: log, log: l, dropped: dropped, records: make(chan Record, queueSize), now: time.Now, bucket: newBucket(recordRate, recordBurst), genuine: newBucket(recordRate, recordBurst)}, nil
 }
 
-// Connection is for [atls.ServerConfig]'s Observe: it takes a connection that we refused. machine is
-// empty if no verified evidence named one.
+// Connection is for [atls.ServerConfig]'s Observe: it records a refused connection. machine is empty if no verified
+// evidence named one.
 func (s *UnattestedRefusals) Connection(u atls.SetUp, machine string) {
 	if refusal, ok := errors.AsType[*attest.Refusal](u.Err); ok && !refusal.Remote {
 		s.add(Record{Event: "connection refused", Machine: machine, Detail: about(u.Remote, machine, u.Err.Error())}, u.Err)
 	}
 }
 
-// Call takes a call that was refused before it reached its handler; machine is empty if the caller
-// did not attest.
+// Call records a call that was refused before it reached its handler; machine is empty if the caller did not attest.
 func (s *UnattestedRefusals) Call(procedure, remote, machine string, err error) {
 	s.add(Record{Event: "call refused", Machine: machine, Detail: about(remote, machine, procedure+": "+err.Error())}, err)
 }
 
-// about returns the text of a record: who, and why. Of somebody who did not attest no more than [MaxChosen]
-// bytes follow the address, whatever of them is his: the whole text is in the service's log.
+// about returns the text of a record: the peer, and the reason. For an unattested peer at most [MaxChosen] bytes follow the
+// address, also if they are not chosen by the peer: the whole text is in the service's log.
 func about(remote, machine, why string) string {
 	if machine == "" {
 		why = plainText(why, MaxChosen)
@@ -92,15 +92,15 @@ func (s *UnattestedRefusals) Skip() {
 	s.dropped.Inc()
 }
 
-// Serve writes until ctx ends, and what is left then.
+// Serve writes records until ctx ends, and the rest then.
 func (s *UnattestedRefusals) Serve(ctx context.Context) error {
-	tell := time.NewTicker(tellEvery)
-	defer tell.Stop()
-	defer s.tell()
+	report := time.NewTicker(reportEvery)
+	defer report.Stop()
+	defer s.report()
 	for {
 		select {
-		case <-tell.C:
-			s.tell()
+		case <-report.C:
+			s.report()
 		case r := <-s.records:
 			s.take(r)
 		case <-ctx.Done():
@@ -116,7 +116,7 @@ func (s *UnattestedRefusals) Serve(ctx context.Context) error {
 	}
 }
 
-// take records one refusal, if the ration allows it.
+// take records one refusal, if the limit allows it.
 func (s *UnattestedRefusals) take(r Record) {
 	from := &s.bucket
 	if r.Machine != "" && r.Reason != attest.ReasonName(attestv1.Reason_REASON_EK_UNTRUSTED) {
@@ -130,8 +130,8 @@ func (s *UnattestedRefusals) take(r Record) {
 	s.write(r)
 }
 
-// tell records how many refusals were not recorded one by one.
-func (s *UnattestedRefusals) tell() {
+// report records how many refusals were not recorded one by one.
+func (s *UnattestedRefusals) report() {
 	if n := s.unrecorded.Swap(0); n > 0 {
 		s.write(Record{
 			Time: s.now(), Service: s.service, Event: "connections refused", Reason: attest.ReasonName(attestv1.Reason_REASON_BUSY),

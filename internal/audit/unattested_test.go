@@ -36,11 +36,11 @@ func TestRecordsOfStrangersAreRationed(t *testing.T) {
 	now = now.Add(time.Second)
 	flood()
 	lines(recordBurst + recordRate)
-	r.tell()
+	r.report()
 	lines(recordBurst + recordRate + 1)
 	if !strings.Contains(out.String(), fmt.Sprintf("%d more refusals", 2000-recordBurst-recordRate)) {
 		t.Error("their number is not recorded")
 	}
-	r.tell()
+	r.report()
 	lines(recordBurst + recordRate + 1)
 }

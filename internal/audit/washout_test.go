@@ -14,7 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// flood is refusals at the highest rates that are recorded, by a clock of the test's own.
+// flood causes refusals at the highest rates that are recorded, by the test's own clock.
 type flood struct {
 	s   *UnattestedRefusals
 	r   *RefusalLimits
@@ -35,7 +35,7 @@ func newFlood(t *testing.T, l *Log) *flood {
 	return f
 }
 
-// second is one of unattested peers and of a hundred machines that are refused, each as often as it can.
+// second is one second of refusals of unattested peers and of a hundred machines, each as often as it can.
 func (f *flood) second(t *testing.T) {
 	t.Helper()
 	f.now = f.now.Add(time.Second)
@@ -50,8 +50,8 @@ func (f *flood) second(t *testing.T) {
 		}
 	}
 	if f.now.Second() == 0 {
-		f.s.tell()
-		f.r.tell()
+		f.s.report()
+		f.r.report()
 	}
 }
 
@@ -71,8 +71,8 @@ func sizeOf(t *testing.T, pattern string) (size int64) {
 	return size
 }
 
-// Whoever is refused, for however long and as often as it likes, takes no record of what was done away: not that of
-// the first ticket, and none of those between.
+// Refused peers, for however long and as often as they like, remove no record of an action: neither that of the first
+// ticket, nor any between.
 func TestRefusalsNeverTakeThePlaceOfATicket(t *testing.T) {
 	const limit = 32 << 10
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
@@ -91,7 +91,7 @@ func TestRefusalsNeverTakeThePlaceOfATicket(t *testing.T) {
 		tickets++
 	}
 	ticket()
-	oldest := path // until the first refusals are gone three times over
+	oldest := path // until the first refusals were removed three times over
 	for rounds, began := 0, f.now; rounds < 3; {
 		if f.second(t); f.now.Sub(began) > time.Hour {
 			t.Fatal("no hour of refusals fills their files")
@@ -121,7 +121,7 @@ func TestRefusalsNeverTakeThePlaceOfATicket(t *testing.T) {
 	}
 }
 
-// What docs/operate.md says of a day: the rates of records times their size.
+// This checks docs/operate.md on a day of refusals: the rates of records times their size.
 func TestADayOfRefusalsIsAsLargeAsDocumented(t *testing.T) {
 	var out bytes.Buffer
 	l := NewStream(&out)

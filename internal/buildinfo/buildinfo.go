@@ -1,4 +1,4 @@
-// Package buildinfo says which build of Muster a program is.
+// Package buildinfo returns the build information of the running program.
 package buildinfo
 
 import (
@@ -18,7 +18,7 @@ var (
 
 // Info describes a build.
 type Info struct {
-	// Version is the release, as in v0.1.0; "dev" for a build that nobody stamped.
+	// Version is the release, as in v0.1.0; "dev" for a build without one.
 	Version string `json:"version"`
 	// Commit is the Git commit, empty if it is not known.
 	Commit string `json:"commit,omitempty"`
@@ -30,7 +30,7 @@ type Info struct {
 	Platform string `json:"platform"`
 }
 
-// Read gives the running program's build.
+// Read returns the running program's build.
 func Read() Info {
 	info := Info{Version: version, Commit: commit, Go: runtime.Version(), Platform: runtime.GOOS + "/" + runtime.GOARCH}
 	if info.Version == "" {
@@ -51,7 +51,7 @@ func Read() Info {
 	return info
 }
 
-// String gives one line for people, without a newline.
+// String returns one line for people, without a newline.
 func (i Info) String() string {
 	s := i.Version
 	if i.Commit != "" {

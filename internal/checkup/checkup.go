@@ -1,5 +1,5 @@
-// Package checkup is what a doctor's report looks like, the owner's and a machine's alike: named
-// checks that are ok, worth a word or failed, and what to do.
+// Package checkup defines the report of the doctor commands, the owner's and a machine's: named checks with a level, a
+// detail and a remedy.
 package checkup
 
 import (
@@ -7,26 +7,26 @@ import (
 	"slices"
 )
 
-// Level is how a check ended.
+// Level is the result of a check.
 type Level string
 
 // The levels.
 const (
 	OK Level = "ok"
-	// Warn is for what works, and may not for long or as its owner wants.
+	// Warn is for something that works, but may stop working or differs from what its owner wants.
 	Warn Level = "warn"
-	// Fail is for what does not work, or is not safe.
+	// Fail is for something that does not work, or is not safe.
 	Fail Level = "fail"
 )
 
-// Finding is what came of one check, or one of several things that it found.
+// Finding is the result of one check, or one of several results.
 type Finding struct {
 	// Check is its name, which stays the same between versions.
 	Check string `json:"check"`
 	Level Level  `json:"level"`
-	// Detail says what was seen.
+	// Detail describes what was found.
 	Detail string `json:"detail"`
-	// Remedy says what to do; empty only if Level is OK.
+	// Remedy describes what to do; empty only if Level is OK.
 	Remedy string `json:"remedy,omitempty"`
 }
 
@@ -35,27 +35,27 @@ type Report struct {
 	Findings []Finding `json:"findings"`
 }
 
-// Add notes what a check found.
+// Add adds a result of a check.
 func (r *Report) Add(check string, level Level, remedy, detail string, args ...any) {
 	r.Findings = append(r.Findings, Finding{Check: check, Level: level, Detail: fmt.Sprintf(detail, args...), Remedy: remedy})
 }
 
-// OK notes that a check found nothing wrong.
+// OK adds the result that a check found nothing wrong.
 func (r *Report) OK(check, detail string, args ...any) { r.Add(check, OK, "", detail, args...) }
 
-// Err notes that a check failed for an error; it is a finding of nothing if err is nil.
+// Err adds a failure of the check with the error; it adds nothing if err is nil.
 func (r *Report) Err(check, remedy string, err error) {
 	if err != nil {
 		r.Add(check, Fail, remedy, "%v", err)
 	}
 }
 
-// Clean says whether the check has no finding yet but OK.
+// Clean reports whether the check has no finding yet except OK.
 func (r *Report) Clean(check string) bool {
 	return !slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Check == check && f.Level != OK })
 }
 
-// Count gives how many findings are of a level.
+// Count returns how many findings have a level.
 func (r *Report) Count(l Level) (n int) {
 	for _, f := range r.Findings {
 		if f.Level == l {
@@ -65,7 +65,7 @@ func (r *Report) Count(l Level) (n int) {
 	return n
 }
 
-// Verdict is an error if anything failed.
+// Verdict returns an error if any check failed.
 func (r *Report) Verdict() error {
 	if n := r.Count(Fail); n > 0 {
 		return fmt.Errorf("%d of %d checks failed", n, len(r.Findings))
@@ -73,7 +73,7 @@ func (r *Report) Verdict() error {
 	return nil
 }
 
-// Rows gives a table for people, its heading first.
+// Rows returns a table for people, its heading first.
 func (r *Report) Rows() [][]string {
 	rows := [][]string{{"CHECK", "", "FOUND"}}
 	for _, f := range r.Findings {

@@ -1,4 +1,4 @@
-// Package disktest gives tests a small disk of their own, to be filled.
+// Package disktest gives tests a small file system that they can fill.
 package disktest
 
 import (
@@ -12,16 +12,15 @@ import (
 	"testing"
 )
 
-// Small gives a folder that is a file system of so many bytes. It is mounted in the mount
-// namespace of a process that ends with the test, also with one that is killed: the
-// machine's mounts stay as they are. Other processes can use the path until then. It needs
-// root.
+// Small returns a folder that is a file system of that many bytes. It is mounted in the mount namespace of a process that
+// ends with the test, also if the test is killed: the machine's mounts do not change. Other processes can use the path
+// until then. It needs root.
 func Small(t testing.TB, bytes int) string {
 	t.Helper()
 	at := t.TempDir()
-	// It ends when its standard input does, and the kernel closes that with this process. A thread
-	// of this process with a namespace of its own would have to end with the test, and the kernel
-	// ends with a thread what it started with Pdeathsig: other tests' TPMs.
+	// The process ends when its standard input is closed, which the kernel does when this process ends. A thread of this
+	// process with its own namespace would have to end with the test, and the kernel ends with a thread the processes that
+	// it started with Pdeathsig: other tests' TPMs.
 	cmd := exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-ec",
 		`mount -t tmpfs -o "size=$1,mode=700" small "$0"; echo; exec cat`, at, fmt.Sprint(bytes))
 	cmd.Stderr = os.Stderr
@@ -47,8 +46,7 @@ func Small(t testing.TB, bytes int) string {
 	return fmt.Sprintf("/proc/%d/root%s", cmd.Process.Pid, at)
 }
 
-// Fill takes all that is free of the file system that dir is on, and gives what frees it
-// again.
+// Fill fills the free space of dir's file system, and returns a function that frees it again.
 func Fill(t testing.TB, dir string) (free func()) {
 	t.Helper()
 	path := filepath.Join(dir, "filler")

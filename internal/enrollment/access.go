@@ -1,5 +1,5 @@
-// Package enrollment holds the transitions of an enrollment that both joinservice and the owner's program make: who may write to the API
-// as a node follows from the AttestedNodes here, once.
+// Package enrollment holds the transitions of an enrollment that both joinservice and the owner's program make: only here
+// it is derived from the AttestedNodes which nodes may write to the API.
 package enrollment
 
 import (
@@ -18,36 +18,39 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// ByTicket reports whether a join ticket made the enrollment, and not the owner.
+// ByTicket reports whether a join ticket created the enrollment, and not the owner.
 func ByTicket(n *v1alpha1.AttestedNode) bool { return n.Annotations[v1alpha1.EnrolledByTicket] != "" }
 
-// Suspended reports whether the machine of the enrollment may write nothing: it is banned or removed, or has returned its ticket.
+// Suspended reports whether the machine of the enrollment may not write: it is banned or removed, or has returned its
+// ticket.
 func Suspended(n *v1alpha1.AttestedNode) bool { return n.ShutOut() || n.Status.ReleasedAt != nil }
 
-// Certified reports whether a machine has been given certificates of the node: by a ticket, or as the first machine of a cluster.
+// Certified reports whether a machine got certificates of the node: by a ticket, or as the first machine of a cluster.
 func Certified(n *v1alpha1.AttestedNode) bool {
 	v := n.Status.LastVerdict
 	return n.Status.Ticket != nil || n.Status.Certificates != nil || v != nil && v.Accepted
 }
 
-// Present is what is known of the Node of a name.
+// Present is the known state of the Node of a name.
 type Present struct {
-	// Is says that there is a Node, ControlPlane that it has the label of control planes, which no kubelet can set.
+	// Is reports that the Node exists, ControlPlane that it has the label of control planes, which no kubelet can set.
 	Is, ControlPlane bool
 }
 
-// Clock is the time, as the clocks of the control planes show it: one that is wrong neither ends a revocation early nor makes one end early (J4).
+// Clock is the time by the clocks of the control planes: a wrong one neither ends a revocation early nor creates one that
+// ends early (J4).
 type Clock struct {
-	// Latest is what a revocation counts from. Earliest is by which one lapses; zero: none does.
+	// Latest is the start of new revocations. Earliest decides whether one has expired; zero: none has.
 	Earliest, Latest time.Time
 }
 
-// Access returns the entry that a name must have: have is the entry now, n its AttestedNode (nil: it has none), members whether the list is of
-// members only. It is called again after each change of any of them, and of two calls with the same arguments the second changes nothing.
+// Access returns the entry that a name must have. have is the present entry, n its AttestedNode (nil if it has none),
+// members whether the list is of members only. It must be called after each change of them; with the same arguments the
+// result is the same.
 func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, members bool, clock Clock) nodeaccess.Entry {
 	next := have
 	if n == nil {
-		if have.Suspended { // J4: somebody removed the enrollment without a revocation
+		if have.Suspended { // J4: the enrollment was removed without a revocation
 			next = have.Revoke(clock.Latest)
 		}
 		next.Suspended = false
@@ -58,7 +61,7 @@ func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, membe
 		next.ControlPlane = !next.Suspended && (n.Spec.Role == v1alpha1.RoleControlPlane && Certified(n) || have.Unattested && node.Is && node.ControlPlane)
 		next.Member = members && !n.ShutOut() && (have.Member || Certified(n))
 		if t := n.Status.Ticket; t != nil && t.CertificateID != "" && !n.ShutOut() {
-			if have.Unattested { // J4: the name is an attested machine's from now on
+			if have.Unattested { // J4: from now on the name is an attested machine's
 				next = have.Revoke(clock.Latest)
 				next.Suspended, next.Member = Suspended(n), members
 				next.ControlPlane = !next.Suspended && n.Spec.Role == v1alpha1.RoleControlPlane
@@ -72,17 +75,18 @@ func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, membe
 	return next
 }
 
-// conflicts is how often a lost compare-and-swap on the list is tried again: every replica and the owner write one object.
+// conflicts bounds the attempts of a compare-and-swap on the list: every replica and the owner write one object.
 var conflicts = wait.Backoff{Steps: 12, Duration: 10 * time.Millisecond, Factor: 1.6, Jitter: 0.5, Cap: time.Second}
 
-// Key is where the list is.
+// Key returns the name of the list's ConfigMap.
 func Key() client.ObjectKey {
 	return client.ObjectKey{Namespace: clusterinfo.Namespace, Name: nodeaccess.ConfigMap}
 }
 
-// Change reads the list, has change edit it, and writes it by compare-and-swap; a lost one begins anew. What change reads from the API itself is
-// read after the list: if it decides on something that somebody changes meanwhile, their own change of the list comes later, or makes
-// this one fail. It returns the ConfigMap as it is then. A missing list is an error that [apierrors.IsNotFound] knows.
+// Change reads the list, has change edit it, and writes it by compare-and-swap; after a conflict it starts again. What
+// change reads from the API is read after the list: if another program changes that meanwhile, its own change of the list
+// comes later, or makes this one fail. It returns the resulting ConfigMap. For a missing list, [apierrors.IsNotFound] is
+// true of the error.
 func Change(ctx context.Context, c client.Client, change func(context.Context, *nodeaccess.List) error) (*corev1.ConfigMap, error) {
 	backoff := conflicts
 	for {
@@ -121,8 +125,8 @@ func changeOnce(ctx context.Context, c client.Client, change func(context.Contex
 	return m, c.Update(ctx, m)
 }
 
-// Reconcile makes the list say of nodes what their AttestedNodes say, which it reads after the list (J4). present says which Nodes there are. It returns the
-// list as it is then.
+// Reconcile updates the list's entries of nodes from their AttestedNodes, which it reads after the list (J4). present
+// returns the state of a Node. It returns the resulting list.
 func Reconcile(ctx context.Context, c client.Client, present func(string) Present, clock Clock, nodes ...string) (*nodeaccess.List, error) {
 	var out *nodeaccess.List
 	_, err := Change(ctx, c, func(ctx context.Context, l *nodeaccess.List) error {

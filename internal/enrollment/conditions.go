@@ -10,8 +10,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// SetConditions makes the conditions Accepted, Enrolled and Revoked say what the rest of the AttestedNode says, and reports whether one of them changed.
-// suspended is what the list of nodes says of the name. Nothing is decided on conditions: they are for people and for kubectl wait.
+// SetConditions sets the conditions Accepted, Enrolled and Revoked from the other fields of the AttestedNode, and reports
+// whether one of them changed. suspended is whether the list has the name as suspended. No decision depends on conditions:
+// they are for people and for kubectl wait.
 func SetConditions(n *v1alpha1.AttestedNode, suspended bool) (changed bool) {
 	for _, c := range []metav1.Condition{accepted(n), enrolled(n), revoked(n, suspended)} {
 		c.ObservedGeneration = n.Generation
@@ -27,7 +28,7 @@ func condition(kind string, status metav1.ConditionStatus, reason, message strin
 func accepted(n *v1alpha1.AttestedNode) metav1.Condition {
 	switch v := n.Status.LastVerdict; {
 	case v == nil:
-		return condition(v1alpha1.ConditionAccepted, metav1.ConditionUnknown, "NoEvidence", "no evidence of the machine has been judged yet")
+		return condition(v1alpha1.ConditionAccepted, metav1.ConditionUnknown, "NoEvidence", "no evidence of the machine was appraised yet")
 	case v.Accepted:
 		return condition(v1alpha1.ConditionAccepted, metav1.ConditionTrue, v.Reason, fmt.Sprintf("the policy with serial %d accepts the machine's evidence", n.Status.PolicySerial))
 	default:
@@ -63,7 +64,7 @@ func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
 	case suspended:
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "AccessReturns", "the node may not write to the API yet: joinservice is about to let it")
 	default:
-		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "nothing says that the node may not write to the API")
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "no suspension or revocation of the node is recorded")
 	}
 	if !suspended {
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, reason+"Pending", message+"; that its node may not write to the API is about to be listed")

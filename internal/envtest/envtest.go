@@ -1,9 +1,8 @@
-// Package envtest runs a real Kubernetes control plane for tests: etcd, kube-apiserver and
-// kube-controller-manager as plain processes on loopback. The signers, RBAC, admission policies and
-// token reviews that tests meet are Kubernetes' own.
+// Package envtest runs a real Kubernetes control plane for tests: etcd, kube-apiserver and kube-controller-manager as plain
+// processes on loopback. Tests use the signers, RBAC, admission policies and token reviews of Kubernetes itself.
 //
-// The programs come from the folder in the environment variable MUSTER_KUBE_BIN, or from the cache
-// that `lab kube-binaries` fills. Without them tests fail and say so.
+// The programs come from the folder in the environment variable MUSTER_KUBE_BIN, or from the cache that `lab kube-binaries`
+// fills. Without them tests fail with an error that names both.
 package envtest
 
 import (
@@ -35,13 +34,13 @@ const (
 
 // Cluster is a running control plane without nodes.
 type Cluster struct {
-	// Admin may do everything.
+	// Admin has all rights.
 	Admin *rest.Config
-	// Client reads and writes as Admin.
+	// Client has the rights of Admin.
 	Client client.Client
 	// Kubeconfig is the path of Admin's kubeconfig.
 	Kubeconfig string
-	// Bin is the folder that the programs come from, with kubectl.
+	// Bin is the folder of the programs, including kubectl.
 	Bin string
 	// Dir holds the cluster's files; the programs' logs are *.log.
 	Dir string
@@ -50,13 +49,13 @@ type Cluster struct {
 	procs []*process
 }
 
-// Start starts a cluster. It is for TestMain, so that the tests of a package share one; what it made
-// so far is stopped if it fails. kube-controller-manager runs the signers, and those controllers that are named.
+// Start starts a cluster. It is for TestMain, so that the tests of a package share one; after a failure it stops what it
+// has started. kube-controller-manager runs the signers, and the named controllers.
 func Start(ctx context.Context, controllers ...string) (*Cluster, error) {
 	return StartWith(ctx, nil, controllers...)
 }
 
-// StartWith starts a cluster whose API server has arguments of its own after the usual ones.
+// StartWith starts a cluster whose API server has extra arguments.
 func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cluster, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, errors.New("the control plane did not become ready in time"))
 	defer cancel()
@@ -111,7 +110,7 @@ func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cl
 	if err := c.connect(ctx, server); err != nil {
 		return nil, err
 	}
-	// The signers are all that most tests want of it: the approver is left out, as in a cluster of Muster's.
+	// Most tests need only the signers: the approver does not run, as in a cluster of Muster's.
 	if err := c.run(bin, "kube-controller-manager", "--kubeconfig="+manager, "--controllers="+strings.Join(append(controllers, "certificatesigningrequest-signing-controller"), ","), "--leader-elect=false", "--use-service-account-credentials",
 		"--secure-port=0", "--cluster-signing-cert-file="+c.pki.file("ca.crt"), "--cluster-signing-key-file="+c.pki.file("ca.key"), "--cluster-signing-duration=24h"); err != nil {
 		return nil, err
@@ -119,13 +118,13 @@ func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cl
 	return c, nil
 }
 
-// CA gives the cluster's certificate authority in PEM.
+// CA returns the cluster's certificate authority in PEM.
 func (c *Cluster) CA() []byte { return bytes.Clone(c.Admin.CAData) }
 
 // Stop ends the programs and removes the cluster's files.
 func (c *Cluster) Stop() error {
 	var errs []error
-	// etcd goes last: an API server that lost it does not end.
+	// etcd is stopped last: an API server that lost it does not end.
 	for i := len(c.procs) - 1; i >= 0; i-- {
 		errs = append(errs, c.procs[i].stop())
 	}
@@ -182,11 +181,11 @@ func (c *Cluster) run(bin, name string, args ...string) error {
 	p.cmd = exec.Command(filepath.Join(bin, name), args...) // not CommandContext: Stop ends them in order
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	p.cmd.Dir = c.Dir
-	// A test binary that is killed takes them along.
+	// They end when the test binary is killed.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started := make(chan error, 1)
 	go func() {
-		// The signal comes when the thread ends that started the program, so that thread stays.
+		// The signal is sent when the thread that started the program ends, so the thread must stay.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		defer close(p.done)
@@ -209,7 +208,7 @@ type process struct {
 	name, log string
 	cmd       *exec.Cmd
 	done      chan struct{}
-	err       error // once done
+	err       error // valid when done
 }
 
 func (p *process) stop() error {
@@ -224,7 +223,7 @@ func (p *process) stop() error {
 	}
 }
 
-// tail gives the end of the log.
+// tail returns the end of the log.
 func (p *process) tail() string {
 	b, err := os.ReadFile(p.log)
 	if err != nil {
@@ -234,7 +233,7 @@ func (p *process) tail() string {
 	return strings.Join(lines[max(0, len(lines)-10):], "\n")
 }
 
-// Binaries finds the folder of the Kubernetes programs, kubectl among them.
+// Binaries finds the folder of the Kubernetes programs, including kubectl.
 func Binaries() (string, error) {
 	const program = "kube-apiserver"
 	if dir := os.Getenv("MUSTER_KUBE_BIN"); dir != "" {
@@ -263,7 +262,7 @@ func Binaries() (string, error) {
 	return newest, nil
 }
 
-// freePorts gives ports that nobody listens on now.
+// freePorts returns ports on which no process listens now.
 func freePorts(ctx context.Context, n int) ([]int, error) {
 	var ports []int
 	for range n {

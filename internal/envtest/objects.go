@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/api/crds"
 )
 
-// Apply creates the objects of a YAML stream whose kind is one of kinds; none given: all.
+// Apply creates the objects of a YAML stream whose kind is one of kinds; without kinds, all.
 func (c *Cluster) Apply(ctx context.Context, stream []byte, kinds ...string) error {
 	dec := yaml.NewYAMLOrJSONDecoder(bytes.NewReader(stream), 4096)
 	for {
@@ -43,7 +43,7 @@ func (c *Cluster) Apply(ctx context.Context, stream []byte, kinds ...string) err
 	}
 }
 
-// InstallCRDs installs Muster's and waits until they are served.
+// InstallCRDs installs Muster's CRDs and waits until they are served.
 func (c *Cluster) InstallCRDs(ctx context.Context) error {
 	files, err := fs.Glob(crds.FS, "*.yaml")
 	if err != nil || len(files) == 0 {
@@ -71,14 +71,13 @@ func (c *Cluster) InstallCRDs(ctx context.Context) error {
 	})
 }
 
-// Namespace makes one unless it is there.
+// Namespace creates a namespace unless it exists.
 func (c *Cluster) Namespace(ctx context.Context, name string) error {
 	err := c.Client.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}})
 	return client.IgnoreAlreadyExists(err)
 }
 
-// Pod makes a pod of a service account on a node that it makes too, unless they are there. Nothing
-// runs it; tokens can be bound to it.
+// Pod creates a pod of a service account, and its node, unless they exist. The pod does not run; tokens can be bound to it.
 func (c *Cluster) Pod(ctx context.Context, namespace, account, node string) (*corev1.Pod, error) {
 	if err := client.IgnoreAlreadyExists(c.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}})); err != nil {
 		return nil, err
@@ -112,7 +111,7 @@ func (c *Cluster) Token(ctx context.Context, namespace, account, audience string
 	return r.Status.Token, nil
 }
 
-// As gives the configuration of a service account, which has the rights that RBAC gives it.
+// As returns the configuration of a service account, which has the rights that RBAC gives it.
 func (c *Cluster) As(ctx context.Context, namespace, account string) (*rest.Config, error) {
 	token, err := c.Token(ctx, namespace, account, "", nil)
 	if err != nil {
@@ -131,7 +130,7 @@ func WriteKubeconfig(path string, cfg *rest.Config) error {
 	return clientcmd.WriteToFile(*c, path)
 }
 
-// AsUser gives the configuration of a user with a client certificate, such as a node's.
+// AsUser returns the configuration of a user with a client certificate, such as a node's.
 func (c *Cluster) AsUser(name string, groups ...string) (*rest.Config, error) {
 	if _, err := c.pki.user(name, groups...); err != nil {
 		return nil, err
@@ -139,7 +138,7 @@ func (c *Cluster) AsUser(name string, groups ...string) (*rest.Config, error) {
 	return c.pki.config(name, c.Admin.Host), nil
 }
 
-// until tries f until it works or ctx ends.
+// until repeats f until it succeeds or ctx ends.
 func (c *Cluster) until(ctx context.Context, f func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()

@@ -21,7 +21,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
-// pki is the certificate authority of a cluster and what it issued.
+// pki is the certificate authority of a cluster and its certificates.
 type pki struct {
 	dir    string
 	ca     *x509.Certificate
@@ -106,7 +106,7 @@ func (p *pki) issue(template *x509.Certificate) (pair, error) {
 	return pair{pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), private}, err
 }
 
-// user gives a client certificate.
+// user returns a client certificate.
 func (p *pki) user(name string, groups ...string) (pair, error) {
 	if u, ok := p.issued[name]; ok {
 		return u, nil
@@ -116,7 +116,7 @@ func (p *pki) user(name string, groups ...string) (pair, error) {
 	return u, err
 }
 
-// kubeconfig writes one for a user and gives its path.
+// kubeconfig writes a kubeconfig for a user and returns its path.
 func (p *pki) kubeconfig(dir, name, server string, groups ...string) (string, error) {
 	u, err := p.user(name, groups...)
 	if err != nil {
@@ -131,13 +131,13 @@ func (p *pki) kubeconfig(dir, name, server string, groups ...string) (string, er
 	return path, clientcmd.WriteToFile(*c, path)
 }
 
-// config gives the configuration of a user that was made.
+// config returns the configuration of an existing user.
 func (p *pki) config(name, server string) *rest.Config {
 	u := p.issued[name]
 	return &rest.Config{Host: server, QPS: -1, TLSClientConfig: rest.TLSClientConfig{CAData: p.caPEM, CertData: u.cert, KeyData: u.key}}
 }
 
-// readyz asks the API server for itself and for the namespace that it makes last.
+// readyz checks the API server's readiness and the namespace that it creates last.
 func readyz(ctx context.Context, c *rest.Config) error {
 	k, err := kubernetes.NewForConfig(c)
 	if err != nil {

@@ -15,7 +15,7 @@ const (
 	auditPolicy = `{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived", "ResponseStarted"], "rules": [{"level": "Metadata"}]}`
 )
 
-// Request is what the API server's audit log says of one.
+// Request is a request in the API server's audit log.
 type Request struct {
 	Received  time.Time `json:"requestReceivedTimestamp"`
 	Verb      string    `json:"verb"`
@@ -33,15 +33,15 @@ type Request struct {
 	Status struct {
 		Code int `json:"code"`
 	} `json:"responseStatus"`
-	// Annotations have what the authorizer decided, under [Decision].
+	// Annotations include the authorizer's decision, under [Decision].
 	Annotations map[string]string `json:"annotations"`
 }
 
 // Decision is the annotation whose value is "allow" or "forbid".
 const Decision = "authorization.k8s.io/decision"
 
-// Requests lists those that clients whose User-Agent begins with agent have made and that were
-// answered; watches are there once they have ended.
+// Requests returns the answered requests of clients whose User-Agent begins with agent; watches are included after they
+// have ended.
 func (c *Cluster) Requests(t testing.TB, agent string) []Request {
 	t.Helper()
 	out, err := c.AllRequests(func(r Request) bool { return strings.HasPrefix(r.UserAgent, agent) })
@@ -51,7 +51,7 @@ func (c *Cluster) Requests(t testing.TB, agent string) []Request {
 	return out
 }
 
-// AllRequests lists those that fit, from the cluster's start on.
+// AllRequests returns the matching requests since the cluster's start.
 func (c *Cluster) AllRequests(fits func(Request) bool) ([]Request, error) {
 	b, err := os.ReadFile(filepath.Join(c.Dir, auditLog))
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Verify is for TestMain: it starts what the tests of a package share, runs them, stops it, and
-// then looks for goroutines that were left.
+// Verify is for TestMain: it starts what the tests of a package share, runs them, stops it, and then looks for leaked
+// goroutines.
 func Verify(m *testing.M, start func(context.Context) (stop func() error, err error)) {
 	goleak.VerifyTestMain(suite{m, start},
 		// klog starts it with the process.
@@ -25,7 +25,7 @@ type suite struct {
 
 // Run implements [goleak.TestingM].
 func (s suite) Run() int {
-	// The edge of the process: nothing is there yet that could end it.
+	// At the start of the process there is no context yet that could end it.
 	stop, err := s.start(context.Background())
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "the tests cannot start:", err)

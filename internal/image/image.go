@@ -1,6 +1,6 @@
-// Package image reads the disk image of machines, and predicts from it alone what their TPMs will say.
+// Package image reads the disk image of machines, and predicts from it alone the measurements of their TPMs.
 //
-// It believes nothing that the image says of itself: each hash is computed from the bytes that a machine would read.
+// It trusts no data of the image about itself: each hash is computed from the bytes that a machine would read.
 package image
 
 import (
@@ -20,8 +20,8 @@ import (
 	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
-// ReadProgram returns the program of a disk image of size bytes that firmware starts. It has read every byte of the root, and compared it with the hash
-// in the program's command line, whose hash tree is the one on the disk.
+// ReadProgram returns the program of a disk image of size bytes that firmware starts. It reads every byte of the root, and
+// compares it with the hash in the program's command line and with the hash tree on the disk.
 func ReadProgram(r io.ReaderAt, size int64) ([]byte, error) {
 	id, parts, err := gpt.Read(r, size)
 	if err != nil {
@@ -70,7 +70,7 @@ func ReadProgram(r io.ReaderAt, size int64) ([]byte, error) {
 	return program, nil
 }
 
-// Measurements predicts PCRs from the program that firmware starts. Firmware with Secure Boot on leads to others.
+// Measurements predicts PCRs from the program that firmware starts. Firmware with Secure Boot on leads to other values.
 func Measurements(program []byte, secureBoot bool) (policyfile.Measurements, error) {
 	version, err := versionOf(program)
 	if err != nil {

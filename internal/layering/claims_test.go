@@ -12,16 +12,16 @@ import (
 	"testing"
 )
 
-// makers make claims and peers of what a verifier, or a session, vouches for (A2).
+// makers create claims, which need a verifier, and peers, which need a session (A2).
 var makers = []string{"NewClaims", "NewPeer"}
 
-// withUnsafe are the files that import package unsafe, by which anything can be made.
+// withUnsafe are the files that import package unsafe, which could create any value.
 var withUnsafe = []string{
 	"deploy/vm/initramfs/verity.go", // the kernel's device-mapper takes pointers
 }
 
-// TestClaimsAreMadeInTrustAlone finds code outside the module trust that names a function that makes claims or peers,
-// or that could make them without: with package unsafe or a linked name.
+// TestClaimsAreMadeInTrustAlone finds code outside the module trust that names a function that creates claims or peers, or
+// that could create them otherwise: with package unsafe or a linked name.
 func TestClaimsAreMadeInTrustAlone(t *testing.T) {
 	base := root(t)
 	files := 0
@@ -62,7 +62,7 @@ func TestClaimsAreMadeInTrustAlone(t *testing.T) {
 	}
 }
 
-// makesClaims returns what a file uses that could make claims or peers.
+// makesClaims returns the names in a file that could create claims or peers.
 func makesClaims(f *ast.File) []string {
 	var found []string
 	named := map[string]bool{}

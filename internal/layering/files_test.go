@@ -13,10 +13,10 @@ import (
 	"testing"
 )
 
-// longest is how many lines a file may have that people write.
+// longest is the maximum number of lines of a handwritten file.
 const longest = 500
 
-// sources gives the paths of the Go files that people write.
+// sources returns the paths of the handwritten Go files.
 func sources(t *testing.T) []string {
 	t.Helper()
 	var out []string
@@ -52,7 +52,7 @@ func TestNoFileIsTooLong(t *testing.T) {
 	}
 }
 
-// A package says in one sentence what it is for, before anything else, in one file alone.
+// A package comment starts with one sentence on the package's purpose, and is in one file only.
 func TestEachPackageSaysWhatItIsFor(t *testing.T) {
 	docs := map[string][]string{}
 	for _, path := range sources(t) {
@@ -74,7 +74,7 @@ func TestEachPackageSaysWhatItIsFor(t *testing.T) {
 	}
 }
 
-// text gives a file's package comment, if it has one.
+// text returns a file's package comment, if it has one.
 func text(f *ast.File) []string {
 	if f.Doc == nil {
 		return nil

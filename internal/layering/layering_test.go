@@ -1,5 +1,4 @@
-// Package layering holds no code: its tests keep what docs/architecture.md says about which
-// package may import which.
+// Package layering has only tests: they check the import rules of docs/architecture.md.
 package layering
 
 import (
@@ -43,7 +42,7 @@ func list(t *testing.T, dir string, args ...string) []pkg {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", append([]string{"list", "-json=ImportPath,Standard,Imports,TestImports,XTestImports,Deps"}, args...)...)
 	cmd.Dir = dir
-	// What ships is built without cgo.
+	// Released programs are built without cgo.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
@@ -66,7 +65,7 @@ func list(t *testing.T, dir string, args ...string) []pkg {
 func TestTrustedPackagesAreTheListedOnes(t *testing.T) {
 	var got []string
 	for _, p := range list(t, filepath.Join(root(t), "trust"), "-deps", "./attest/...", "./atls/...", "./keys/...", "./tpm/...") {
-		// Test helpers are in the module, but in nothing that ships; see below.
+		// Test helpers are in the module, but not in released programs; see below.
 		if !p.Standard && !isTestPackage(p.ImportPath) {
 			got = append(got, p.ImportPath)
 		}
@@ -102,7 +101,7 @@ func TestWhoImportsWhom(t *testing.T) {
 	}
 }
 
-// forbidden says why a package may not import another, both without the module's path.
+// forbidden returns why a package may not import another, both without the module's path.
 func forbidden(from, to string) string {
 	service := func(p string) string {
 		parts := strings.Split(p, "/")
@@ -112,7 +111,7 @@ func forbidden(from, to string) string {
 		return ""
 	}
 	top := func(p string) string { return strings.Split(p, "/")[0] }
-	// program is the folder of a program, whose packages are its own.
+	// program returns the folder of a program, whose packages are its own.
 	program := func(p string) string {
 		parts := strings.Split(p, "/")
 		if parts[0] == "cmd" && len(parts) > 1 {
@@ -129,20 +128,20 @@ func forbidden(from, to string) string {
 	case service(from) != "" && service(to) != "" && service(from) != service(to):
 		return "a service never imports another"
 	case strings.HasPrefix(from, "deploy/vm") && to == "services/bootstrapper/metadata":
-		return "" // the image's tool and its first program read the files that the bootstrapper will read
+		return "" // the image's tool and its first program read files that the bootstrapper will read
 	case service(to) != "" && service(from) == "" && !wires && top(from) != "lab" && top(from) != "e2e":
 		return "services are wired in cmd alone"
 	case program(to) != "" && program(from) == program(to):
 		return ""
 	case top(to) == "cmd" || (top(to) == "e2e" && top(from) != "e2e") || (top(to) == "lab" && top(from) != "lab" && top(from) != "e2e"):
-		return "programs and laboratories are imported by nobody"
+		return "programs and laboratories are not imported by other packages"
 	case isTestPackage(to) && !isTestPackage(from) && top(from) != "e2e":
 		return "test packages are for tests"
 	}
 	return ""
 }
 
-// isTestPackage says whether a package exists for tests: its name ends in "test", as net/http/httptest's.
+// isTestPackage reports whether a package exists for tests: its name ends in "test", as net/http/httptest's.
 func isTestPackage(path string) bool {
 	return slices.ContainsFunc(strings.Split(path, "/"), func(s string) bool { return strings.HasSuffix(s, "test") && s != "attest" })
 }
@@ -178,7 +177,7 @@ func TestForbiddenSaysNoWhereItShould(t *testing.T) {
 func TestNothingThatShipsHoldsTestCode(t *testing.T) {
 	for _, p := range list(t, root(t), "./cmd/...") {
 		for _, d := range p.Deps {
-			// Helm's own packages link testing, to ask whether they run in a test.
+			// Helm's own packages link testing, to check whether they run in a test.
 			linksTesting := d == "testing" && !slices.Contains(p.Deps, "helm.sh/helm/v4/pkg/chart/common")
 			if strings.HasPrefix(d, "github.com/google/go-tpm-tools") || linksTesting || strings.HasPrefix(d, module) && isTestPackage(d) {
 				t.Errorf("%s links %s", p.ImportPath, d)
@@ -202,7 +201,7 @@ func TestEachTestPackageLooksForLeakedGoroutines(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		// envtest.Verify is goleak's, with a cluster's processes ended first.
+		// envtest.Verify is goleak's check, after a cluster's processes have ended.
 		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "envtest.Verify(m")
 		dirs[filepath.Dir(path)] = dirs[filepath.Dir(path)] || found
 		return nil

@@ -1,6 +1,6 @@
-// Package membertest is a cluster for tests of Muster's services: a real control plane with Muster's
-// CRDs and the chart's own RBAC and admission policies, an owner who signs policies, and services that
-// run in the test's process as they do in a pod.
+// Package membertest provides a cluster for tests of Muster's services: a real control plane with Muster's CRDs and the
+// chart's own RBAC and admission policies, an owner who signs policies, and services that run in the test's process as they
+// do in a pod.
 package membertest
 
 import (
@@ -47,10 +47,10 @@ import (
 // patience is how long a condition may take on a machine that builds at the same time.
 const patience = 90 * time.Second
 
-// Cluster is a control plane with what Muster's chart installs, and its owner.
+// Cluster is a control plane with the objects of Muster's chart, and its owner.
 type Cluster struct {
 	*envtest.Cluster
-	// Owner signs policies; Public is what services verify them with.
+	// Owner signs policies; Public is the key with which services verify them.
 	Owner  ed25519.PrivateKey
 	Public ed25519.PublicKey
 	// Root and Salt are the cluster's secrets, and ID is derived from them.
@@ -58,7 +58,7 @@ type Cluster struct {
 	ID                          keys.ClusterID
 }
 
-// Start starts one; chart is the path of the rendered chart.
+// Start starts a cluster; chart is the path of the rendered chart.
 func Start(ctx context.Context, chart string) (*Cluster, error) {
 	rendered, err := os.ReadFile(chart)
 	if err != nil {
@@ -83,8 +83,8 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 	return c, nil
 }
 
-// Reset removes what earlier tests left and writes what a fresh cluster has: its description, and
-// an empty list of nodes that may not write.
+// Reset removes the objects of earlier tests and writes those of a new cluster: its description, and an empty list of nodes
+// that may not write.
 func (c *Cluster) Reset(t testing.TB) {
 	t.Helper()
 	ctx := t.Context()
@@ -104,8 +104,8 @@ func (c *Cluster) Reset(t testing.TB) {
 	}
 }
 
-// release lets enrollments be deleted at once: no joinservice runs that would retire what they gave, and control planes are
-// banned first.
+// release lets enrollments be deleted at once: no joinservice runs that would revoke their certificates, and control planes
+// are banned first.
 func (c *Cluster) release(t testing.TB) {
 	t.Helper()
 	l := &v1alpha1.AttestedNodeList{}
@@ -120,7 +120,7 @@ func (c *Cluster) release(t testing.TB) {
 	}
 }
 
-// SetMeasurementSalt writes the cluster's description anew, with that salt.
+// SetMeasurementSalt writes the cluster's description again, with that salt.
 func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 	t.Helper()
 	if err := c.describe(t.Context(), salt); err != nil {
@@ -128,7 +128,7 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 	}
 }
 
-// describe writes the two ConfigMaps as init does, and empties the list of machines that wait.
+// describe writes the two ConfigMaps as init does, and empties the list of waiting machines.
 func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
 	info.Components = []versions.Component{{URL: "http://mirror.example/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}}
@@ -152,7 +152,7 @@ func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
 	return nil
 }
 
-// SetPolicy signs a policy and puts it where services read it. It gives the object's generation.
+// SetPolicy signs a policy and writes it where services read it. It returns the object's generation.
 func (c *Cluster) SetPolicy(t testing.TB, policy []byte) int64 {
 	t.Helper()
 	signed := attest.SignPolicy(c.Owner, policy)
@@ -183,7 +183,7 @@ func (c *Cluster) Enroll(t testing.TB, name string, spec v1alpha1.AttestedNodeSp
 	}
 }
 
-// Node reads an AttestedNode; nil if there is none.
+// Node reads an AttestedNode; nil if it does not exist.
 func (c *Cluster) Node(t testing.TB, name string) *v1alpha1.AttestedNode {
 	t.Helper()
 	n := &v1alpha1.AttestedNode{}
@@ -196,7 +196,7 @@ func (c *Cluster) Node(t testing.TB, name string) *v1alpha1.AttestedNode {
 	return n
 }
 
-// DiskOf reads whose a disk is, as a machine ID; empty if it is nobody's.
+// DiskOf returns the machine ID of a disk; empty if no machine has it.
 func (c *Cluster) DiskOf(t testing.TB, disk string) string {
 	t.Helper()
 	d := &v1alpha1.AttestedDisk{}
@@ -206,7 +206,7 @@ func (c *Cluster) DiskOf(t testing.TB, disk string) string {
 	return d.Spec.MachineID
 }
 
-// GiveDisk makes a disk a machine's, with a salt, as its owner's program does.
+// GiveDisk assigns a disk with a salt to a machine, as the owner's program does.
 func (c *Cluster) GiveDisk(t testing.TB, disk string, machine attest.MachineID) {
 	t.Helper()
 	d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}, Spec: v1alpha1.AttestedDiskSpec{
@@ -230,7 +230,7 @@ func (c *Cluster) EraseDisk(t testing.TB, disk string) {
 	}
 }
 
-// DiskKey derives the key of a disk from the salt that it has.
+// DiskKey derives the key of a disk from its present salt.
 func (c *Cluster) DiskKey(t testing.TB, disk string) []byte {
 	t.Helper()
 	d := &v1alpha1.AttestedDisk{}
@@ -252,7 +252,7 @@ func (c *Cluster) DiskKey(t testing.TB, disk string) []byte {
 	return key.Expose()
 }
 
-// FreeDisk makes a disk anybody's, as its owner does.
+// FreeDisk removes a disk from its machine, as its owner does.
 func (c *Cluster) FreeDisk(t testing.TB, disk string) {
 	t.Helper()
 	if err := c.Client.Delete(t.Context(), &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}}); client.IgnoreNotFound(err) != nil {
@@ -260,7 +260,7 @@ func (c *Cluster) FreeDisk(t testing.TB, disk string) {
 	}
 }
 
-// Access reads which nodes may not write.
+// Access returns the list of nodes that may not write.
 func (c *Cluster) Access(t testing.TB) *nodeaccess.List {
 	t.Helper()
 	m := &corev1.ConfigMap{}
@@ -274,7 +274,7 @@ func (c *Cluster) Access(t testing.TB) *nodeaccess.List {
 	return l
 }
 
-// SetAccess changes what the list says of a node, as an administrator would by hand.
+// SetAccess changes the list's entry of a node, as an administrator would by hand.
 func (c *Cluster) SetAccess(t testing.TB, node string, change func(nodeaccess.Entry) nodeaccess.Entry) {
 	t.Helper()
 	if _, err := enrollment.Change(t.Context(), c.Client, func(_ context.Context, l *nodeaccess.List) error {
@@ -285,7 +285,7 @@ func (c *Cluster) SetAccess(t testing.TB, node string, change func(nodeaccess.En
 	}
 }
 
-// CSRs lists the names of all CertificateSigningRequests.
+// CSRs returns the names of all CertificateSigningRequests.
 func (c *Cluster) CSRs(t testing.TB) []string {
 	t.Helper()
 	l := &certificatesv1.CertificateSigningRequestList{}
@@ -299,11 +299,11 @@ func (c *Cluster) CSRs(t testing.TB) []string {
 	return out
 }
 
-// Service is one that runs until its test ends.
+// Service is a service that runs until its test ends.
 type Service struct {
-	// Addr is where its RPCs are, Probes the base URL of its metrics and probes.
+	// Addr is the address of its RPCs, Probes the base URL of its metrics and probes.
 	Addr, Probes string
-	// Log is what it has logged, JSON lines.
+	// Log is its log, JSON lines.
 	Log *Buffer
 }
 
@@ -365,7 +365,7 @@ func (s *Service) get(t testing.TB, path string) (int, string, error) {
 	return resp.StatusCode, string(body), errors.Join(err, resp.Body.Close())
 }
 
-// Ready gives nil, or what is not ready.
+// Ready returns nil, or an error with what is not ready.
 func (s *Service) Ready(t testing.TB) error {
 	t.Helper()
 	code, body, err := s.get(t, "/readyz")
@@ -381,7 +381,7 @@ func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 	var body string
 	Eventually(t, func() error {
 		code, text, err := s.get(t, "/metrics")
-		if err == nil && code != http.StatusOK { // a test that asks very often is told to come again
+		if err == nil && code != http.StatusOK { // a test that asks very often is refused for a moment
 			err = fmt.Errorf("metrics: %d %s", code, text)
 		}
 		body = text
@@ -395,23 +395,22 @@ func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 	return slices.Collect(maps.Values(families))
 }
 
-// Witnesses are the service's own for [refusaltest.Refused]; auditLog gives its audit log, and is nil
-// if it keeps none.
-func (s *Service) Witnesses(auditLog func() []byte) refusaltest.Service {
+// Observations returns the service's observations for [refusaltest.Refused]; auditLog returns its audit log, and is nil if
+// it keeps none.
+func (s *Service) Observations(auditLog func() []byte) refusaltest.Service {
 	return refusaltest.Service{Families: s.Families, Log: s.Log.Bytes, Audit: auditLog}
 }
 
-// Metric adds up the values of a metric's series that have all of the labels, given as name, value,
-// name, value.
+// Metric returns the sum of a metric's series that have all of the labels, given as name, value, name, value.
 func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
 	t.Helper()
 	return refusaltest.Sum(s.Families(t), name, labels...)
 }
 
-// Logged says whether a line of the log has all of the attributes, given as name, value, name, value.
+// Logged reports whether a line of the log has all of the attributes, given as name, value, name, value.
 func (s *Service) Logged(attrs ...string) bool { return refusaltest.HasLine(s.Log.Bytes(), attrs...) }
 
-// Eventually tries f until it gives nil, and fails the test if that takes too long.
+// Eventually repeats f until it returns nil, and fails the test if that takes too long.
 func Eventually(t testing.TB, f func() error) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
@@ -432,7 +431,7 @@ func Eventually(t testing.TB, f func() error) {
 	}
 }
 
-// Want gives an error unless ok.
+// Want returns an error unless ok.
 func Want(ok bool, format string, args ...any) error {
 	if ok {
 		return nil
@@ -440,7 +439,7 @@ func Want(ok bool, format string, args ...any) error {
 	return fmt.Errorf(format, args...)
 }
 
-// Buffer takes what is written to it by several goroutines.
+// Buffer collects the output of several goroutines.
 type Buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -453,7 +452,7 @@ func (b *Buffer) Write(p []byte) (int, error) {
 	return b.b.Write(p)
 }
 
-// Bytes gives a copy of what was written.
+// Bytes returns a copy of what was written.
 func (b *Buffer) Bytes() []byte {
 	b.mu.Lock()
 	defer b.mu.Unlock()

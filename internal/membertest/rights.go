@@ -14,13 +14,13 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// spare are the verbs of an informer that tests need not see: client-go lists where it can't watch
-// from the start, and it gets nothing by itself.
+// spare are the verbs of an informer that tests need not observe: client-go lists if it can't watch from the start, and the
+// right to list gives no more than that to watch.
 const spare = "list"
 
-// CheckRights compares what a service's account may do, by the chart, with what it has asked of the
-// API server since the cluster began: nothing that it may not, and at least once everything that it
-// may. It is for the end of a package whose tests use all that the service does.
+// CheckRights compares the rights of a service's account, by the chart, with the requests that it has made since the
+// cluster started: none beyond its rights, and each right used at least once. It is for the end of a package whose tests
+// use all that the service does.
 func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 	user := "system:serviceaccount:" + clusterinfo.Namespace + ":" + account
 	asked, err := c.AllRequests(func(r envtest.Request) bool { return r.User.Name == user })
@@ -37,7 +37,7 @@ func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 	rules := slices.Concat(cluster.Rules, local.Rules)
 	var errs []error
 	for _, r := range asked {
-		// Tests may take a right away for a while, to see what comes of it.
+		// Tests may remove a right for a while, to test the effect.
 		granted := slices.ContainsFunc(rules, func(rule rbacv1.PolicyRule) bool {
 			return slices.ContainsFunc(rule.Resources, func(resource string) bool {
 				return slices.ContainsFunc(rule.Verbs, func(verb string) bool { return uses(r, rule, resource, verb) })
@@ -59,10 +59,10 @@ func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 	return errors.Join(errs...)
 }
 
-// uses says whether a request that was allowed needs the verb of a rule on a resource.
+// uses reports whether an allowed request needs the verb of a rule on a resource.
 func uses(r envtest.Request, rule rbacv1.PolicyRule, resource, verb string) bool {
 	if resource == "signers" && verb == "approve" {
-		// Asked by the API server itself, when somebody updates a request's approval.
+		// The API server itself checks this when a request's approval is updated.
 		resource, verb = "certificatesigningrequests/approval", "update"
 	} else if len(rule.ResourceNames) > 0 && r.Object.Name != "" && !slices.Contains(rule.ResourceNames, r.Object.Name) {
 		return false

@@ -12,11 +12,11 @@ import (
 
 const epochDomain = "muster epoch v1\x00"
 
-// Nonce is a machine's for one boot in which it waits for an [Epoch].
+// Nonce is a machine's nonce for one boot in which it waits for an [Epoch].
 type Nonce [32]byte
 
-// Epoch is what the owner accepts of a machine whose disk is an older copy: that this machine goes on with this epoch of the cluster. The nonce makes an
-// order good for one boot: a TPM that was cleared has no counter that would (B7).
+// Epoch is the owner's acceptance that a machine whose disk is an older copy continues with this epoch of the cluster. The
+// nonce makes an order valid for one boot: a TPM that was cleared has no counter for that (B7).
 type Epoch struct {
 	Cluster                 keys.ClusterID
 	Machine                 attest.MachineID
@@ -36,7 +36,8 @@ func (e Epoch) Wire(owner ed25519.PrivateKey) *recoverv1.AcceptEpochRequest {
 	return &recoverv1.AcceptEpochRequest{Epoch: e.Epoch, Signature: ed25519.Sign(owner, e.input())}
 }
 
-// Verify refuses a request that is not the owner's for this very epoch: REQUEST_INVALID, OWNER_SIGNATURE. A nil owner has signed nothing.
+// Verify refuses a request that the owner has not signed for exactly this epoch: REQUEST_INVALID, OWNER_SIGNATURE. A nil
+// owner has signed nothing.
 func (e Epoch) Verify(w *recoverv1.AcceptEpochRequest, owner ed25519.PublicKey) error {
 	if len(w.GetSignature()) != ed25519.SignatureSize {
 		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)

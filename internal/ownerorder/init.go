@@ -10,8 +10,8 @@ import (
 
 const initDomain = "muster init v1\x00"
 
-// Init is what the owner signs for the machine that is to begin a cluster, or is adopted into one (B10). The cluster's ID follows from the root secret in the request, so that nobody
-// else can use the signature for a request of his own.
+// Init is what the owner signs for the machine that is to start a cluster, or is adopted into one (B10). The cluster's ID
+// follows from the root secret in the request, so the signature is of no use for another client's request.
 type Init struct {
 	Cluster keys.ClusterID
 	Machine attest.MachineID
@@ -29,7 +29,8 @@ func (i Init) input() []byte {
 // Sign returns the owner's signature.
 func (i Init) Sign(owner ed25519.PrivateKey) []byte { return ed25519.Sign(owner, i.input()) }
 
-// Verify refuses a signature that is not the owner's for this machine and cluster: REQUEST_INVALID, OWNER_SIGNATURE. A nil owner has signed nothing.
+// Verify refuses a signature that the owner has not made for this machine and cluster: REQUEST_INVALID, OWNER_SIGNATURE. A
+// nil owner has signed nothing.
 func (i Init) Verify(signature []byte, owner ed25519.PublicKey) error {
 	if len(signature) != ed25519.SignatureSize {
 		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "owner_signature: %d bytes, want %d: this image wants the signature of its owner, which an earlier version of muster does not send", len(signature), ed25519.SignatureSize)

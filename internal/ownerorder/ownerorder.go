@@ -1,11 +1,12 @@
-// Package ownerorder is what the owner signs beside policies: the order to issue an administrator's certificate, for when none is valid any
-// more, and the request that opens a control plane's state disk ([Recovery]).
+// Package ownerorder holds what the owner signs beside policies: the order to issue an administrator's certificate, for
+// when none is valid any more, and the request that opens a control plane's state disk ([Recovery]).
 //
-// Think of an order as a letter that says all by itself: one cluster, one key and one moment, good for a few minutes. Who brings it counts for
-// nothing. So whoever acts on it verifies it first: joinservice before it files a request in the cluster, and again the control plane's
-// machine before it signs (J9).
+// An order is complete by itself: it is for one cluster, one key and one moment, and valid for a few minutes. Its sender is
+// not authenticated. So each program that acts on it verifies it first: joinservice before it files a request in the
+// cluster, and again the control plane's machine before it signs (J9).
 //
-// The owner's key signs policies too. What is signed begins with what it is for, so neither signature can pass for the other.
+// The owner's key signs policies too. The signed data begin with their purpose, so one kind of signature cannot be used as
+// the other.
 package ownerorder
 
 import (
@@ -26,31 +27,32 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Administrator and Group are the one identity that orders are for: that of kubeadm's admin.conf.
+// Administrator and Group are the only identity that orders are for: that of kubeadm's admin.conf.
 const (
 	Administrator = "kubernetes-admin"
 	Group         = "kubeadm:cluster-admins"
 )
 
-// Annotation has an order's time and signature, beside the request in a CertificateSigningRequest. What else was signed is known there.
+// Annotation holds an order's time and signature, beside the request in a CertificateSigningRequest. The other signed data
+// are known there.
 const Annotation = "muster.dev/administrator-order"
 
 const (
 	// MaxRequest bounds a PKCS#10 request, in bytes: one for a key on P-256 has about 250.
 	MaxRequest = 1 << 10
-	// MaxAge is how old an order may be. Kubernetes keeps a decided request for an hour, and so an order that has been used until it is
-	// too old to be used again.
+	// MaxAge is the maximum age of an order. Kubernetes keeps a decided request for an hour, and so a used order until it
+	// is too old to be used again.
 	MaxAge = 10 * time.Minute
-	// MaxAhead is by how much the owner's clock may be ahead: as much as kubeadm backdates certificates.
+	// MaxAhead is how far the owner's clock may be ahead: as much as kubeadm backdates certificates.
 	MaxAhead = 5 * time.Minute
 
 	domain     = "muster administrator order v1\x00"
 	namePrefix = "muster-admin-"
 )
 
-// Order is what the owner signs.
+// Order is the data that the owner signs.
 type Order struct {
-	// Cluster is the one that it is for.
+	// Cluster is the cluster that it is for.
 	Cluster keys.ClusterID
 	// Request is a PKCS#10 request in DER.
 	Request []byte
@@ -58,12 +60,12 @@ type Order struct {
 	At time.Time
 }
 
-// input returns what is signed: the purpose, then each part with its length before it.
+// input returns the signed data: the purpose, then each part with its length before it.
 func (o Order) input() []byte {
 	return parts(domain, o.Cluster[:], o.Request, binary.BigEndian.AppendUint64(nil, uint64(o.At.Unix())))
 }
 
-// parts joins what is signed so that no two lists look the same.
+// parts joins the parts so that two different lists never give the same bytes.
 func parts(domain string, list ...[]byte) []byte {
 	out := []byte(domain)
 	for _, part := range list {
@@ -77,18 +79,18 @@ func (o Order) Sign(owner ed25519.PrivateKey) Signed {
 	return Signed{o, ed25519.Sign(owner, o.input())}
 }
 
-// Signed is an order with a signature, which is worth nothing until [Signed.Verify].
+// Signed is an order with a signature, which must not be trusted before [Signed.Verify].
 type Signed struct {
 	Order
 
 	Signature []byte
 }
 
-// Verify returns nil if the order is the owner's, for this cluster and of now (J9). It refuses with OWNER_SIGNATURE before it looks at what
-// the order says, then with REQUEST_INVALID and CLOCK_SKEW.
+// Verify returns nil if the owner has signed the order, for this cluster and recently (J9). It refuses with OWNER_SIGNATURE
+// before it reads the order's contents, then with REQUEST_INVALID and CLOCK_SKEW.
 func (s Signed) Verify(owner ed25519.PublicKey, cluster keys.ClusterID, now time.Time) error {
 	if len(owner) != ed25519.PublicKeySize {
-		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so nobody's order counts")
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so no order is accepted")
 	}
 	if !ed25519.Verify(owner, s.input(), s.Signature) {
 		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key, or was changed since")
@@ -104,19 +106,19 @@ func (s Signed) Verify(owner ed25519.PublicKey, cluster keys.ClusterID, now time
 
 func text(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-// Name returns the name of the CertificateSigningRequest for the order, by its digest; 45 characters, so that audit records have it whole. The
-// API server has one object of a name, so one order gives one certificate, however often it is sent.
+// Name returns the name of the CertificateSigningRequest for the order, by its digest; 45 characters, so that audit records
+// have it whole. The API server has one object of a name, so one order gives one certificate, however often it is sent.
 func (o Order) Name() string {
 	digest := sha256.Sum256(o.input())
 	return namePrefix + hex.EncodeToString(digest[:16])
 }
 
-// Wire returns the order as it is sent.
+// Wire returns the order in the form of a request.
 func (s Signed) Wire() *joinv1.AdministratorOrder {
 	return &joinv1.AdministratorOrder{ClusterId: s.Cluster[:], Csr: s.Request, SignedAt: timestamppb.New(s.At), Signature: s.Signature}
 }
 
-// Parse reads an order as it is sent; whether it is the owner's is not looked at. It refuses with REQUEST_INVALID.
+// Parse reads an order from a request; it does not verify the signature. It refuses with REQUEST_INVALID.
 func Parse(w *joinv1.AdministratorOrder) (Signed, error) {
 	invalid := func(format string, args ...any) (Signed, error) {
 		return Signed{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "order."+format, args...)
@@ -127,7 +129,7 @@ func Parse(w *joinv1.AdministratorOrder) (Signed, error) {
 		return invalid("cluster_id: %d bytes, want %d", len(w.GetClusterId()), len(s.Cluster))
 	case len(w.GetCsr()) == 0 || len(w.GetCsr()) > MaxRequest:
 		return invalid("csr: %d bytes, want 1 to %d", len(w.GetCsr()), MaxRequest)
-	case at.CheckValid() != nil || at.GetNanos() != 0: // what is not signed must not be there
+	case at.CheckValid() != nil || at.GetNanos() != 0: // nothing unsigned may be there
 		return invalid("signed_at: want a time in whole seconds")
 	case len(w.GetSignature()) != ed25519.SignatureSize:
 		return invalid("signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)
@@ -142,7 +144,7 @@ func (s Signed) Note() string {
 	return text(s.At) + " " + base64.StdEncoding.EncodeToString(s.Signature)
 }
 
-// ParseNote reads the value of [Annotation] of a request for a cluster; whether the owner has signed it is not looked at.
+// ParseNote reads the value of [Annotation] of a request for a cluster; it does not verify the signature.
 func ParseNote(note string, cluster keys.ClusterID, request []byte) (Signed, error) {
 	at, signature, _ := strings.Cut(note, " ")
 	s := Signed{Order: Order{Cluster: cluster, Request: request}}

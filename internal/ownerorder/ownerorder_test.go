@@ -32,7 +32,7 @@ func order() Order {
 	return Order{Cluster: keys.ClusterID{1, 2, 3}, Request: []byte("request"), At: now}
 }
 
-// The vector was made by another program: Python's struct and hashlib, and OpenSSL for the signature.
+// The vector was made by other programs: Python's struct and hashlib, and OpenSSL for the signature.
 func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 	const (
 		input     = "6d75737465722061646d696e6973747261746f72206f7264657220763100000000200102030000000000000000000000000000000000000000000000000000000000000000077265717565737400000008000000006b49d200"
@@ -52,7 +52,7 @@ func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 }
 
 func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
-	stranger := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
+	otherKey := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
 	for name, tt := range map[string]struct {
 		change func(*Signed)
 		owner  ed25519.PublicKey
@@ -62,7 +62,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 		"the owner's":               {},
 		"at its oldest":             {now: now.Add(MaxAge)},
 		"of a clock that is ahead":  {now: now.Add(-MaxAhead)},
-		"a stranger's":              {change: func(s *Signed) { *s = s.Sign(stranger) }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"another key's":             {change: func(s *Signed) { *s = s.Sign(otherKey) }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"nobody's":                  {change: func(s *Signed) { s.Signature = nil }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with a changed signature":  {change: func(s *Signed) { s.Signature[63] ^= 1 }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with another request":      {change: func(s *Signed) { s.Request = []byte("Request") }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
@@ -101,7 +101,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 	}
 }
 
-// An order must not pass for the owner's signature of a policy, which would admit machines.
+// An order must not be usable as the owner's signature of a policy, which would admit machines.
 func TestAnOrderIsNoPolicy(t *testing.T) {
 	o := order()
 	for _, text := range [][]byte{o.input(), o.input()[len(domain):], o.Request} {
@@ -112,7 +112,7 @@ func TestAnOrderIsNoPolicy(t *testing.T) {
 	}
 }
 
-// No two orders that differ have one input: a byte can't move from one part to the next.
+// Two different orders never have the same input: a byte can't move from one part to the next.
 func TestEveryPartIsInTheSignatureAndTheName(t *testing.T) {
 	seen := map[string]bool{}
 	for _, o := range []Order{

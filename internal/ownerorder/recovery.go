@@ -12,8 +12,8 @@ import (
 
 const recoveryDomain = "muster recovery v1\x00"
 
-// Recovery is what the owner sends to a machine that waits for its disk's key, and signs for: a disk of this ID that this key opens is this
-// cluster's.
+// Recovery is the owner's signed request to a machine that waits for its disk's key: a disk with this ID that this key
+// opens belongs to this cluster.
 type Recovery struct {
 	Cluster keys.ClusterID
 	Disk    keys.DiskID
@@ -21,7 +21,7 @@ type Recovery struct {
 }
 
 func (r Recovery) input() []byte {
-	digest := sha256.Sum256(r.Key.Expose()) // of 256 bits that nobody can guess: it tells nothing of them
+	digest := sha256.Sum256(r.Key.Expose()) // of 256 random bits: the digest reveals none of them
 	return parts(recoveryDomain, r.Cluster[:], []byte(r.Disk.String()), digest[:])
 }
 
@@ -30,8 +30,9 @@ func (r Recovery) Wire(owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
 	return &recoverv1.RecoverRequest{DiskKey: r.Key.Expose(), ClusterId: r.Cluster[:], Signature: ed25519.Sign(owner, r.input())}
 }
 
-// ParseRecovery reads a request for a disk and wipes the key in it (K3). It refuses with REQUEST_INVALID, and with OWNER_SIGNATURE what the owner
-// has not signed for this disk (B1). A nil owner verifies nothing: it is for images with insecure.noOwnerKey alone.
+// ParseRecovery reads a request for a disk and wipes the key in it (K3). It refuses with REQUEST_INVALID, and with
+// OWNER_SIGNATURE if the owner has not signed it for this disk (B1). A nil owner verifies nothing: it is only for images
+// with insecure.noOwnerKey.
 func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, owner ed25519.PublicKey) (Recovery, error) {
 	key, err := keys.ParseDisk(w.GetDiskKey())
 	clear(w.GetDiskKey())

@@ -13,29 +13,28 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Level says how bad a finding is.
+// Level is the severity of a finding.
 type Level string
 
 // The levels.
 const (
-	// Insecure weakens the cluster.
+	// Insecure is for a setting that weakens the cluster.
 	Insecure Level = "insecure"
-	// Warning will or may not do what its author wanted.
+	// Warning is for a setting that does not or may not have the intended effect.
 	Warning Level = "warning"
 )
 
-// Finding is something in a policy that its owner should know.
+// Finding is a property of a policy that its owner should know.
 type Finding struct {
 	Level Level  `json:"level"`
 	Field string `json:"field"`
 	Text  string `json:"text"`
 }
 
-// soon is how long before its end a root is worth a warning.
+// soon is how long before its end a root causes a warning.
 const soon = 90 * 24 * time.Hour
 
-// Check gives what a policy's owner should know. An error means that no service would
-// accept the policy at all.
+// Check returns the policy and its findings. An error means that no service would accept the policy.
 func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	p, b, err := Parse(text)
 	if err != nil {
@@ -43,7 +42,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	}
 	m := &attestv1.Policy{}
 	if err := protojson.Unmarshal(b, m); err != nil {
-		return nil, nil, err // cannot be: Parse read the same bytes
+		return nil, nil, err // impossible: Parse read the same bytes
 	}
 	var found []Finding
 	add := func(l Level, field, format string, args ...any) {
@@ -53,7 +52,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 		add(Insecure, "insecure."+s, "%s", switches[s])
 	}
 	if m.GetTpm2() == nil {
-		add(Warning, "tpm2", "no TPM rules: nobody is accepted")
+		add(Warning, "tpm2", "no TPM rules: no machine is accepted")
 	}
 	if len(p.ControlPlanes()) == 0 {
 		add(Warning, "controlPlanes", "empty: no machine may serve joinservice or kms, so none can join; muster init lists the first machine, muster enroll --role control-plane the others")
@@ -73,7 +72,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
 	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
-		add(Warning, "tpm2.machineIds", "empty: every machine that a root vouches for and that booted an accepted image may join as a worker")
+		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}
 	for i, r := range m.GetTpm2().GetEkRoots() {
 		if r.GetMinFirmwareVersion() == "" && !r.GetOperator() {
@@ -84,7 +83,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	return p, found, nil
 }
 
-// checkClass reports what rules over the event log leave open.
+// checkClass reports what rules over the event log do not restrict.
 func checkClass(c *attestv1.MachineClass, add func(format string, args ...any)) {
 	if c.GetEventLog() == nil {
 		return
@@ -101,8 +100,8 @@ func checkClass(c *attestv1.MachineClass, add func(format string, args ...any)) 
 }
 
 var switches = map[string]string{
-	"anyMachine":        "any machine that a TPM vendor's root vouches for is accepted, an attacker's too",
-	"allowSelfAsserted": "evidence that only the peer itself vouches for would be accepted",
+	"anyMachine":        "any machine that a TPM vendor's root certifies is accepted, an attacker's too",
+	"allowSelfAsserted": "evidence that only the peer itself asserts would be accepted",
 	"anyFirmware":       "machines may have any firmware, and any driver that it loads; these run before what the image measures, and can change it unseen",
 	"allowPlainState":   "machines may keep their state, and the cluster's secrets in it, on a disk that is not encrypted",
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// parseIncomplete parses a policy that may have no classes yet. What it returns accepts any firmware.
+// parseIncomplete parses a policy that may have no classes yet. The result accepts any firmware.
 func parseIncomplete(text []byte) (*attest.Policy, error) {
 	b, err := ToJSON(text)
 	if err != nil {
@@ -37,12 +37,13 @@ func parseIncomplete(text []byte) (*attest.Policy, error) {
 	return attest.ParsePolicy(b)
 }
 
-// ParseForClass returns the policy by which a machine is judged whose firmware is to become a class: text, with any firmware accepted.
+// ParseForClass returns the policy for appraising a machine whose firmware is to become a class: text, with any firmware
+// accepted.
 func ParseForClass(text []byte) (*attest.Policy, error) { return parseIncomplete(text) }
 
-// Firmware has Reference Values of firmware, as its maker publishes them or a machine was seen to have them.
+// Firmware holds Reference Values of firmware, as its maker publishes them or as they were observed on a machine.
 type Firmware struct {
-	// Version of this file's meaning: 1.
+	// Version of this file's format: 1.
 	Version int `json:"version"`
 	// Bank is "sha256", "sha384" or "sha512".
 	Bank string `json:"bank"`
@@ -62,7 +63,7 @@ func ParseFirmware(name string, text []byte, bank string) (*attestv1.MachineClas
 		return nil, fmt.Errorf("firmware values: version %d, this program reads 1", f.Version)
 	}
 	if f.Bank != bank {
-		return nil, fmt.Errorf("firmware values: bank %q, the policy judges %q", f.Bank, bank)
+		return nil, fmt.Errorf("firmware values: bank %q, the policy has %q", f.Bank, bank)
 	}
 	values := map[int]string{}
 	for key, v := range f.PCRs {
@@ -79,7 +80,7 @@ func ParseFirmware(name string, text []byte, bank string) (*attestv1.MachineClas
 	return c, nil
 }
 
-// ClassOf returns what a machine that attested has as a class: the values of PCR 0, 2, 3 and 7, or rules over its event log.
+// ClassOf returns a class from an attested machine: the values of PCR 0, 2, 3 and 7, or rules over its event log.
 func ClassOf(name string, c attest.Claims, eventLog bool) (*attestv1.MachineClass, error) {
 	out := &attestv1.MachineClass{Name: name}
 	if !eventLog {
@@ -109,7 +110,8 @@ func ClassOf(name string, c attest.Claims, eventLog bool) (*attestv1.MachineClas
 	return out, nil
 }
 
-// AddClass returns the policy with another class and another serial; all else, comments too, stays. A class of the same name is an error.
+// AddClass returns the policy with another class and another serial; the rest, including comments, is unchanged. A class of
+// the same name is an error.
 func AddClass(text []byte, serial uint64, c *attestv1.MachineClass) ([]byte, error) {
 	doc, err := document(text)
 	if err != nil {
@@ -141,7 +143,7 @@ func AddClass(text []byte, serial uint64, c *attestv1.MachineClass) ([]byte, err
 	return out, nil
 }
 
-// classFields has a class as the policy's file writes it.
+// classFields returns a class in the form of the policy's file.
 func classFields(c *attestv1.MachineClass) any {
 	type value struct {
 		Index uint32 `yaml:"index"`

@@ -37,7 +37,7 @@ func claims(t *testing.T, ca *attesttest.CA, m *attesttest.Machine) attest.Claim
 	return c
 }
 
-// A class that was taken from one machine accepts those with its firmware, and no others.
+// A class made from one machine accepts machines with the same firmware, and no others.
 func TestAClassIsTakenFromAMachine(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	machine := func(o attesttest.Options) *attesttest.Machine { return attesttest.NewMachine(t, ca, o) }

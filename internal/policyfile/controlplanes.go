@@ -12,14 +12,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ControlPlane is a machine of a policy's controlPlanes, and the node name that stands beside it as a comment.
+// ControlPlane is a machine of a policy's controlPlanes, with the node name from the comment beside it.
 type ControlPlane struct {
 	Machine attest.MachineID
 	Name    string
 }
 
-// ListControlPlanes returns the policy with other control planes and another serial; all else, comments too, stays. Machines in add
-// that are listed already keep their place. An error means that the text is no policy, or that what came of it is none.
+// ListControlPlanes returns the policy with other control planes and another serial; the rest, including comments, is
+// unchanged. Machines in add that are listed already keep their place. An error means that the text or the result is not a
+// valid policy.
 func ListControlPlanes(text []byte, serial uint64, add []ControlPlane, remove []attest.MachineID) ([]byte, error) {
 	before, _, err := Parse(text)
 	if err != nil {

@@ -10,9 +10,9 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// KeepRules returns text, a new policy, with those rules of the policy before that [Build] does not write, and what these are, in words. Classes
-// are kept if text has none and does not accept any firmware; what is revoked, if text has no tpm2.revoked; the least firmware version of a root's TPMs,
-// if text has none for this root.
+// KeepRules returns text, a new policy, with those rules of the previous policy that [Build] does not write, and a
+// description of them. Classes are kept if text has none and does not accept any firmware; revocations, if text has no
+// tpm2.revoked; the minimum firmware version of a root's TPMs, if text has none for this root.
 func KeepRules(text, before []byte) (kept []byte, what []string, err error) {
 	m, err := message(text)
 	if err != nil {
@@ -56,13 +56,13 @@ func KeepRules(text, before []byte) (kept []byte, what []string, err error) {
 	return text, what, nil
 }
 
-// rule is one rule that is kept, and how it is written into tpm2 of a policy's file.
+// rule is a rule that is kept, and how it is written into tpm2 of a policy's file.
 type rule struct {
 	what  string
 	write func(tpm *yaml.Node) error
 }
 
-// tpmRules returns the rules about TPMs that old has and m says nothing of.
+// tpmRules returns the rules about TPMs that old has and m lacks.
 func tpmRules(m, old *attestv1.Tpm2Policy) (out []rule) {
 	if r := old.GetRevoked(); r != nil && m.GetRevoked() == nil {
 		out = append(out, rule{
@@ -91,7 +91,7 @@ func tpmRules(m, old *attestv1.Tpm2Policy) (out []rule) {
 	return out
 }
 
-// revokedFields has what is revoked as the policy's file writes it.
+// revokedFields returns revocations in the form of the policy's file.
 func revokedFields(r *attestv1.Revoked) any {
 	type certificate struct {
 		IssuerKey string `yaml:"issuerKey"`

@@ -19,10 +19,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Measurements are the PCR values that an image leads to, as its build foretells them. Who
-// reads them back from a machine instead would trust whatever booted there.
+// Measurements are the PCR values that an image leads to, as its build predicts them. Values that were read from a machine
+// instead would mean trust in whatever booted there.
 type Measurements struct {
-	// Version of this file's meaning: 1.
+	// Version of this file's format: 1.
 	Version int `json:"version"`
 	// Bank is "sha256", "sha384" or "sha512".
 	Bank string `json:"bank"`
@@ -49,17 +49,17 @@ func ParseMeasurements(text []byte) (Measurements, error) {
 	return m, nil
 }
 
-// meanings says in the file what each PCR holds (TCG PC Client Platform Firmware Profile,
-// section 3.3.4, and the systemd boot loader's documentation).
+// meanings describe in the file what each PCR holds (TCG PC Client Platform Firmware Profile, section 3.3.4, and the
+// systemd boot loader's documentation).
 var meanings = map[int]string{
 	0: "firmware code", 1: "firmware configuration", 2: "drivers of extension cards", 3: "their configuration",
 	4: "boot loader and kernel image", 5: "boot loader's configuration, partition table", 6: "host specific", 7: "Secure Boot keys",
-	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "nothing that Muster judges", 11: "unified kernel image and boot phases",
+	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "not evaluated by Muster", 11: "unified kernel image and boot phases",
 	12: "nothing: zero, no configuration from outside the image", 13: "nothing: zero, no system extensions", 14: "nothing: zero, no shim keys",
 }
 
-// values gives the registers in order. Boot PCRs that must be zero are filled in, since an
-// image build has nothing to say about them; one that says otherwise is taken by its word.
+// values returns the registers in order. It adds the boot PCRs that must be zero, since an image build does not predict
+// them; a given value is kept.
 func (m Measurements) values() (map[int]string, error) {
 	bank, ok := attest.Banks[m.Bank]
 	if !ok {
@@ -93,13 +93,13 @@ func (m Measurements) values() (map[int]string, error) {
 type Root struct {
 	// PEM is one certificate.
 	PEM string
-	// Operator says that it issues for the owner's machines only.
+	// Operator is whether it issues for the owner's machines only.
 	Operator bool
-	// Key is the one kind of endorsement key that it vouches for.
+	// Key is the one kind of endorsement key that it certifies.
 	Key attest.EKKind
 }
 
-// Template says what goes into a new policy.
+// Template is the content of a new policy.
 type Template struct {
 	// Measurements of one or more images, all in one bank.
 	Measurements []Measurements
@@ -151,9 +151,9 @@ func Build(t Template) ([]byte, error) {
 	writeControlPlanes(line, t.ControlPlanes)
 	line("tpm2:")
 	writeMachines(line, t)
-	line("  # Who vouches that a TPM is one. operator: true means that the authority issues for your machines only;")
-	line("  # a TPM vendor's root also vouches for the TPMs that an attacker bought. key: the one kind of endorsement key")
-	line("  # that it vouches for, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
+	line("  # Authorities that certify TPMs. operator: true means that the authority issues for your machines only;")
+	line("  # a TPM vendor's root also certifies the TPMs that an attacker bought. key: the one kind of endorsement key")
+	line("  # that it certifies, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
 	line("  ekRoots:")
 	for _, r := range t.Roots {
 		if err := writeRoot(line, r); err != nil {
@@ -177,7 +177,7 @@ func Build(t Template) ([]byte, error) {
 	}
 	line("# Switches that weaken the cluster; each that is on is shown by muster status.")
 	line("insecure:")
-	line("  # Accept any machine that a vendor's root vouches for, the attacker's too.")
+	line("  # Accept any machine that a vendor's root certifies, the attacker's too.")
 	line("  anyMachine: %t", t.AnyMachine)
 	line("  # Accept machines whose state is not on an encrypted disk.")
 	line("  allowPlainState: %t", t.AllowPlainState)
@@ -203,7 +203,7 @@ func writeControlPlanes(line func(string, ...any), list []ControlPlane) {
 func writeMachines(line func(string, ...any), t Template) {
 	line("  # Machine IDs: SHA-256 of the endorsement key's SubjectPublicKeyInfo; muster verify shows a machine's.")
 	if len(t.MachineIDs) == 0 {
-		line("  # None listed: any machine that a root below vouches for.")
+		line("  # None listed: any machine that a root below certifies.")
 		line("  machineIds: []")
 		return
 	}
@@ -240,12 +240,12 @@ func writeBoot(line func(string, ...any), name string, pcrs []*attestv1.PcrValue
 	}
 }
 
-// imagesOf returns an image for each build. What Secure Boot makes of the same one is an image of its own, with another PCR 4.
+// imagesOf returns an image for each build. The same build with Secure Boot is a separate image, with another PCR 4.
 func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
 	names := map[string]int{}
 	for _, m := range all {
 		if m.Bank != all[0].Bank {
-			return nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy judges one", all[0].Bank, m.Bank)
+			return nil, fmt.Errorf("policy: measurements of the banks %s and %s: a policy has one", all[0].Bank, m.Bank)
 		}
 		values, err := m.values()
 		if err != nil {
@@ -264,7 +264,7 @@ func imagesOf(all []Measurements) (out []*attestv1.Image, err error) {
 	return out, nil
 }
 
-// NameOf returns s as a policy can name an image by it.
+// NameOf returns s in the form of an image's name in a policy.
 func NameOf(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '.' {

@@ -1,8 +1,7 @@
-// Package policyfile turns what an image build measured into a policy that its owner can
-// read and edit, and such a file into the bytes that are signed.
+// Package policyfile makes a policy from the measurements of an image build, which its owner can read and edit, and turns
+// such a file into the bytes that are signed.
 //
-// The file is YAML for the sake of comments. Services never see YAML: what is signed and
-// judged by is JSON, made here, at the edge.
+// The file is YAML, for its comments. Services never read YAML: what is signed and applied is JSON, made here.
 package policyfile
 
 import (
@@ -15,10 +14,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ToJSON gives the JSON of a policy in YAML or JSON. The same text always gives the same
-// bytes. It does not check what the policy says; [attest.ParsePolicy] does.
+// ToJSON returns the JSON of a policy in YAML or JSON. The same text always gives the same bytes. It does not check the
+// policy's content; [attest.ParsePolicy] does.
 func ToJSON(text []byte) ([]byte, error) {
-	// Four times what a policy may have in JSON: comments and indentation.
+	// The limit is four times that of a policy in JSON: comments and indentation.
 	if len(text) > 4*attest.MaxPolicySize {
 		return nil, fmt.Errorf("policy: the file has more than %d bytes", 4*attest.MaxPolicySize)
 	}
@@ -29,7 +28,7 @@ func ToJSON(text []byte) ([]byte, error) {
 	return b, nil
 }
 
-// Parse reads a policy in YAML or JSON, and gives it with the bytes to sign.
+// Parse reads a policy in YAML or JSON, and returns it with the bytes to sign.
 func Parse(text []byte) (*attest.Policy, []byte, error) {
 	b, err := ToJSON(text)
 	if err != nil {
@@ -42,8 +41,8 @@ func Parse(text []byte) (*attest.Policy, []byte, error) {
 	return p, b, nil
 }
 
-// SplitPEM gives each certificate of a PEM file by itself, as a policy wants them. Anything
-// else in the file is an error.
+// SplitPEM returns each certificate of a PEM file separately, as a policy requires them. Any other content of the file is
+// an error.
 func SplitPEM(text []byte) ([]string, error) {
 	var out []string
 	for {

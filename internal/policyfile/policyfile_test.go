@@ -38,7 +38,7 @@ func read(t *testing.T, name string) []byte {
 	return b
 }
 
-// root makes an authority that is valid for a while.
+// root returns a certificate authority that is valid from from to to.
 func root(t *testing.T, from, to time.Time) string {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -71,7 +71,7 @@ func template(t *testing.T) policyfile.Template {
 	}
 }
 
-// firmware has Reference Values.
+// firmware holds Reference Values.
 const firmware = `{"version": 1, "bank": "sha256", "pcrs": {"0": "` + zeros + `", "2": "` + zeros + `", "3": "` + zeros + `", "7": "` + zeros + `"}}`
 
 const zeros = "0000000000000000000000000000000000000000000000000000000000000000"

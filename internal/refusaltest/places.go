@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/internal/rpc"
 )
 
-// Connection are the places of a connection that a service refuses in the exchange.
+// Connection returns the places of a connection that a service refuses in the exchange.
 func Connection() Places {
 	return Places{
 		Metric: []string{"muster_atls_setups_total", "side", "server", "outcome", "refused"},
@@ -20,7 +20,7 @@ func Connection() Places {
 	}
 }
 
-// Call are the places of a call that is refused before it reaches its handler.
+// Call returns the places of a call that is refused before it reaches its handler.
 func Call(procedure string) Places {
 	return Places{
 		Metric: []string{"muster_rpc_requests_total", "procedure", procedure},
@@ -29,11 +29,11 @@ func Call(procedure string) Places {
 	}
 }
 
-// Protocols are those that every RPC is served over.
+// Protocols are those over which every RPC is served.
 var Protocols = map[string][]connect.ClientOption{"Connect": nil, "gRPC": {connect.WithGRPC()}, "gRPC-Web": {connect.WithGRPCWeb()}}
 
-// EveryProcedure calls each RPC of the services (see [Procedures]) that a client's connection may not
-// call, over each protocol, and wants it refused for that reason.
+// EveryProcedure calls each RPC of the services (see [Procedures]) that a client's connection may not call, over each
+// protocol, and expects a refusal with that reason.
 func EveryProcedure(t *testing.T, s Service, c *http.Client, url string, want attestv1.Reason, services ...string) {
 	t.Helper()
 	all := Procedures(services...)
@@ -42,7 +42,7 @@ func EveryProcedure(t *testing.T, s Service, c *http.Client, url string, want at
 	}
 	for _, p := range all {
 		if level, _ := rpc.LevelOf(p.Path); want == attestv1.Reason_REASON_PEER_NOT_ATTESTED && level == rpc.Session {
-			continue // which is what such a client has shown
+			continue // the client has shown what this one needs
 		}
 		for protocol, options := range Protocols {
 			t.Run(strings.TrimPrefix(p.Path, "/")+" over "+protocol, func(t *testing.T) {

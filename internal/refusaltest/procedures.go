@@ -18,14 +18,14 @@ import (
 
 // Procedure is an RPC that is linked in.
 type Procedure struct {
-	// Path is what is called, as in "/muster.kms.v1.KeyService/DeriveDiskKey".
+	// Path is the path of the call, as in "/muster.kms.v1.KeyService/DeriveDiskKey".
 	Path string
-	// Stream says that its answer is a stream.
+	// Stream is whether its answer is a stream.
 	Stream bool
 }
 
-// Procedures gives the RPCs of those services, or of all of Muster's and health, in order. They come
-// from the descriptors, so that an RPC which is new is among them.
+// Procedures returns the RPCs of those services, or of all of Muster's and health, in order. They come from the
+// descriptors, so that a new RPC is included.
 func Procedures(services ...string) []Procedure {
 	var out []Procedure
 	protoregistry.GlobalFiles.RangeFiles(func(f protoreflect.FileDescriptor) bool {
@@ -60,12 +60,12 @@ func (p Procedure) Call(ctx context.Context, c *http.Client, url string, o ...co
 	}
 	defer func() { _ = s.Close() }()
 	if s.Receive() {
-		return nil // an answer is all that is asked for
+		return nil // any answer is enough
 	}
 	return s.Err()
 }
 
-// Plain gives a client that speaks plain HTTPS, as curl and grpcurl do.
+// Plain returns a client that uses plain HTTPS, as curl and grpcurl do.
 func Plain(t testing.TB) *http.Client {
 	t.Helper()
 	tr := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true}

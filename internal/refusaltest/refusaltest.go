@@ -1,9 +1,8 @@
-// Package refusaltest checks that a refusal has its one reason in every place that it can be seen
-// in: error detail, metric, log and audit record (R1).
+// Package refusaltest checks that a refusal has the same reason in every place where it can be observed: error detail,
+// metric, log and audit record (R1).
 //
-// Think of a refusal as one event that four witnesses tell of. A test says what the service is and
-// where its witnesses are, and does what must be refused; the helper hears all of them, and complains
-// of one that is silent as well as of one that tells of another reason.
+// A test passes the service and the places of the refusal, and a function that causes it. The helper reads all places, and
+// reports an error if one has no entry, or an entry with another reason.
 //
 // A test in docs looks for calls of [Refused] and [Reported], and fails if a reason has none.
 package refusaltest
@@ -24,37 +23,36 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// patience is how long a witness may take, on a machine that builds at the same time.
+// patience is how long a place may take, on a machine that builds at the same time.
 const patience = 90 * time.Second
 
-// Service is where a service tells what it did.
+// Service is where a service reports its refusals.
 type Service struct {
-	// Families gives its metrics.
+	// Families returns its metrics.
 	Families func(t testing.TB) []*dto.MetricFamily
-	// Log gives what it has logged, JSON lines.
+	// Log returns its log, JSON lines.
 	Log func() []byte
-	// Audit gives its audit log; nil if it keeps none.
+	// Audit returns its audit log; nil if it keeps none.
 	Audit func() []byte
 }
 
-// Places say which metric, line and record tell of one refusal. The reason itself is left out.
+// Places are the metric, log line and audit record of one refusal, without the reason.
 type Places struct {
 	// Metric is a name, followed by label, value, label, value.
 	Metric []string
-	// Log is attribute, value, attribute, value of a line; nil if there must be none, since anybody can
-	// cause any number of these.
+	// Log is attribute, value, attribute, value of a line; nil if there must be none, since unattested peers can cause any
+	// number of these.
 	Log []string
 	// Audit is field, value, field, value of a record; nil if the service keeps no audit log, or if
 	// this kind of refusal is not in it. docs/refusals.md says which kinds those are.
 	Audit []string
-	// Beside lists reasons that may be seen too, since the refusal has a refusal of another kind as
-	// its cause: that of a service which was asked on the way.
+	// Beside lists reasons that may appear too, since the refusal is caused by a refusal of another service that was called
+	// for it.
 	Beside []attestv1.Reason
 }
 
-// Refused does what must be refused, once, and gives the error. The reason must be in its detail; the
-// metric must go up by one; there must be a line and a record; and none of them may tell of another
-// reason.
+// Refused causes the refusal once, and returns the error. The reason must be in its detail; the metric must go up by one;
+// there must be a line and a record; and none of them may have another reason.
 func Refused(t testing.TB, s Service, want attestv1.Reason, p Places, do func() error) error {
 	t.Helper()
 	var err error
@@ -66,16 +64,15 @@ func Refused(t testing.TB, s Service, want attestv1.Reason, p Places, do func() 
 	return err
 }
 
-// Reported is [Refused] for what no caller asked for, and which may be tried again before anybody looks:
-// a ticket that a machine does not take, a policy that is not signed.
+// Reported is [Refused] for refusals without a caller, which may be repeated before the test checks: a ticket that a
+// machine does not accept, a policy that is not signed.
 func Reported(t testing.TB, s Service, want attestv1.Reason, p Places, do func()) {
 	t.Helper()
 	watch(t, s, want, p, false, do)
 }
 
-// Until repeats what must be refused until it is refused, as when an informer must hear of a change
-// first. It returns when that refusal is counted: a connection's is counted after its peer knows, and
-// a [Refused] that follows would count it as a second one.
+// Until repeats do until it is refused, as when an informer must first get a change. It returns when that refusal is
+// counted: a connection's is counted after its peer knows it, and a [Refused] that follows would count it as a second one.
 func Until(t testing.TB, s Service, want attestv1.Reason, p Places, do func() error) {
 	t.Helper()
 	name := attest.ReasonName(want)
@@ -103,7 +100,7 @@ func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, d
 	do()
 	name := attest.ReasonName(want)
 	var missing []string
-	var now witness
+	var now observation
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for until := time.Now().Add(patience); ; <-tick.C {
@@ -121,29 +118,29 @@ func watch(t testing.TB, s Service, want attestv1.Reason, p Places, once bool, d
 	now.contradict(t, before, name, p)
 }
 
-// witness is what a service has told so far.
-type witness struct {
+// observation is a snapshot of a service's metrics, log and audit log.
+type observation struct {
 	families   []*dto.MetricFamily
 	log, audit []byte
 }
 
-func look(t testing.TB, s Service) witness {
+func look(t testing.TB, s Service) observation {
 	t.Helper()
-	w := witness{families: s.Families(t), log: s.Log()}
+	w := observation{families: s.Families(t), log: s.Log()}
 	if s.Audit != nil {
 		w.audit = s.Audit()
 	}
 	return w
 }
 
-// missing lists the places that have nothing new.
-func (w witness) missing(before witness, s Service, reason string, p Places) (out []string) {
+// missing returns the places without a new entry.
+func (w observation) missing(before observation, s Service, reason string, p Places) (out []string) {
 	if w.count(reason, p.Metric) <= before.count(reason, p.Metric) {
 		out = append(out, fmt.Sprintf("the metric %v did not go up", p.Metric))
 	}
-	if told := HasLine(since(w.log, before.log), append([]string{"reason", reason}, p.Log...)...); p.Log == nil && told {
+	if found := HasLine(since(w.log, before.log), append([]string{"reason", reason}, p.Log...)...); p.Log == nil && found {
 		out = append(out, "there is a line in the log")
-	} else if p.Log != nil && !told {
+	} else if p.Log != nil && !found {
 		out = append(out, fmt.Sprintf("no line of the log has %v; it has\n%s", p.Log, since(w.log, before.log)))
 	}
 	if p.Audit == nil {
@@ -155,8 +152,8 @@ func (w witness) missing(before witness, s Service, reason string, p Places) (ou
 	return out
 }
 
-// contradict complains of new lines, records and counts with another reason.
-func (w witness) contradict(t testing.TB, before witness, reason string, p Places) {
+// contradict reports new lines, records and counts with another reason.
+func (w observation) contradict(t testing.TB, before observation, reason string, p Places) {
 	t.Helper()
 	fine := []string{"", attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), reason}
 	for _, r := range p.Beside {
@@ -166,28 +163,28 @@ func (w witness) contradict(t testing.TB, before witness, reason string, p Place
 		for line := range bytes.Lines(text) {
 			var has struct{ Reason string }
 			if json.Unmarshal(line, &has) == nil && !slices.Contains(fine, has.Reason) {
-				t.Errorf("%s: the %s tells of %s as well: %s", reason, where, has.Reason, line)
+				t.Errorf("%s: the %s has %s as well: %s", reason, where, has.Reason, line)
 			}
 		}
 	}
 	old := before.counters()
 	for series, n := range w.counters() {
 		if r, _, _ := strings.Cut(series, " "); n > old[series] && !slices.Contains(fine, r) {
-			t.Errorf("%s: a metric tells of another reason as well: %s", reason, series)
+			t.Errorf("%s: a metric has another reason as well: %s", reason, series)
 		}
 	}
 }
 
-// count gives the metric for the reason.
-func (w witness) count(reason string, metric []string) float64 {
+// count returns the metric's value for the reason.
+func (w observation) count(reason string, metric []string) float64 {
 	if len(metric) == 0 {
 		return 0
 	}
 	return Sum(w.families, metric[0], append([]string{"reason", reason}, metric[1:]...)...)
 }
 
-// Sum adds up the values of a metric's series that have all of the labels, given as name, value,
-// name, value; of a histogram it counts the samples.
+// Sum returns the sum of a metric's series that have all of the labels, given as name, value, name, value; for a histogram
+// it counts the samples.
 func Sum(families []*dto.MetricFamily, name string, want ...string) (sum float64) {
 	for _, f := range families {
 		if f.GetName() != name {
@@ -206,9 +203,9 @@ func Sum(families []*dto.MetricFamily, name string, want ...string) (sum float64
 	return sum
 }
 
-// counters gives all that count by reason, each under its reason, name and labels. What a service
-// counts as somebody's client is not among them: that is a connection of its own.
-func (w witness) counters() map[string]float64 {
+// counters returns all metrics that count by reason, each under its reason, name and labels. Those that a service counts as
+// a client are excluded: they are about other connections.
+func (w observation) counters() map[string]float64 {
 	out := map[string]float64{}
 	for _, f := range w.families {
 		for _, m := range f.GetMetric() {
@@ -228,7 +225,7 @@ func labels(m *dto.Metric) map[string]string {
 	return out
 }
 
-// since gives what was written behind the earlier text.
+// since returns what was written after the earlier text.
 func since(now, before []byte) []byte {
 	if len(now) < len(before) {
 		return now
@@ -236,8 +233,7 @@ func since(now, before []byte) []byte {
 	return now[len(before):]
 }
 
-// HasLine says whether one of the JSON lines has all of the string fields, given as name, value,
-// name, value.
+// HasLine reports whether one of the JSON lines has all of the string fields, given as name, value, name, value.
 func HasLine(lines []byte, fields ...string) bool {
 	for line := range bytes.Lines(lines) {
 		var has map[string]any

@@ -8,8 +8,9 @@ import (
 	"strings"
 )
 
-// Fields returns an error that names the exported fields of the struct cfg, or of the one that it points to, that have their zero value or are empty, except for the
-// optional ones; nil if there are none. Fields of embedded structs are checked as well. where is the constructor that cfg is for, as "joinservice.New".
+// Fields returns an error that names the exported fields of the struct cfg, or of the struct that it points to, that have
+// their zero value or are empty, except the optional ones; nil if there are none. It checks fields of embedded structs as
+// well. where is the constructor that cfg is for, as "joinservice.New".
 func Fields(where string, cfg any, optional ...string) error {
 	var missing []string
 	v := reflect.Indirect(reflect.ValueOf(cfg))

@@ -1,5 +1,5 @@
-// Package retry waits between tries: exponentially longer, with jitter so that machines
-// that failed together don't come back together, and never shorter than the server asked.
+// Package retry waits between attempts: exponentially longer, with jitter so that machines that failed together don't
+// return together, and never shorter than the server requested.
 package retry
 
 import (
@@ -8,26 +8,26 @@ import (
 	"time"
 )
 
-// Backoff gives the pauses of one series of tries. Its zero value is not useful.
+// Backoff computes the pauses of one series of attempts. Its zero value is not usable.
 type Backoff struct {
-	// Min is the first pause's upper end, Max that of all later ones.
+	// Min is the upper limit of the first pause, Max that of all later ones.
 	Min, Max time.Duration
 
-	tries int
+	attempts int
 }
 
-// Next gives the next pause: a random time between half and all of Min doubled once for
-// each call, at most Max. A larger hint wins; it gets up to a quarter of jitter on top.
+// Next returns the next pause: a random time between half and all of Min doubled once for each call, at most Max. A larger
+// hint replaces it, with up to a quarter of jitter added.
 func (b *Backoff) Next(hint time.Duration) time.Duration {
 	d := b.Min
-	for range b.tries {
+	for range b.attempts {
 		if d >= b.Max {
 			break
 		}
 		d *= 2
 	}
 	d = min(d, b.Max)
-	b.tries++
+	b.attempts++
 	d -= jitter(d / 2)
 	if hint > d {
 		return hint + jitter(hint/4)
@@ -36,7 +36,7 @@ func (b *Backoff) Next(hint time.Duration) time.Duration {
 }
 
 // Reset starts a new series.
-func (b *Backoff) Reset() { b.tries = 0 }
+func (b *Backoff) Reset() { b.attempts = 0 }
 
 // Wait sleeps for d. It returns early with ctx's cause if ctx ends.
 func Wait(ctx context.Context, d time.Duration) error {

@@ -18,7 +18,7 @@ func TestPausesGrowWithinBoundsAndTheHintWins(t *testing.T) {
 		hi := lo * time.Duration(rapid.Int64Range(1, 1000).Draw(rt, "factor"))
 		b := Backoff{Min: lo, Max: hi}
 		want := lo
-		for range rapid.IntRange(1, 80).Draw(rt, "tries") {
+		for range rapid.IntRange(1, 80).Draw(rt, "attempts") {
 			hint := time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(rt, "hint"))
 			got := b.Next(hint)
 			if got < want/2 || got < hint {

@@ -7,25 +7,26 @@ import (
 	"time"
 )
 
-// bounds ends what a call reads and what it writes once its time is over.
+// bounds ends the reads and writes of a call when its time is over.
 //
-// The deadlines of HTTP/2's streams are timers of the connection. One that is set while the stream closes, as of a call that is canceled at once, holds all that
-// the connection had until its time, also after the connection is closed (Go 1.26). So deadlines are set when they are reached, and these timers end with the call.
+// The deadlines of HTTP/2's streams are timers of the connection. One that is set while the stream closes, as of a call
+// that is canceled at once, keeps all memory of the connection until its time, even after the connection is closed (Go
+// 1.26). So deadlines are set when they are reached, and these timers end with the call.
 type bounds struct {
 	mu          sync.Mutex
-	c           *http.ResponseController // nil: the call is over, and w is no more ours
+	c           *http.ResponseController // nil: the call is over, and w must not be used
 	read, write *time.Timer
 	http1       bool
 }
 
-// passed is a deadline that is over at once.
+// passed is a deadline in the past.
 var passed = time.Unix(1, 0)
 
-// newBounds bounds the time of what a call reads and writes; 0 of write: it is not bounded. It must not fail open, so a connection that knows no deadlines is
-// an error.
+// newBounds bounds the time of a call's reads and writes; write is not bounded if it is 0. It must not fail open, so a
+// connection that does not support deadlines is an error.
 func newBounds(w http.ResponseWriter, r *http.Request, read, write time.Duration) (*bounds, error) {
 	b := &bounds{c: http.NewResponseController(w), http1: r.ProtoMajor == 1}
-	// The call before it on a connection of HTTP/1.1 may have left some.
+	// The previous call on a connection of HTTP/1.1 may have left deadlines.
 	if err := errors.Join(b.c.SetReadDeadline(time.Time{}), b.c.SetWriteDeadline(time.Time{})); err != nil {
 		return nil, err
 	}
@@ -43,12 +44,12 @@ func (b *bounds) reached(set func(*http.ResponseController, time.Time) error) fu
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		if b.c != nil {
-			_ = set(b.c, passed) // it could at first
+			_ = set(b.c, passed) // supported when it was checked above
 		}
 	}
 }
 
-// keep gives what is still read until then. What is over stays over.
+// keep ends reads at that time, unless they have ended.
 func (b *bounds) keep(until time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -57,14 +58,14 @@ func (b *bounds) keep(until time.Time) {
 	}
 }
 
-// end is called when the call's handler has returned. net/http then reads what is left of a request of HTTP/1.1, and sends what is left of its answer: the
-// connection's own deadlines are for that, which end with it.
+// end is called when the call's handler has returned. net/http then reads the rest of an HTTP/1.1 request, and sends the
+// rest of its answer: the connection's own deadlines bound that, and end with it.
 func (b *bounds) end() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.http1 {
 		now := time.Now()
-		_ = errors.Join(b.c.SetReadDeadline(now.Add(plainRequestTimeout)), b.c.SetWriteDeadline(now.Add(plainWriteTimeout))) // it could at first
+		_ = errors.Join(b.c.SetReadDeadline(now.Add(plainRequestTimeout)), b.c.SetWriteDeadline(now.Add(plainWriteTimeout))) // supported when it was checked above
 	}
 	b.c = nil
 	b.read.Stop()
@@ -73,7 +74,7 @@ func (b *bounds) end() {
 	}
 }
 
-// answer notes whether a handler has written a part of an answer's body.
+// answer records whether a handler has written a part of an answer's body.
 type answer struct {
 	http.ResponseWriter
 
@@ -92,8 +93,8 @@ func (a *answer) Flush() { _ = http.NewResponseController(a.ResponseWriter).Flus
 // Unwrap is for [http.ResponseController].
 func (a *answer) Unwrap() http.ResponseWriter { return a.ResponseWriter }
 
-// send sends what the handler has written, while the call's time still runs. net/http would do that once the handler has returned, and wait for as long as a peer
-// of HTTP/2 leaves no room for it.
+// send sends what the handler has written, while the call's time still runs. net/http would do that after the handler has
+// returned, and wait as long as an HTTP/2 peer opens no window for it.
 func (a *answer) send() {
 	if a.wrote {
 		a.Flush()

@@ -29,10 +29,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// call is what a plain call takes, in bytes.
+// call is the cost of a plain call, in bytes.
 const call = 16<<10 + 3*4<<10
 
-// halfCheck sends the head of a health check over HTTP/1.1, which promises size bytes, and a part of them.
+// halfCheck sends the head of a health check over HTTP/1.1, which announces size bytes, and a part of them.
 func halfCheck(t *testing.T, addr, ip string, size, sent int) *tls.Conn {
 	t.Helper()
 	d := &tls.Dialer{NetDialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}, Config: &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}}}
@@ -65,8 +65,8 @@ func TestAPlainRequestIsSmallAndComesSoon(t *testing.T) {
 	}
 }
 
-// Half-sent requests fill what memory there is for callers that have shown nothing; a source that holds nothing
-// is served all the same, and its own limit keeps one source from filling it.
+// Half-sent requests fill the memory for callers without evidence; a source that uses none is served nevertheless, and the
+// limit of one source keeps it from filling the memory.
 func TestHalfSentRequestsLeaveRoomForOtherSources(t *testing.T) {
 	r := run(t, keyService{}, func(c *rpc.Config) {
 		c.ATLS.Limits.Bytes, c.ATLS.Limits.BytesPerSource = 10*call, 4*call
@@ -99,7 +99,7 @@ func TestHalfSentRequestsLeaveRoomForOtherSources(t *testing.T) {
 // Evidence that its caller does not read is charged to the caller's source until the answer is written.
 func TestUnreadEvidenceIsCharged(t *testing.T) {
 	for _, tt := range []struct {
-		more int64 // than the evidence: PCRs and signature may be a little shorter
+		more int64 // beyond the evidence: PCRs and signature may be a little shorter
 		want attestv1.Reason
 	}{{-64, attestv1.Reason_REASON_BUSY}, {64, attestv1.Reason_REASON_ACCEPTED}} {
 		r := run(t, keyService{}, func(c *rpc.Config) {
@@ -117,7 +117,7 @@ func TestUnreadEvidenceIsCharged(t *testing.T) {
 	}
 }
 
-// An HTTP/1.1 client that asks again and again on one connection is asked to dial anew before it is cut off.
+// An HTTP/1.1 client with many requests on one connection is asked to reconnect before it is cut off.
 func TestAPlainConnectionIsWoundUpBeforeItIsCutOff(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	client := r.plainFrom("127.0.0.2")
@@ -136,7 +136,8 @@ func TestAPlainConnectionIsWoundUpBeforeItIsCutOff(t *testing.T) {
 	}
 }
 
-// A peer that did not attest begins no more requests on one connection than it may, also if it cancels each at once.
+// A peer that did not attest can start only a limited number of requests on one connection, also if it cancels each at
+// once.
 func TestCallsOfAConnectionAreBounded(t *testing.T) {
 	var l *accepted
 	r := run(t, keyService{}, func(c *rpc.Config) {
@@ -164,7 +165,7 @@ func TestCallsOfAConnectionAreBounded(t *testing.T) {
 			}
 		})
 	}
-	// Who has attested begins as many as it likes.
+	// An attested peer can start any number.
 	kms := kmsv1connect.NewKeyServiceClient(r.attested(attest.PurposeJoinservice), r.url)
 	before := l.all()
 	for range 100 {
@@ -177,7 +178,7 @@ func TestCallsOfAConnectionAreBounded(t *testing.T) {
 	}
 }
 
-// Who is refused again and again fills no log, and hides nobody else's refusal.
+// A peer that is refused repeatedly does not fill the log, and hides no other peer's refusal.
 func TestRefusalsOfUnattestedPeersAreRationedInTheLog(t *testing.T) {
 	r := run(t, keyService{}, func(c *rpc.Config) { c.ATLS.Limits.Total = 10000 })
 	clients := map[string]*http.Client{"127.0.0.2": r.plainFrom("127.0.0.2"), "127.0.0.3": r.plainFrom("127.0.0.3")}
@@ -227,7 +228,8 @@ func TestRefusalsOfUnattestedPeersAreRationedInTheLog(t *testing.T) {
 	}
 }
 
-// What a plain client can have answered on one connection is bounded also where net/http answers by itself, and in one stream.
+// The number of answers to a plain client on one connection is bounded also where net/http answers by itself, and in one
+// stream.
 func TestAPlainConnectionHasFewAnswers(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	for name, write := range map[string]func(o *opened, stream uint32){
@@ -294,7 +296,7 @@ func TestAPlainConnectionHasFewAnswers(t *testing.T) {
 			}
 		}
 		if strings.Contains(r.log.String(), `"level":"ERROR"`) {
-			t.Error("a stranger writes errors into the log")
+			t.Error("an unattested peer writes errors into the log")
 		}
 		if n := r.metric("muster_rpc_requests_total", "code=internal", "procedure="+healthv1connect.HealthWatchProcedure, "reason=INTERNAL"); n > 0 {
 			t.Errorf("%v calls are counted as internal", n)

@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// call is what is known of a request, from its first byte on.
+// call is the state of a request, from its first byte on.
 type call struct {
 	procedure string
 	source    admission.Source
@@ -27,13 +27,13 @@ type call struct {
 	log       *slog.Logger
 	held      []func()
 	hold      func(bytes int64) error // charges memory until the call has ended
-	// Only the goroutine of the request looks at these.
+	// Only the goroutine of the request uses these.
 	recorded bool  // counted and logged
 	refused  error // why it did not reach its handler
-	denied   error // why there is no room for it: the gate refuses it
+	denied   error // why there is no memory for it: the gate refuses it
 }
 
-// hold charges a call with memory, in bytes, that it holds until its answer is written.
+// hold charges memory, in bytes, to a call until its answer is written.
 func hold(ctx context.Context, bytes int64) error {
 	c, ok := ctx.Value(callKey{}).(*call)
 	if !ok || c.hold == nil {
@@ -42,12 +42,12 @@ func hold(ctx context.Context, bytes int64) error {
 	return c.hold(bytes)
 }
 
-// Refused is a call that was refused before it reached its handler, which therefore has no record
-// of it: the connection had not shown enough, or the request was too large or too slow.
+// Refused is a call that was refused before it reached its handler, which therefore has not recorded it: the connection had
+// not shown enough, or the request was too large or too slow.
 type Refused struct {
-	// Procedure is that of the call; it is in the table of levels.
+	// Procedure is the call's procedure, which is in the table of levels.
 	Procedure string
-	// Remote is the caller's network address, which proves nothing.
+	// Remote is the caller's network address, which is not authenticated.
 	Remote string
 	// Machine is the caller's machine ID; empty if it did not attest.
 	Machine string
@@ -57,8 +57,8 @@ type Refused struct {
 
 type callKey struct{}
 
-// Logger gives the logger of the call: it has the procedure, the caller's address and, if
-// it is attested, its machine.
+// Logger returns the logger of the call: it has the procedure, the caller's address and, if the caller is attested, its
+// machine.
 func Logger(ctx context.Context) *slog.Logger {
 	if c, ok := ctx.Value(callKey{}).(*call); ok {
 		return c.log
@@ -66,7 +66,7 @@ func Logger(ctx context.Context) *slog.Logger {
 	return slog.Default()
 }
 
-// guard is connect's side of a Server: gate, limits of time, error table, metrics, log.
+// guard implements a Server's parts in connect: gate, time limits, error table, metrics, log.
 type guard struct {
 	// hold is [atls.Listener.Hold].
 	hold          func(ctx context.Context, bytes int64) (release func(), err error)
@@ -75,22 +75,22 @@ type guard struct {
 	streamTimeout time.Duration // 0: none
 	maxRequest    int
 	refused       func(Refused)
-	// lines says whether a refused call of a peer that did not attest has a line in the log.
+	// lines limits how many refused calls of peers that did not attest are logged.
 	lines *admission.Rate
 }
 
-// options are those of every handler of a Server.
+// options are the options of every handler of a Server.
 func (g *guard) options() []connect.HandlerOption {
 	return []connect.HandlerOption{
-		// The gate runs before a message is read, let alone decoded; the interceptor asks
-		// again, so that no way around the one is a way in.
+		// The gate runs before a message is read or decoded; the interceptor checks again, so that a call that bypasses one
+		// is still refused.
 		connect.WithRequestGate(g.gate),
 		connect.WithInterceptors(g),
 		connect.WithRecover(func(_ context.Context, _ connect.Spec, _ http.Header, v any) error {
 			return fmt.Errorf("a handler panicked: %v\n%s", v, debug.Stack())
 		}),
-		// Nobody needs compressed requests, and a few bytes of one can cost a second to unpack. What
-		// is not compressed is bounded as it comes in: see body.
+		// No client needs compressed requests, and a few bytes of one can cost a second to unpack. Uncompressed requests
+		// are bounded while they are read: see body.
 		connect.WithCompression("gzip", nil, nil),
 	}
 }
@@ -142,7 +142,7 @@ func (g *guard) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.
 	}
 }
 
-// fewMessages bounds what one stream asks for.
+// fewMessages bounds the requests of one stream.
 type fewMessages struct {
 	connect.StreamingHandlerConn
 
@@ -163,7 +163,7 @@ func (g *guard) WrapStreamingClient(next connect.StreamingClientFunc) connect.St
 	return next
 }
 
-// done counts and logs a call and gives the error that leaves.
+// done counts and logs a call and returns the error for the caller.
 func (g *guard) done(ctx context.Context, procedure string, err error) error {
 	out := Error(err)
 	code, reason := "ok", attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)
@@ -191,7 +191,7 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 	case connect.CodeOf(out) == connect.CodeCanceled:
 		log.DebugContext(ctx, "caller hung up", attrs...)
 	case attest.ReasonOf(err) == attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, !attested && g.lines.Allow(sourceFrom(ctx), time.Now()) != nil:
-		// Anybody can cause any number of these: the metric counts them.
+		// Unattested peers can cause any number of these: the metric counts them.
 		log.DebugContext(ctx, "call refused", attrs...)
 	case connect.CodeOf(out) == connect.CodeInternal:
 		log.ErrorContext(ctx, "call failed", attrs...)
@@ -201,8 +201,8 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 	return out
 }
 
-// observe begins a call, bounds the time of its body and its answer, and counts what never
-// reached a handler: an unknown path, a message too large, too slow or not decodable.
+// observe starts a call, bounds the time of its body and its answer, and counts calls that never reached a handler: an
+// unknown path, a message too large, too slow or not decodable.
 func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c := &call{procedure: r.URL.Path, source: admission.SourceOfAddress(r.RemoteAddr), began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
@@ -210,7 +210,7 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 			c.log = c.log.With("machine", p.Machine().String(), "purpose", string(p.Purpose()))
 		}
 		if _, ok := levels[c.procedure]; !ok {
-			// Unknown paths are one label value, and none of their text is logged.
+			// All unknown paths are one label value, and their text is not logged.
 			c.procedure, c.log = "unknown", log.With("remote", r.RemoteAddr)
 		}
 		read, write := g.times(r.URL.Path)
@@ -238,7 +238,7 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 		ctx := context.WithValue(r.Context(), callKey{}, c)
 		bounded := r.WithContext(ctx)
 		bounded.Body = &body{ReadCloser: r.Body, limit: limit + envelopeHead, call: c, whole: func() {
-			// The request is here. What comes after it over HTTP/1.1 is none of it, and must not end the call.
+			// The request is complete. Later bytes over HTTP/1.1 do not belong to it, and must not end the call.
 			bounds.keep(c.began.Add(g.timeout))
 		}}
 		a := &answer{ResponseWriter: w}
@@ -264,7 +264,7 @@ func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 	})
 }
 
-// requestLimit returns how long the request of a procedure may be, in bytes.
+// requestLimit returns the maximum length of a procedure's request, in bytes.
 func (g *guard) requestLimit(procedure string) int {
 	if trusted(procedure) {
 		return g.maxRequest
@@ -272,23 +272,22 @@ func (g *guard) requestLimit(procedure string) int {
 	return min(g.maxRequest, maxPlainRequest)
 }
 
-// trusted reports whether a procedure's caller has more room and time than a plain client.
+// trusted reports whether a procedure's callers have more memory and time than a plain client.
 func trusted(procedure string) bool {
 	l := levels[procedure]
 	return l == Attested || l == Session && !small[procedure]
 }
 
 const (
-	// callBytes is what a call takes by itself: goroutine, buffers of HTTP/2, header fields.
+	// callBytes is the cost of a call itself: goroutine, buffers of HTTP/2, header fields.
 	callBytes = 16 << 10
-	// requestCopies is how often a request is in memory while it is read and decoded.
+	// requestCopies is how many copies of a request are in memory while it is read and decoded.
 	requestCopies = 3
-	// reflectionBytes is what an answer of reflection takes: descriptors of our own files.
+	// reflectionBytes is the cost of an answer of reflection: descriptors of our own files.
 	reflectionBytes = 128 << 10
 )
 
-// cost returns the memory that a call of the procedure may take, in bytes, without an answer
-// of more than a few KiB.
+// cost returns the maximum memory of a call of the procedure, in bytes, without an answer of more than a few KiB.
 func cost(procedure string, limit int) int64 {
 	bytes := int64(callBytes + requestCopies*limit)
 	if procedure == reflectionV1 || procedure == reflectionV1Alpha {
@@ -297,12 +296,11 @@ func cost(procedure string, limit int) int64 {
 	return bytes
 }
 
-// envelopeHead is what gRPC puts before each message, in bytes.
+// envelopeHead is the length of gRPC's prefix of each message, in bytes.
 const envelopeHead = 5
 
-// body bounds what a call sends, and gives the error of one that is too large or too slow its
-// reason (R1): connect makes such errors before any interceptor is asked, and passes through what
-// is a [connect.Error] already.
+// body bounds a call's request, and adds the reason to the error of one that is too large or too slow (R1): connect makes
+// such errors before any interceptor runs, and passes on an error that is a [connect.Error] already.
 type body struct {
 	io.ReadCloser
 
@@ -332,21 +330,21 @@ func (b *body) Read(p []byte) (int, error) {
 	default:
 		return n, err
 	}
-	if !b.call.recorded { // otherwise the handler has answered, and what follows is thrown away
+	if !b.call.recorded { // otherwise the handler has answered, and the rest is discarded
 		b.call.refused = refusal
 	}
 	return 0, Error(refusal)
 }
 
-// What a plain client's stream may last: it has shown nothing.
+// The maximum time of a plain client's stream: it has shown no evidence.
 const (
 	streamLimit     = 10 * time.Minute
 	reflectionLimit = 30 * time.Second
-	// maxReflections is how many requests one stream of reflection answers.
+	// maxReflections is how many requests one stream of reflection may have.
 	maxReflections = 16
 )
 
-// times returns how long the request of a procedure may take to come in, and its answer to be taken; 0: as long as it likes.
+// times returns how long the request of a procedure may take to arrive, and its answer to be read; 0 for no limit.
 func (g *guard) times(procedure string) (read, write time.Duration) {
 	switch {
 	case !streams[procedure] && !trusted(procedure):
@@ -358,8 +356,8 @@ func (g *guard) times(procedure string) (read, write time.Duration) {
 	case levels[procedure] == Plain:
 		return streamLimit, streamLimit + time.Second
 	default:
-		// Over muster-atls/1 all streams are answers to one message: it must come soon, the
-		// answer may take as long as it likes while pings come back.
+		// Over muster-atls/1 all streams are answers to one message: it must arrive soon, the answer may take any time
+		// while pings are answered.
 		return g.timeout, g.streamTimeout
 	}
 }

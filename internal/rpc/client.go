@@ -9,12 +9,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// maxResponse bounds a message of a server's, in bytes after decompression. A ticket of a
-// control plane is the largest.
+// maxResponse bounds a message from a server, in bytes after decompression. A ticket of a control plane is the largest.
 const maxResponse = 4 << 20
 
-// HTTPClient gives a client over t, mostly an [atls.Transport]. It follows no redirects: a
-// request goes to the server that was judged, or nowhere.
+// HTTPClient returns a client over t, usually an [atls.Transport]. It follows no redirects: a request goes only to the
+// server that was appraised.
 func HTTPClient(t http.RoundTripper) *http.Client {
 	return &http.Client{
 		Transport:     t,
@@ -22,10 +21,9 @@ func HTTPClient(t http.RoundTripper) *http.Client {
 	}
 }
 
-// ClientOptions are for every generated client: they bound answers, and give the error of a
-// refused connection the code that its reason has, so that nothing takes it for
-// UNAVAILABLE and tries again at once. [ReasonFrom], [RetryAfterFrom] and [RemedyFrom] read
-// the errors.
+// ClientOptions are for every generated client: they bound answers, and set the code of a refused connection's error to
+// that of its reason, so that it is not taken for UNAVAILABLE and retried at once. [ReasonFrom], [RetryAfterFrom] and
+// [RemedyFrom] read the errors.
 func ClientOptions() []connect.ClientOption {
 	return []connect.ClientOption{
 		connect.WithReadMaxBytes(maxResponse),
@@ -64,7 +62,7 @@ func (c refusingConn) CloseResponse() error {
 	return refusedDial(c.StreamingClientConn.CloseResponse())
 }
 
-// refusedDial gives a refusal of the connection its code; other errors pass.
+// refusedDial sets the code of a connection's refusal; other errors are unchanged.
 func refusedDial(err error) error {
 	if !isRefusal(err) {
 		return err

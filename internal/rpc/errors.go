@@ -13,18 +13,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// onWire says what a caller learns of a refusal.
+// onWire is what a caller learns of a refusal.
 type onWire struct {
 	code connect.Code
-	// tell lets the refusal's own text out. Without it a caller learns the reason alone:
-	// which PCR or which value it was stands in our log.
-	tell bool
+	// sendText sends the refusal's own text. Without it a caller learns only the reason: the log has the details, as which PCR
+	// or value it was.
+	sendText bool
 	// remedy is what the caller, or the cluster's owner, can do, 300 characters at most; empty if nothing.
 	remedy string
 }
 
-// reasons is all that a caller can learn of an error. A test walks the enum and fails on a
-// missing entry.
+// reasons is all that a caller can learn of an error. A test goes through the enum and fails on a missing entry.
 var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_FORMAT_NONE:          {connect.CodeFailedPrecondition, false, "Use a version of Muster on both sides that shares an evidence format, and check that the address is that of a Muster service."},
 	attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST: {connect.CodeUnauthenticated, false, "Call from a machine that has a TPM and runs Muster's attester."},
@@ -73,14 +72,14 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with its own disk. If the disk was exchanged: `muster replace NAME --disk UUID` (control plane: `muster forget`, `muster enroll`). If the disk is another machine's: put it back there, or `muster replace NODE --tpm ID` gives that node to this machine."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
-	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that nobody else has."},
+	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that no other machine has."},
 	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the pods of muster-kms."},
 	attestv1.Reason_REASON_API_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the Kubernetes API server."},
 	attestv1.Reason_REASON_AUDIT_UNAVAILABLE:   {connect.CodeUnavailable, false, "Make room on the control plane's disk for the audit log."},
 	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
-	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and judged now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
+	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and appraised now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to the ownerKey of the machine's image."},
@@ -95,8 +94,8 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 
-// refusalOf gives the refusal that err is: its own, or the one that stands for it. What
-// nobody refused on purpose is INTERNAL.
+// refusalOf returns the refusal in err, or the one that replaces it. An error that is not a deliberate refusal becomes
+// INTERNAL.
 func refusalOf(err error) *attest.Refusal {
 	if r, ok := errors.AsType[*attest.Refusal](err); ok {
 		return r
@@ -109,23 +108,23 @@ func refusalOf(err error) *attest.Refusal {
 	}
 }
 
-// Error makes of a handler's error what its caller gets: a [connect.Error] whose code, text
-// and [attestv1.ErrorInfo] come from the one table. Of an error that is no
-// [attest.Refusal] nothing leaves. Handlers behind [Server] need not call it.
+// Error returns the error for the caller of a handler: a [connect.Error] whose code, text and [attestv1.ErrorInfo] come
+// from the one table. No text of an error that is not an [attest.Refusal] is sent. Handlers behind [Server] need not call
+// it.
 //
-// A refusal that came from another peer of ours (Remote) is not the caller's: it becomes
-// INTERNAL here unless the handler wrapped it in a reason of its own.
+// A refusal from another peer of ours (Remote) is not about the caller: it becomes INTERNAL here unless the handler wrapped
+// it in its own reason.
 func Error(err error) error {
 	if err == nil {
 		return nil
 	}
-	// An error made here by connect or by a generic handler, as health's NotFound, says
-	// what it is. One that came over the wire from somewhere else does not pass.
+	// An error made here by connect or by a generic handler, as health's NotFound, is correct already. One that was
+	// received from another server is not passed on.
 	if ce, ok := err.(*connect.Error); ok && !connect.IsWireError(err) { //nolint:errorlint // outermost only
 		if ce.Code() != connect.CodeInternal {
 			return ce
 		}
-		// What connect calls internal is a request that breaks its protocol, as by a compressed message.
+		// connect uses its internal code for a request that breaks its protocol, as by a compressed message.
 		err = attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "%w", err)
 	}
 	if errors.Is(err, context.Canceled) && !isRefusal(err) {
@@ -141,7 +140,7 @@ func Error(err error) error {
 		w = reasons[r.Reason]
 	}
 	text := attest.ReasonName(r.Reason)
-	if w.tell && r.Err != nil {
+	if w.sendText && r.Err != nil {
 		text += ": " + r.Err.Error()
 	}
 	ce := connect.NewError(w.code, errors.New(text))
@@ -159,9 +158,8 @@ func withInfo(ce *connect.Error, info *attestv1.ErrorInfo) error {
 	return ce
 }
 
-// ReasonOf gives the reason that [Error] tells the caller, for the metrics, logs and audit records
-// of the service that made err (R1): ACCEPTED for nil, DEADLINE for a caller that hung up, and
-// INTERNAL for what leaves without a reason.
+// ReasonOf returns the reason that [Error] sends to the caller, for the metrics, logs and audit records of the service that
+// made err (R1): ACCEPTED for nil, DEADLINE for a caller that disconnected, and INTERNAL for an error without a reason.
 func ReasonOf(err error) attestv1.Reason {
 	r := ReasonFrom(Error(err))
 	if r == attestv1.Reason_REASON_UNSPECIFIED {
@@ -175,7 +173,7 @@ func isRefusal(err error) bool {
 	return ok
 }
 
-// infoFrom gives the detail that a server of Muster's added to err.
+// infoFrom returns the detail that a Muster server added to err.
 func infoFrom(err error) (*attestv1.ErrorInfo, bool) {
 	ce, ok := errors.AsType[*connect.Error](err)
 	if !ok {
@@ -191,10 +189,9 @@ func infoFrom(err error) (*attestv1.ErrorInfo, bool) {
 	return nil, false
 }
 
-// ReasonFrom gives the reason of a call's error: that of the refusal which kept the
-// connection from being made, ours or the server's, or the one that the RPC returned.
-// ACCEPTED for nil; UNSPECIFIED for an error without one, as a connection that broke, after
-// which to try again is all right.
+// ReasonFrom returns the reason of a call's error: that of the refusal that prevented the connection, ours or the server's,
+// or the one that the RPC returned. It is ACCEPTED for nil, and UNSPECIFIED for an error without one, such as a broken
+// connection; then the client may try again.
 func ReasonFrom(err error) attestv1.Reason {
 	if err == nil {
 		return attestv1.Reason_REASON_ACCEPTED
@@ -208,10 +205,10 @@ func ReasonFrom(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_UNSPECIFIED
 }
 
-// RemedyUnproven is what somebody can do whose call was refused by a peer that had not proven what it is.
-const RemedyUnproven = "Whoever refused has not proven to be the service that was called: find out who has that address. If it is that service, its log says why it refuses."
+// RemedyUnproven is the remedy for a client whose call was refused by a peer that has not proven its identity.
+const RemedyUnproven = "The peer that refused has not proven to be the service that was called: find out which machine has that address. If it is that service, its log says why it refuses."
 
-// RemedyFrom gives what the caller can do about a call's error; empty if it is not known.
+// RemedyFrom returns what the caller can do about a call's error; empty if it is not known.
 func RemedyFrom(err error) string {
 	if atls.UnprovenRefusal(err) {
 		return RemedyUnproven
@@ -222,15 +219,13 @@ func RemedyFrom(err error) string {
 	return reasons[ReasonFrom(err)].remedy
 }
 
-// RemedyOf gives what somebody who gets the reason can do, one sentence; empty if only the owner of
-// the cluster knows.
+// RemedyOf returns what a client that gets the reason can do, one sentence; empty if only the owner of the cluster can.
 func RemedyOf(r attestv1.Reason) string { return reasons[r].remedy }
 
-// maxRetryAfter bounds what a server can make a client wait.
+// maxRetryAfter bounds how long a server can make a client wait.
 const maxRetryAfter = 10 * time.Minute
 
-// RetryAfterFrom gives how long a call's error asks to wait before the next; 0 if it does
-// not ask.
+// RetryAfterFrom returns the pause before the next call that a call's error requests; 0 if it requests none.
 func RetryAfterFrom(err error) time.Duration {
 	if r, ok := errors.AsType[*attest.Refusal](err); ok {
 		return r.RetryAfter

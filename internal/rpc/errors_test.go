@@ -57,7 +57,7 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 			err:  fmt.Errorf("issue a ticket: %w", attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%w", secret)),
 			code: connect.CodeAlreadyExists, reason: attestv1.Reason_REASON_NAME_TAKEN, text: "NAME_TAKEN",
 		},
-		"an error that nobody foresaw": {
+		"an unforeseen error": {
 			err:  fmt.Errorf("read the enrollment: %w", secret),
 			code: connect.CodeInternal, reason: attestv1.Reason_REASON_INTERNAL, text: "INTERNAL",
 		},
@@ -95,7 +95,7 @@ func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 			if got := ReasonFrom(out); got != tt.reason {
 				t.Errorf("reason %v, want %v", got, tt.reason)
 			}
-			own := tt.reason // what the service's own metric, log and audit record say (R1)
+			own := tt.reason // the reason in the service's own metric, log and audit record (R1)
 			if own == attestv1.Reason_REASON_UNSPECIFIED {
 				own = attestv1.Reason_REASON_INTERNAL
 			}

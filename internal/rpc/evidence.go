@@ -13,39 +13,38 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// PublicAttester makes evidence of the purpose "public" over several nonces with one quote.
+// PublicAttester makes evidence with the purpose "public" for several nonces with one quote.
 type PublicAttester interface {
 	Formats() []attestv1.Format
 	AttestAll(ctx context.Context, f attestv1.Format, nonces []attest.Binding) ([]*attestv1.Evidence, error)
 }
 
 const (
-	// publicInterval is how often a quote of the purpose "public" is made at most: strangers
-	// must not keep the TPM from its work.
+	// publicInterval is the minimum time between quotes with the purpose "public": unattested clients must not block the
+	// TPM.
 	publicInterval = time.Second
-	// publicBatch is how many callers share one; above it they are told BUSY.
+	// publicBatch is how many callers share one quote; further callers get BUSY.
 	publicBatch = 64
-	// publicPerSource is how many of those may be of one source.
+	// publicPerSource is how many of those may come from one source.
 	publicPerSource = 8
 	// publicTimeout bounds one quote.
 	publicTimeout = 10 * time.Second
-	// evidenceCopies is how often evidence is in memory while it is sent: as a message, as bytes, and
-	// in what is being written.
+	// evidenceCopies is how many copies of evidence are in memory while it is sent: as a message, as bytes, and in the
+	// write buffer.
 	evidenceCopies = 3
 )
 
-// Evidence is muster.attest.v1.EvidenceService: evidence of this machine for anybody's
-// nonce, for debugging. No session accepts its purpose, or it would be an oracle that signs
-// for whoever wants to pass for this machine (A5).
+// Evidence implements muster.attest.v1.EvidenceService: evidence of this machine for any client's nonce, for debugging. No
+// session accepts its purpose: otherwise an attacker could use these signatures to impersonate this machine (A5).
 type Evidence struct {
 	attester PublicAttester
 
 	mu      sync.Mutex
-	open    *publicQuote // takes callers until its quote begins; nil: none
-	notUpTo time.Time    // no quote begins before
+	open    *publicQuote // accepts callers until its quote starts; nil: none
+	notUpTo time.Time    // no quote starts before
 }
 
-// publicQuote is shared by those who came while it was open.
+// publicQuote is shared by the callers that came while it was open.
 type publicQuote struct {
 	nonces   []attest.Binding
 	sources  map[admission.Source]int
@@ -54,7 +53,7 @@ type publicQuote struct {
 	err      error
 }
 
-// NewEvidence takes an attester whose purpose is "public".
+// NewEvidence returns an Evidence that uses an attester with the purpose "public".
 func NewEvidence(a PublicAttester) (*Evidence, error) {
 	if a == nil || len(a.Formats()) == 0 {
 		return nil, errors.New("rpc: NewEvidence needs an attester that has evidence to give")
@@ -72,8 +71,7 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 		return nil, err
 	}
 	if i == 0 {
-		// Who came first does the work, for those who came later too: so it goes on even if
-		// this caller hangs up.
+		// The first caller makes the quote, for the later ones too: so it continues even if this caller disconnects.
 		e.quote(context.WithoutCancel(ctx), q, wait)
 	}
 	select {
@@ -85,15 +83,14 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 		return nil, q.err
 	}
 	ev := q.evidence[i]
-	// A caller may leave its answer unread.
+	// A caller may not read its answer.
 	if err := hold(ctx, evidenceCopies*int64(proto.Size(ev))); err != nil {
 		return nil, err
 	}
 	return &attestv1.GetEvidenceResponse{Evidence: ev}, nil
 }
 
-// join adds a nonce to the quote that is open, or opens one. Who opens it is told how long
-// to wait before it may begin.
+// join adds a nonce to the open quote, or opens one. The caller that opens it must wait for wait before it starts.
 func (e *Evidence) join(source admission.Source, nonce attest.Binding) (q *publicQuote, i int, wait time.Duration, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -21,8 +21,8 @@ func sourceFrom(ctx context.Context) admission.Source {
 	return admission.Source{}
 }
 
-// Health is grpc.health.v1.Health. Services that nobody has set are unknown; the empty name
-// stands for the process as a whole. Its zero value is not usable.
+// Health implements grpc.health.v1.Health. Services that were not set are unknown; the empty name stands for the whole
+// process. Its zero value is not usable.
 type Health struct {
 	mu      sync.Mutex
 	status  map[string]healthv1.HealthCheckResponse_ServingStatus
@@ -31,14 +31,14 @@ type Health struct {
 	watches *admission.Limiter[admission.Source]
 }
 
-// maxWatches bounds how many callers may watch at one time, sourceWatches how many of one source:
-// each costs a stream and a goroutine for as long as it likes, and any client may ask.
+// maxWatches bounds how many callers may watch at the same time, sourceWatches how many from one source: each costs a
+// stream and a goroutine for an unlimited time, and any client may call.
 const (
 	maxWatches    = 128
 	sourceWatches = 16
 )
 
-// NewHealth knows the process as a whole, and says that it cannot serve yet.
+// NewHealth returns a Health that knows the whole process, as not serving yet.
 func NewHealth() *Health {
 	return &Health{
 		status:  map[string]healthv1.HealthCheckResponse_ServingStatus{"": healthv1.HealthCheckResponse_NOT_SERVING},
@@ -47,7 +47,7 @@ func NewHealth() *Health {
 	}
 }
 
-// Set says whether a service, by its full name, can serve.
+// Set sets whether a service, by its full name, can serve.
 func (h *Health) Set(service string, serving bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -57,7 +57,7 @@ func (h *Health) Set(service string, serving bool) {
 	h.set(service, serving)
 }
 
-// SetAll says it of every service that is known.
+// SetAll sets it for every known service.
 func (h *Health) SetAll(serving bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -69,7 +69,7 @@ func (h *Health) SetAll(serving bool) {
 	}
 }
 
-// set is called with the lock held.
+// set must be called with the lock held.
 func (h *Health) set(service string, serving bool) {
 	s := healthv1.HealthCheckResponse_NOT_SERVING
 	if serving {
@@ -83,7 +83,7 @@ func (h *Health) set(service string, serving bool) {
 	h.changed = make(chan struct{})
 }
 
-// stop says for good that nothing can serve, and ends every Watch.
+// stop sets permanently that nothing can serve, and ends every Watch.
 func (h *Health) stop() {
 	h.SetAll(false)
 	h.mu.Lock()
@@ -112,9 +112,9 @@ func (h *Health) Check(_ context.Context, req *healthv1.HealthCheckRequest) (*he
 	return &healthv1.HealthCheckResponse{Status: s}, nil
 }
 
-// Watch implements [healthv1connect.HealthHandler]: it tells the status now and at each
-// change, until the caller hangs up or the server stops. At most 128 callers are told at one
-// time, 16 of one source; others are refused with BUSY, or take the place of a source that has more.
+// Watch implements [healthv1connect.HealthHandler]: it sends the present status and each change, until the caller
+// disconnects or the server stops. At most 128 callers may watch at the same time, 16 from one source; others are refused
+// with BUSY, or displace one of a source that has more.
 func (h *Health) Watch(ctx context.Context, req *healthv1.HealthCheckRequest, stream *connect.ServerStream[healthv1.HealthCheckResponse]) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -27,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// accepted is a listener that knows which of its connections are open, and which are still in memory.
+// accepted is a listener that tracks which of its connections are open, and which are still in memory.
 type accepted struct {
 	net.Listener
 
@@ -77,7 +77,7 @@ func (a *accepted) all() int {
 	return len(a.conns)
 }
 
-// clients are the ways to call, with a function that breaks the client's connections off.
+// clients are the ways to call, with a function that closes the client's connections.
 func clients(t *testing.T, r *running) map[string]func() (c *http.Client, off func()) {
 	recorded := func(dial func(ctx context.Context, network, addr string) (net.Conn, error)) (func(ctx context.Context, network, addr string) (net.Conn, error), func()) {
 		var mu sync.Mutex
@@ -124,10 +124,10 @@ func clients(t *testing.T, r *running) map[string]func() (c *http.Client, off fu
 	}
 }
 
-// many connections are made for each way to call.
+// many connections are opened for each way to call.
 const many = 40
 
-// Whatever a connection held is free once it is closed, also with calls under way.
+// All memory of a connection is free after it is closed, also with calls in progress.
 func TestAClosedConnectionHoldsNoMemory(t *testing.T) {
 	var l *accepted
 	r := run(t, keyService{}, func(c *rpc.Config) {
@@ -149,7 +149,7 @@ func TestAClosedConnectionHoldsNoMemory(t *testing.T) {
 				off()
 				_ = watch.Close()
 			}
-			// Go's scheduler drops a timer that was stopped once a fourth of all are such.
+			// Go's scheduler drops stopped timers when they are a fourth of all.
 			wait(t, "closed connections are free", func() bool { return l.inMemory() < before+many/2 })
 		})
 	}
@@ -224,7 +224,7 @@ func (o *opened) must(err error) {
 	}
 }
 
-// request begins one, and ends it if it has a body.
+// request starts a request, and ends it if it has a body.
 func (o *opened) request(stream uint32, path string, body []byte, fields ...string) {
 	o.t.Helper()
 	o.block.Reset()
@@ -245,7 +245,7 @@ func (o *opened) flush() {
 	o.out.Reset()
 }
 
-// sent sends what was written, and reports whether the server has answered its PING.
+// sent sends the written frames, and reports whether the server has answered its PING.
 func (o *opened) sent() bool {
 	o.t.Helper()
 	_, err := o.conn.Write(o.out.Bytes())
@@ -275,7 +275,7 @@ func (o *opened) until(want http2.FrameType) {
 	}
 }
 
-// A call that is canceled before its handler has begun leaves nothing behind either.
+// A call that is canceled before its handler has started leaves no memory allocated either.
 func TestACallThatIsCanceledAtOnceHoldsNoMemory(t *testing.T) {
 	var l *accepted
 	r := run(t, keyService{}, func(c *rpc.Config) {
@@ -296,7 +296,7 @@ func TestACallThatIsCanceledAtOnceHoldsNoMemory(t *testing.T) {
 	wait(t, "closed connections are free", func() bool { return l.open.Load() == 0 && l.inMemory() < many/2 })
 }
 
-// A peer that gives an answer no room has its call ended, also when the handler has returned, or when there was none.
+// If a peer opens no window for an answer, its call ends, also if the handler has returned, or if there was none.
 func TestAnAnswerThatIsNotTakenEndsItsCall(t *testing.T) {
 	r := run(t, keyService{}, func(c *rpc.Config) { c.Timeout = 500 * time.Millisecond })
 	for name, request := range map[string]func(o *opened){
@@ -316,7 +316,7 @@ func TestAnAnswerThatIsNotTakenEndsItsCall(t *testing.T) {
 	}
 }
 
-// A connection is closed whose request is answered before it has come, and then does not come.
+// A connection is closed if its request was answered before it was complete, and the rest does not arrive.
 func TestARestOfARequestThatDoesNotComeEndsItsConnection(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	for name, request := range map[string]string{

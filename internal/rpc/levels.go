@@ -15,17 +15,16 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Level is how much a connection must have shown for an RPC to be served on it. The zero
-// value is refused to everybody.
+// Level is how much a connection must have shown for an RPC to be served on it. The zero value is refused to all clients.
 type Level int
 
 const (
 	// Plain is any HTTPS client: curl, grpcurl, a probe.
 	Plain Level = iota + 1
-	// Session is a connection over muster-atls/1 whose client did not attest: it has judged
-	// us, and shows by other means that it may call.
+	// Session is a connection over muster-atls/1 whose client did not attest: it has appraised this server, and proves its
+	// rights by other means.
 	Session
-	// Attested is a connection whose client is a machine that was judged acceptable.
+	// Attested is a connection whose client is a machine that was appraised and accepted.
 	Attested
 )
 
@@ -38,7 +37,7 @@ func (l Level) String() string {
 	case Attested:
 		return "attested"
 	}
-	return "nobody"
+	return "none"
 }
 
 // Procedures of the reflection protocol, which has no generated code here.
@@ -47,8 +46,8 @@ const (
 	reflectionV1Alpha = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 )
 
-// levels is the one table of who may call what. An RPC that is not in it is refused to
-// everybody (A3); a test walks the descriptors and fails on a missing entry.
+// levels is the one table of access rights to RPCs. An RPC that is not in it is refused to all clients (A3); a test goes
+// through the descriptors and fails on a missing entry.
 var levels = map[string]Level{
 	healthv1connect.HealthCheckProcedure: Plain,
 	healthv1connect.HealthWatchProcedure: Plain,
@@ -78,8 +77,7 @@ var levels = map[string]Level{
 	recoverv1connect.EpochServiceAcceptEpochProcedure:   Session,
 }
 
-// streams lists the RPCs whose answer is a stream, so that it may take its time. A test
-// compares it with the descriptors.
+// streams lists the RPCs whose answer is a stream, so that it may take longer. A test compares it with the descriptors.
 var streams = map[string]bool{
 	healthv1connect.HealthWatchProcedure:    true,
 	reflectionV1:                            true,
@@ -90,18 +88,18 @@ var streams = map[string]bool{
 	recoverv1connect.RecoverServiceRecoverProcedure: true,
 }
 
-// small lists the RPCs of the level session that a service in a cluster serves to whoever comes, for as long as the cluster lives. Their
-// requests have the limits of a plain client's.
+// small lists the RPCs of the level session that a service in a cluster serves to any client, for as long as the cluster
+// exists. Their requests have the limits of a plain client's.
 var small = map[string]bool{joinv1connect.JoinServiceRenewAdministratorProcedure: true}
 
-// LevelOf gives the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket";
-// false if it has none, so that nobody may call it.
+// LevelOf returns the level of a procedure, as in "/muster.join.v1.JoinService/IssueJoinTicket"; false if it has none, so
+// that no client may call it.
 func LevelOf(procedure string) (Level, bool) {
 	l, ok := levels[procedure]
 	return l, ok
 }
 
-// levelFrom gives what the connection of a request has shown.
+// levelFrom returns the level of a request's connection.
 func levelFrom(ctx context.Context) Level {
 	if _, ok := atls.SessionFrom(ctx); !ok {
 		return Plain
@@ -112,13 +110,13 @@ func levelFrom(ctx context.Context) Level {
 	return Attested
 }
 
-// authorize says whether the connection of a request may call the procedure (J1).
+// authorize checks that the connection of a request may call the procedure (J1).
 func authorize(ctx context.Context, procedure string) error {
 	need, ok := levels[procedure]
 	have := levelFrom(ctx)
 	switch {
 	case !ok:
-		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level, so nobody may call it", procedure)
+		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%s has no access level, so it is refused to all clients", procedure)
 	case have >= need:
 		return nil
 	case have < Session:

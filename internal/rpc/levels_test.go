@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// procedures walks the descriptors of every service that Muster could serve.
+// procedures returns the methods of every service that Muster could serve.
 func procedures(t *testing.T) map[string]protoreflect.MethodDescriptor {
 	t.Helper()
 	all := map[string]protoreflect.MethodDescriptor{}
@@ -62,7 +62,8 @@ func TestEveryProcedureHasALevel(t *testing.T) {
 	}
 }
 
-// Whoever reaches a joinservice has a session with it: to order something there costs it no more than a plain client's call.
+// Any client that reaches a joinservice can open a session with it: an order there costs no more than a plain client's
+// call.
 func TestAnOrderHasTheRoomOfAPlainClientsCall(t *testing.T) {
 	g := &guard{maxRequest: 16 << 10}
 	if got := g.requestLimit(joinv1connect.JoinServiceRenewAdministratorProcedure); got != maxPlainRequest {
@@ -75,7 +76,7 @@ func TestAnOrderHasTheRoomOfAPlainClientsCall(t *testing.T) {
 	}
 }
 
-// The manual in the schemas says who may call: it is the same as the table says.
+// The comments in the schemas state which clients may call: they must agree with the table.
 func TestLevelsAreThoseOfTheSchemas(t *testing.T) {
 	rpcLine := regexp.MustCompile(`(?m)((?:^\s*//.*\n)+)\s*rpc (\w+)\(`)
 	access := regexp.MustCompile(`Access:\s+(?://\s+)?(\w+)`)
@@ -120,7 +121,7 @@ func TestAnUnknownProcedureIsServedToNobody(t *testing.T) {
 		t.Errorf("%v, want a refusal", err)
 	}
 	var none Level
-	if none.String() != "nobody" {
+	if none.String() != "none" {
 		t.Errorf("the zero level is for %q", none)
 	}
 }

@@ -11,8 +11,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Metrics counts calls, and connections over muster-atls/1 on both sides. A process makes
-// one.
+// Metrics counts calls, and connections over muster-atls/1 on both sides. A process creates one.
 type Metrics struct {
 	requests *prometheus.CounterVec
 	duration *prometheus.HistogramVec
@@ -84,7 +83,7 @@ func (m *Metrics) SetUp(s atls.SetUp) {
 	}
 }
 
-// knownReason keeps a peer from making up label values.
+// knownReason prevents label values that a peer has invented.
 func knownReason(r *attest.Refusal) string {
 	if _, ok := reasons[r.Reason]; !ok {
 		return "UNKNOWN"

@@ -185,7 +185,7 @@ func TestReflectionListsWhatIsServed(t *testing.T) {
 	}
 }
 
-// The command that docs/operate.md shows.
+// This is the command in docs/operate.md.
 func TestCurlAsksForHealth(t *testing.T) {
 	curl, err := exec.LookPath("curl")
 	if err != nil {
@@ -213,7 +213,7 @@ func TestPublicEvidenceIsSharedAndRationed(t *testing.T) {
 	var sources []attestv1connect.EvidenceServiceClient
 	for i := range 10 {
 		client := r.plainFrom(fmt.Sprintf("127.0.1.%d", 1+i))
-		// One connection for its calls, or each would shake hands for itself.
+		// All its calls must share one connection, or each would need a handshake.
 		if _, err := healthv1connect.NewHealthClient(client, r.url).Check(t.Context(), &healthv1.HealthCheckRequest{}); err != nil {
 			t.Fatal(err)
 		}

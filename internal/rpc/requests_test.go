@@ -37,7 +37,7 @@ func TestARequestThatIsTooLargeIsRefused(t *testing.T) {
 		places := refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure)
 		places.Audit = append(places.Audit, "machine", r.client.ID().String())
 		for _, size := range []int{2000, 1 << 20} {
-			err := refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error { return ask(size) })
+			err := refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error { return ask(size) })
 			if err == nil || !strings.Contains(err.Error(), "more than 1000 bytes") {
 				t.Errorf("%s: %v does not name the limit", name, err)
 			}
@@ -66,7 +66,7 @@ func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
 	for name, options := range refusaltest.Protocols {
 		t.Run(name, func(t *testing.T) {
 			c := kmsv1connect.NewKeyServiceClient(slow(r.attested(attest.PurposeJoinservice)), r.url, append(rpc.ClientOptions(), options...)...)
-			refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure), func() error {
+			refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(kmsv1connect.KeyServiceDeriveDiskKeyProcedure), func() error {
 				_, err := c.DeriveDiskKey(t.Context(), &kmsv1.DeriveDiskKeyRequest{})
 				return err
 			})
@@ -74,14 +74,14 @@ func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
 	}
 	t.Run("of a plain client", func(t *testing.T) {
 		c := attestv1connect.NewEvidenceServiceClient(slow(r.plain(true)), r.url, rpc.ClientOptions()...)
-		refusaltest.Refused(t, r.witnesses(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(attestv1connect.EvidenceServiceGetEvidenceProcedure), func() error {
+		refusaltest.Refused(t, r.observations(), attestv1.Reason_REASON_DEADLINE, refusaltest.Call(attestv1connect.EvidenceServiceGetEvidenceProcedure), func() error {
 			_, err := c.GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{})
 			return err
 		})
 	})
 }
 
-// zipped sends a body that says of itself that it is compressed, and is.
+// zipped sends a body that is compressed and declared as such.
 type zipped struct{ http.RoundTripper }
 
 func (z zipped) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -110,11 +110,11 @@ func TestNothingIsUnpackedForACaller(t *testing.T) {
 	c.Transport = zipped{c.Transport}
 	_, err := attestv1connect.NewEvidenceServiceClient(c, r.url).GetEvidence(t.Context(), &attestv1.GetEvidenceRequest{})
 	if connect.CodeOf(err) != connect.CodeUnimplemented || !strings.Contains(err.Error(), "unknown compression") {
-		t.Errorf("%v, want it told that there is no compression", err)
+		t.Errorf("%v, want the answer that there is no compression", err)
 	}
 }
 
-// Nothing that a request carries beside its message makes another call of it.
+// Data in a request beside its message do not change the call.
 func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	path := kmsv1connect.KeyServiceDeriveDiskKeyProcedure
@@ -129,12 +129,12 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 		"a GET, as Connect knows it, of a plain client": {r.plain(true), http.MethodGet, path + query, nil, http.StatusMethodNotAllowed},
 		"a GET of an attested machine":                  {r.attested(attest.PurposeJoinservice), http.MethodGet, path + query, nil, http.StatusMethodNotAllowed},
 		"another method named in a header":              {r.plain(true), http.MethodPost, path, map[string]string{"X-Http-Method-Override": "GET", "Content-Type": "application/json"}, http.StatusUnauthorized},
-		"a method nobody knows":                         {r.attested(attest.PurposeJoinservice), "FROBNICATE", path, nil, http.StatusMethodNotAllowed},
+		"an unknown method":                             {r.attested(attest.PurposeJoinservice), "FROBNICATE", path, nil, http.StatusMethodNotAllowed},
 		"another path named in a header": {r.plain(true), http.MethodPost, path, map[string]string{
 			"X-Original-Url": "/grpc.health.v1.Health/Check", "X-Rewrite-Url": "/grpc.health.v1.Health/Check", "Content-Type": "application/json",
 		}, http.StatusUnauthorized},
-		"a content type nobody knows": {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "text/xml"}, http.StatusUnsupportedMediaType},
-		"a message that is none":      {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "application/json"}, http.StatusBadRequest},
+		"an unknown content type": {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "text/xml"}, http.StatusUnsupportedMediaType},
+		"a message that is none":  {r.attested(attest.PurposeJoinservice), http.MethodPost, path, map[string]string{"Content-Type": "application/json"}, http.StatusBadRequest},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tt.method, r.url+tt.target, strings.NewReader("<>"))
 		if err != nil {
@@ -153,7 +153,7 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 			t.Errorf("%s: %s, want %d", name, resp.Status, tt.status)
 		}
 	}
-	// What is no RPC is counted, and has no reason: it is HTTP's to refuse.
+	// A request that is not an RPC is counted, and has no reason: HTTP refuses it.
 	wait(t, "five requests that reached no handler are counted", func() bool {
 		return r.metric("muster_rpc_requests_total", "code=not_handled", "procedure="+path, "reason=") == 5
 	})
@@ -174,7 +174,7 @@ func TestWhatARequestCarriesBesideItsMessage(t *testing.T) {
 	})
 }
 
-// Fields that this version does not know are of a later one: they change nothing.
+// Fields that this version does not know are from a later one: they are ignored.
 func TestUnknownFieldsAreIgnored(t *testing.T) {
 	r := run(t, keyService{}, nil)
 	req := &kmsv1.DeriveDiskKeyRequest{}

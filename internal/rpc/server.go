@@ -26,51 +26,48 @@ type Service struct {
 	make func(...connect.HandlerOption) (string, http.Handler)
 }
 
-// Serve names a service and gives its implementation and its generated constructor, as in
-// Serve(kmsv1connect.KeyServiceName, svc, kmsv1connect.NewKeyServiceHandler). It takes the
-// constructor, not a handler, so that no handler is without the Server's options.
+// Serve returns a Service with its name, its implementation and its generated constructor, as in
+// Serve(kmsv1connect.KeyServiceName, svc, kmsv1connect.NewKeyServiceHandler). It takes the constructor, not a handler, so
+// that every handler has the Server's options.
 func Serve[H any](name string, impl H, constructor func(H, ...connect.HandlerOption) (string, http.Handler)) Service {
 	return Service{name: name, make: func(o ...connect.HandlerOption) (string, http.Handler) {
 		return constructor(impl, o...)
 	}}
 }
 
-// Config says what a [Server] serves. All fields are required unless they say otherwise.
+// Config configures a [Server]. All fields are required unless their comments say otherwise.
 type Config struct {
-	// Listener is where it listens; Run closes it.
+	// Listener is the server's listener; Run closes it.
 	Listener net.Listener
-	// ATLS says what the server gives and asks for. Its Observe and Log may be left out:
-	// Metrics and Log take their place.
+	// ATLS is the configuration of attested TLS. Its Observe and Log may be left out: Metrics and Log replace them.
 	ATLS atls.ServerConfig
 	// Services are served beside health and reflection.
 	Services []Service
-	// Health is told of each service; it begins as not serving.
+	// Health gets each service; it starts as not serving.
 	Health *Health
-	// Metrics counts.
+	// Metrics counts calls and connections.
 	Metrics *Metrics
-	// Log takes what callers are not told.
+	// Log gets the details that callers do not get.
 	Log *slog.Logger
 	// Timeout bounds a unary call; 0: 30 s.
 	Timeout time.Duration
-	// StreamTimeout bounds a call over muster-atls/1 that is answered by a stream; 0: it may take as long
-	// as pings come back.
+	// StreamTimeout bounds a call over muster-atls/1 that is answered by a stream; 0 for no limit while pings are answered.
 	StreamTimeout time.Duration
-	// IdleTimeout is how long a connection without a call stays open; 0: 5 min, and 1 min for a plain
-	// client, which never gets more.
+	// IdleTimeout is how long a connection without a call stays open; 0: 5 min, and 1 min for a plain client, which never
+	// gets more.
 	IdleTimeout time.Duration
-	// MaxRequest bounds what a caller sends in one call that needs the level session or attested, in bytes; 0: 32 KiB. Calls
-	// that need less have 4 KiB.
+	// MaxRequest bounds the request of a call that needs the level session or attested, in bytes; 0: 32 KiB. Calls that
+	// need less have 4 KiB.
 	MaxRequest int
-	// Refused, if not nil, is told of each call that was refused before it reached its handler, so
-	// that the service can put it on record. It must not block.
+	// Refused, if not nil, is called for each call that was refused before it reached its handler, so that the service can
+	// record it. It must not block.
 	Refused func(Refused)
-	// Grace is how long calls that are under way may take once Run's context has ended; 0:
-	// 10 s.
+	// Grace is how long calls in progress may take after Run's context has ended; 0: 10 s.
 	Grace time.Duration
 }
 
-// Server serves RPCs on one port: over muster-atls/1 to those who speak it, over plain
-// HTTPS to others, and to each what its [Level] allows.
+// Server serves RPCs on one port: over muster-atls/1 to clients that use it, over plain HTTPS to others, and to each only
+// what its [Level] allows.
 type Server struct {
 	cfg      Config
 	listener *atls.Listener
@@ -78,25 +75,25 @@ type Server struct {
 	plain    *http.Server
 
 	mu    sync.Mutex
-	fresh map[net.Conn]struct{}    // handed to net/http, and nothing was read from it yet
-	idle  map[net.Conn]*time.Timer // no call is under way
+	fresh map[net.Conn]struct{}    // handed to net/http, and no byte was read from it yet
+	idle  map[net.Conn]*time.Timer // no call is in progress
 	quits bool
 }
 
 const (
 	readHeaderTimeout = 5 * time.Second
 	idleTimeout       = 5 * time.Minute
-	// ownWriteTimeout is for what net/http answers by itself. A call's time is that of its bounds.
+	// ownWriteTimeout is for answers of net/http itself. A call's time is that of its bounds.
 	ownWriteTimeout = 10 * time.Second
 	maxHeaderBytes  = 8 << 10
 	maxStreams      = 16
-	// What HTTP/2 holds for one connection, in bytes: the frame that it reads, what peers send before
-	// a handler reads it, and the tables of header compression.
+	// The memory of HTTP/2 for one connection, in bytes: the frame that it reads, the data that peers send before a handler
+	// reads it, and the tables of header compression.
 	maxFrame       = 16 << 10
 	receiveBuffer  = 64 << 10
 	maxHeaderTable = 4 << 10
 
-	// A plain client has shown nothing, so it gets less.
+	// A plain client has shown no evidence, so it gets less.
 	plainIdleTimeout    = time.Minute
 	maxPlainStreams     = 8
 	plainWriteTimeout   = 10 * time.Second
@@ -104,8 +101,8 @@ const (
 	maxPlainRequest     = 4 << 10
 )
 
-// NewServer begins to accept connections, which wait until [Server.Run]. It says what of
-// cfg is missing; cfg.Listener is then closed.
+// NewServer starts to accept connections, which wait until [Server.Run]. If a field of cfg is missing, it closes
+// cfg.Listener and returns an error that names the field.
 func NewServer(cfg Config) (*Server, error) {
 	if cfg.Listener == nil {
 		return nil, errors.New("rpc: Listener is missing")
@@ -137,14 +134,14 @@ func NewServer(cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, listener: l, fresh: make(map[net.Conn]struct{}), idle: make(map[net.Conn]*time.Timer)}
 	handler := s.handler()
-	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // strangers' mistakes
+	errorLog := slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug) // errors that unattested clients cause
 	http2 := http.HTTP2Config{
 		MaxConcurrentStreams:          maxStreams,
 		MaxDecoderHeaderTableSize:     maxHeaderTable,
 		MaxEncoderHeaderTableSize:     maxHeaderTable,
 		MaxReadFrameSize:              maxFrame,
 		MaxReceiveBufferPerConnection: receiveBuffer,
-		// Not less than what a client may send before it has our settings (RFC 9113, section 6.9.2).
+		// At least what a client may send before it has our settings (RFC 9113, section 6.9.2).
 		MaxReceiveBufferPerStream: receiveBuffer,
 		SendPingTimeout:           30 * time.Second,
 		PingTimeout:               15 * time.Second,
@@ -163,7 +160,7 @@ func NewServer(cfg Config) (*Server, error) {
 		ConnContext:       l.ConnContext,
 		ConnState:         s.state(cfg.IdleTimeout),
 		ErrorLog:          errorLog,
-		// net/http's own answer to "OPTIONS *" passes no Handler, and so no limit.
+		// net/http's own answer to "OPTIONS *" bypasses the Handler, and so the limits.
 		DisableGeneralOptionsHandler: true,
 	}
 	s.plain = &http.Server{
@@ -208,15 +205,14 @@ func (s *Server) handler() http.Handler {
 	return g.observe(s.cfg.Log, mux)
 }
 
-// Addr gives the address that is listened on.
+// Addr returns the address of the listener.
 func (s *Server) Addr() net.Addr { return s.listener.Addr() }
 
-// CloseMachine closes every connection of a machine that was banned; see
-// [atls.Listener.CloseMachine].
+// CloseMachine closes every connection of a banned machine; see [atls.Listener.CloseMachine].
 func (s *Server) CloseMachine(m attest.MachineID) int { return s.listener.CloseMachine(m) }
 
-// Run serves until ctx ends. Then it stops accepting, lets calls end within the time of
-// grace, and closes everything. A peer that is silent is not waited for.
+// Run serves until ctx ends. Then it stops accepting, lets calls end within Grace, and closes everything. It does not wait
+// for silent peers.
 func (s *Server) Run(ctx context.Context) error {
 	failed := make(chan error, 2)
 	go func() { failed <- s.attested.Serve(s.listener.Attested()) }()
@@ -252,11 +248,12 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(err, closed)
 }
 
-// state closes connections that have no call for so long, and keeps account of those that have not sent a byte of HTTP yet. net/http waits for the latter up to
-// 5 s when it shuts down, since a request could be on its way; a peer that just connected can as well connect to somebody else.
+// state closes connections without a call after the idle time, and tracks those that have not sent a byte of HTTP yet. When
+// it shuts down, net/http waits up to 5 s for the latter, since a request could be on its way; a peer that has just
+// connected can connect to another server instead.
 //
-// http.Server's IdleTimeout is not used: when a connection is closed while calls are under way, HTTP/2 starts its timer anew (Go 1.26), which holds all that the
-// connection had, some 40 KiB, until the timer ends.
+// http.Server's IdleTimeout is not used: when a connection is closed while calls are in progress, HTTP/2 starts its timer
+// again (Go 1.26), which keeps all memory of the connection, about 40 KiB, until the timer ends.
 func (s *Server) state(idle time.Duration) func(net.Conn, http.ConnState) {
 	return func(c net.Conn, st http.ConnState) {
 		s.mu.Lock()

@@ -31,7 +31,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// keyService answers with what the test wants.
+// keyService returns the answers that the test sets.
 type keyService struct {
 	disk func(context.Context, *kmsv1.DeriveDiskKeyRequest) (*kmsv1.DeriveDiskKeyResponse, error)
 }
@@ -52,7 +52,7 @@ func (keyService) DeriveClusterId(context.Context, *kmsv1.DeriveClusterIdRequest
 	return &kmsv1.DeriveClusterIdResponse{ClusterId: make([]byte, 32)}, nil
 }
 
-// running is a server, and what is needed to call it.
+// running is a server, with what is needed to call it.
 type running struct {
 	t        *testing.T
 	url      string
@@ -127,11 +127,11 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 		Metrics: metrics,
 		Log:     slog.New(slog.NewJSONHandler(r.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
-	strangers, err := audit.NewUnattestedRefusals("test", audit.NewStream(r.audit), cfg.Log, r.registry)
+	unattested, err := audit.NewUnattestedRefusals("test", audit.NewStream(r.audit), cfg.Log, r.registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg.Refused = func(c rpc.Refused) { strangers.Call(c.Procedure, c.Remote, c.Machine, c.Err) }
+	cfg.Refused = func(c rpc.Refused) { unattested.Call(c.Procedure, c.Remote, c.Machine, c.Err) }
 	if change != nil {
 		change(&cfg)
 	}
@@ -144,7 +144,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 2)
 	go func() { done <- s.Run(ctx) }()
-	go func() { done <- strangers.Serve(ctx) }()
+	go func() { done <- unattested.Serve(ctx) }()
 	r.stop = sync.OnceValue(func() error { cancel(); return errors.Join(<-done, <-done) })
 	t.Cleanup(func() {
 		if err := r.stop(); err != nil {
@@ -154,7 +154,7 @@ func run(t *testing.T, kms keyService, change func(*rpc.Config)) *running {
 	return r
 }
 
-// attested is a client that gives evidence of that purpose; none if it is empty.
+// attested returns a client that sends evidence with that purpose; none if it is empty.
 func (r *running) attested(p attest.Purpose) *http.Client {
 	r.t.Helper()
 	cfg := atls.ClientConfig{
@@ -174,7 +174,7 @@ func (r *running) attested(p attest.Purpose) *http.Client {
 	return rpc.HTTPClient(tr)
 }
 
-func (r *running) witnesses() refusaltest.Service {
+func (r *running) observations() refusaltest.Service {
 	return refusaltest.Service{
 		Families: func(t testing.TB) []*dto.MetricFamily {
 			families, err := r.registry.Gather()
@@ -194,7 +194,7 @@ func (r *running) plain(http2 bool) *http.Client {
 	return &http.Client{Transport: tr}
 }
 
-// plainFrom is a client over HTTP/2 that comes from an address of the loopback network.
+// plainFrom returns a client over HTTP/2 with an address of the loopback network.
 func (r *running) plainFrom(ip string) *http.Client {
 	tr := &http.Transport{
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true,
@@ -227,7 +227,7 @@ func (r *running) metric(name string, labels ...string) float64 {
 	return 0
 }
 
-// calls returns how many calls there have been.
+// calls returns the number of calls so far.
 func (r *running) calls() (sum float64) {
 	r.t.Helper()
 	families, err := r.registry.Gather()
@@ -266,14 +266,14 @@ func TestSilentPeersDoNotHoldUpTheStop(t *testing.T) {
 		conns = append(conns, c)
 		return c
 	}
-	open("http/1.1") // each has shaken hands and says no word
+	open("http/1.1") // each has finished the handshake and sends nothing
 	open("h2")
 	open(atls.ALPN) // in the exchange
 	idle := kmsv1connect.NewKeyServiceClient(r.attested(attest.PurposeJoinservice), r.url)
 	if _, err := idle.DeriveDiskKey(t.Context(), &kmsv1.DeriveDiskKeyRequest{}); err != nil { // idle after a call
 		t.Fatal(err)
 	}
-	tcp, err := new(net.Dialer).DialContext(t.Context(), "tcp", r.addr) // in no handshake yet
+	tcp, err := new(net.Dialer).DialContext(t.Context(), "tcp", r.addr) // before the handshake
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -285,7 +285,7 @@ func TestSilentPeersDoNotHoldUpTheStop(t *testing.T) {
 	if err := r.stop(); err != nil {
 		t.Fatal(err)
 	}
-	// An idle HTTP/2 connection gets GOAWAY and a second to hang up.
+	// An idle HTTP/2 connection gets GOAWAY and has a second to close.
 	if took := time.Since(began); took > 3*time.Second {
 		t.Errorf("the stop took %s", took)
 	}

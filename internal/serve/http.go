@@ -19,47 +19,48 @@ import (
 	"github.com/muster-k8s/muster/trust/admission"
 )
 
-// Probes is the plain HTTP server for those who watch a process from outside: /metrics,
-// /healthz and /readyz. Nothing that it serves is secret, and it belongs on the pod network
-// or on loopback. All fields are required.
+// Probes is the plain HTTP server for monitoring: /metrics, /healthz and /readyz. Nothing that it serves is secret, and it
+// belongs on the pod network or on loopback. All fields are required except Local.
 type Probes struct {
-	// Listener is where it serves; it is closed when Run ends.
+	// Listener is its listener; it is closed when Run ends.
 	Listener net.Listener
-	// Metrics is what /metrics shows, in Prometheus's text format.
+	// Metrics are served at /metrics, in Prometheus's text format.
 	Metrics prometheus.Gatherer
-	// Ready says by name what must hold for the process to serve: /readyz asks each and
-	// answers 503 with the names of those that give an error; /metrics has the same as
-	// muster_ready{check}. /healthz does not ask: a process that waits for something should not
-	// be restarted for it.
+	// Ready has the named checks that must pass for the process to serve: /readyz runs each and answers 503 with the names
+	// of those that return an error; /metrics has the same as muster_ready{check}. /healthz does not run them: a process
+	// that waits for something should not be restarted for it.
 	Ready map[string]func(ctx context.Context) error
-	// Log takes the errors of the server.
+	// Log gets the errors of the server.
 	Log *slog.Logger
-	// Local is where /healthz and /readyz are served too, to whoever may reach it: nobody else takes its places. nil: nowhere. Run closes it.
+	// Local also serves /healthz and /readyz, to processes that can reach it: no other clients can take its connections.
+	// nil for none. Run closes it.
 	Local net.Listener
 }
 
 const (
 	// probeTimeout bounds one answer, so that a check that hangs counts as failed.
 	probeTimeout = 5 * time.Second
-	// shutdownTimeout bounds the wait for answers that are under way.
+	// shutdownTimeout bounds the wait for answers in progress.
 	shutdownTimeout = 5 * time.Second
-	// maxConns is how many connections there are at one time, sourceConns how many of one source: who scrapes
-	// finds a place whoever else connects.
+	// maxConns is the maximum number of concurrent connections, sourceConns that from one source: so the monitoring system
+	// gets a connection whatever other clients do.
 	maxConns, sourceConns = 256, 8
-	// connMemory is what one takes at most, in bytes: buffers of 8 KiB, header fields of 8, stacks of 8.
+	// connMemory is the maximum memory of a connection, in bytes: buffers of 8 KiB, header fields of 8, stacks of 8.
 	connMemory = 24 << 10
-	// ProbesMemory is the most that clients can make [Probes] hold, in bytes: connections, and two tables of sources (the rates of requests and of metrics).
+	// ProbesMemory is the maximum memory that clients can make [Probes] use, in bytes: connections, and two tables of
+	// sources (the rates of requests and of metrics).
 	ProbesMemory = maxConns*connMemory + 2*admission.SourcesMemory
-	// sourceRate is how many requests a second of one source are answered, and sourceBurst how many at once.
+	// sourceRate is how many requests a second from one source are answered, and sourceBurst how many at once.
 	sourceRate, sourceBurst = 20, 60
-	// metricsRate is how many requests for /metrics a second are answered of all sources together that sent one within the last 5 s: an answer takes about a
-	// millisecond of one core. Other answers are cheap and have no such bound, or others could keep the kubelet, which asks as often, from its answer.
+	// metricsRate is how many requests for /metrics a second are answered for all sources together that sent one within the
+	// last 5 s: an answer takes about a millisecond of one core. Other answers are cheap and have no such bound; otherwise
+	// other clients could keep the kubelet, which asks as often, from its answer.
 	metricsRate = 60
-	// maxHeaderBytes bounds what one request sends.
+	// maxHeaderBytes bounds the header of a request.
 	maxHeaderBytes = 4 << 10
 )
 
-// Part gives the server as a part of [All].
+// Part returns the server as a part of [All].
 func (p Probes) Part() Part { return Part{Name: "metrics and probes", Run: p.Run} }
 
 // Run serves until ctx ends.
@@ -98,13 +99,13 @@ func (p Probes) Run(ctx context.Context) error {
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          errorLog,
-		// net/http's own answer to "OPTIONS *" passes no Handler.
+		// net/http's own answer to "OPTIONS *" bypasses the Handler.
 		DisableGeneralOptionsHandler: true,
 	}
 	if p.Local != nil {
 		local := &http.Server{Handler: mux, ReadTimeout: probeTimeout, WriteTimeout: 2 * probeTimeout, MaxHeaderBytes: maxHeaderBytes, ErrorLog: errorLog}
 		var wg sync.WaitGroup
-		wg.Go(func() { _ = local.Serve(p.Local) }) // without it probes fail, and say so
+		wg.Go(func() { _ = local.Serve(p.Local) }) // if it ends, probes fail and report that
 		defer wg.Wait()
 		defer func() { _ = local.Close() }()
 	}
@@ -126,7 +127,7 @@ func (p Probes) Run(ctx context.Context) error {
 	return nil
 }
 
-// rationed bounds what answers take of the processor, by source and in sum.
+// limited bounds the processor time for answers, by source and in sum.
 func limited(total float64, next http.Handler) http.Handler {
 	rate := admission.NewRate(sourceRate, sourceBurst, total, time.Now())
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -140,7 +141,7 @@ func limited(total float64, next http.Handler) http.Handler {
 	})
 }
 
-// readiness tells of each check by name whether it holds, whenever metrics are read.
+// readiness reports for each named check whether it passes, whenever metrics are read.
 type readiness func(yield func(check string, holds bool))
 
 var readyDesc = prometheus.NewDesc("muster_ready", "1 if what must hold for the process to serve does, by check; 0 if not.", []string{"check"}, nil)
@@ -159,7 +160,7 @@ func (r readiness) Collect(out chan<- prometheus.Metric) {
 	})
 }
 
-// failing lists what does not hold, each with its cause.
+// failing returns the checks that fail, each with its cause.
 func (p Probes) failing(ctx context.Context) []string {
 	var out []string
 	for name, check := range p.Ready {

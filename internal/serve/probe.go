@@ -10,13 +10,14 @@ import (
 	"strings"
 )
 
-// ProbeSocket is the default of a service's flag --probes: a Unix socket in the abstract namespace (unix(7)), which only processes of the same network
-// namespace reach, a pod's own. The kubelet asks there by a command in the container. On the port of metrics, which other pods reach,
-// whoever has many addresses could take all places, and have the service restarted.
+// ProbeSocket is the default of a service's flag --probes: a Unix socket in the abstract namespace (unix(7)), which only
+// processes in the same network namespace reach, that of the pod. The kubelet asks there by a command in the container. On
+// the port of metrics, which other pods reach, an attacker with many addresses could take all connections, and cause a
+// restart of the service.
 const ProbeSocket = "@muster-probes"
 
-// Probe asks a service on its probe socket, with the arguments of its command `probe`: a path, as /healthz, and the socket if it is another one than
-// [ProbeSocket]. The error has the service's answer.
+// Probe asks a service on its probe socket, with the arguments of its command `probe`: a path, as /healthz, and the socket
+// if it is not [ProbeSocket]. The error has the service's answer.
 func Probe(ctx context.Context, args []string) error {
 	if len(args) < 1 || len(args) > 2 || !strings.HasPrefix(args[0], "/") {
 		return errors.New("usage: probe /healthz|/readyz [SOCKET]")

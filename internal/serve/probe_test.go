@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/serve"
 )
 
-// The kubelet's command gets its answer also while every place of the port is taken.
+// The kubelet's command gets its answer also while all connections of the port are taken.
 func TestAProbeAsksOnASocketOfItsOwn(t *testing.T) {
 	socket := fmt.Sprintf("@muster-probes-test-%d", os.Getpid())
 	local, err := new(net.ListenConfig).Listen(t.Context(), "unix", socket)
@@ -41,7 +41,7 @@ func TestAProbeAsksOnASocketOfItsOwn(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	for i := range 300 { // of as many sources as there are places, and more
+	for i := range 300 { // from as many sources as there are connections, and more
 		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 7, byte(i/250), byte(1+i%250))}}
 		c, err := d.DialContext(t.Context(), "tcp", port.Addr().String())
 		if err != nil {

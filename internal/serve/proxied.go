@@ -17,16 +17,17 @@ import (
 const (
 	// headerTimeout is how long a load balancer may take to send the header of a connection.
 	headerTimeout = 5 * time.Second
-	// headersAtOnce bounds the connections whose header has not come: 4 KiB each, 1 MiB in sum. More than that are closed.
+	// headersAtOnce bounds the connections whose header has not arrived: 4 KiB each, 1 MiB in sum. Further ones are closed.
 	headersAtOnce = 256
 )
 
-// Proxied is a listener behind load balancers that say whom they pass on, by a header of the PROXY protocol, version 2
-// (https://www.haproxy.org/download/3.0/doc/proxy-protocol.txt, section 2.2). The remote address of such a connection is the client's, so that limits of
-// one source are those of one client.
+// Proxied is a listener behind load balancers that send the client's address, by a header of the PROXY protocol, version 2
+// (https://www.haproxy.org/download/3.0/doc/proxy-protocol.txt, section 2.2). The remote address of such a connection is
+// the client's, so that limits of one source are those of one client.
 //
-// A connection from anybody else is taken as it is: a header of theirs is garbage to what reads the connection. Whoever can connect from an address of a load balancer can
-// choose a source, which limits in sum bound all the same.
+// A connection from any other address is passed on unchanged: a header from there is invalid data for the reader of the
+// connection. A client that can connect from an address of a load balancer can choose a source; limits in sum still bound
+// it.
 type Proxied struct {
 	inner net.Listener
 	from  []netip.Prefix
@@ -48,7 +49,8 @@ type accepted struct {
 	err  error
 }
 
-// NewProxied returns a listener that takes inner's connections, and demands the header from those whose remote address is in one of the prefixes.
+// NewProxied returns a listener for inner's connections that requires the header from remote addresses in one of the
+// prefixes.
 func NewProxied(inner net.Listener, from []netip.Prefix, log *slog.Logger) *Proxied {
 	p := &Proxied{
 		inner: inner, from: from, log: log, ready: make(chan accepted), done: make(chan struct{}), slots: make(chan struct{}, headersAtOnce), waiting: map[net.Conn]struct{}{},
@@ -57,7 +59,7 @@ func NewProxied(inner net.Listener, from []netip.Prefix, log *slog.Logger) *Prox
 	return p
 }
 
-// Accept returns the next connection whose header has come, or that needs none.
+// Accept returns the next connection whose header has arrived, or that needs none.
 func (p *Proxied) Accept() (net.Conn, error) {
 	select {
 	case a := <-p.ready:
@@ -70,7 +72,7 @@ func (p *Proxied) Accept() (net.Conn, error) {
 // Addr returns the address that it listens on.
 func (p *Proxied) Addr() net.Addr { return p.inner.Addr() }
 
-// Close closes the listener and the connections that nobody has accepted.
+// Close closes the listener and the connections that were not accepted.
 func (p *Proxied) Close() error {
 	var err error
 	p.once.Do(func() {
@@ -113,7 +115,7 @@ func (p *Proxied) accept() {
 	}
 }
 
-// hand gives it to who accepts, or closes it once the listener is closed.
+// hand passes the connection to Accept, or closes it if the listener is closed.
 func (p *Proxied) hand(a accepted) bool {
 	select {
 	case p.ready <- a:

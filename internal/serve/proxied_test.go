@@ -59,7 +59,7 @@ func TestWhoALoadBalancerPassesOnIsTheSource(t *testing.T) {
 	for name, tt := range map[string]struct {
 		from  string
 		first []byte
-		want  string // the source that is seen, or nobody
+		want  string // the source that is seen, or "nobody"
 		read  string
 	}{
 		"a listed load balancer":          {"127.0.0.2", append(header(t, 2), "hello"...), "192.0.2.7", "hello"},
@@ -96,7 +96,7 @@ func TestWhoALoadBalancerPassesOnIsTheSource(t *testing.T) {
 	}
 }
 
-// A load balancer whose clients say nothing keeps nobody else out, and holds no more connections than stated.
+// Clients behind a load balancer that send nothing block no other client, and hold no more connections than documented.
 func TestHeadersThatDoNotComeKeepNobodyOut(t *testing.T) {
 	p := proxied(t, "127.0.0.2")
 	const more = 50
@@ -119,7 +119,7 @@ func TestHeadersThatDoNotComeKeepNobodyOut(t *testing.T) {
 	if n > headersAtOnce {
 		t.Errorf("%d wait", n)
 	}
-	closed := 0 // by now: they came before the one that was accepted
+	closed := 0 // at this point: they came before the one that was accepted
 	soon := time.Now().Add(time.Second)
 	for _, c := range slices.Backward(silent) {
 		if err := c.SetReadDeadline(soon); err != nil {

@@ -1,8 +1,7 @@
 // Package serve runs the parts of a process that start and stop together.
 //
-// Think of a process as a set of parts, each of which runs until its context ends. The
-// first that ends takes the others along, and the process ends when the last has: no part
-// is left behind, and a service whose metrics server died doesn't go on unobserved.
+// Each part of a process runs until its context ends. The first part that ends stops the others, and the process ends when
+// the last one has: no part continues alone, and a service does not run without its metrics server.
 package serve
 
 import (
@@ -13,18 +12,16 @@ import (
 	"sync"
 )
 
-// Part is one of them.
+// Part is a part of a process.
 type Part struct {
 	// Name is for errors.
 	Name string
-	// Run works until ctx ends, then cleans up and returns. An error that only says that
-	// ctx ended counts as none.
+	// Run works until ctx ends, then cleans up and returns. An error that only reports that ctx ended counts as none.
 	Run func(ctx context.Context) error
 }
 
-// All runs the parts until ctx ends or one of them does, waits for all of them, and joins
-// their errors, each with its part's name. A part that ends without an error while ctx
-// still lives ends the others too.
+// All runs the parts until ctx ends or one of them does, waits for all of them, and joins their errors, each with its
+// part's name. A part that ends without an error before ctx also stops the others.
 func All(ctx context.Context, parts ...Part) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

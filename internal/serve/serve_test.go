@@ -36,7 +36,7 @@ func TestPartsStartAndStopTogether(t *testing.T) {
 		"a part that just ends, ends the others": {
 			parts: []serve.Part{{Name: "waiter", Run: waits}, {Name: "short", Run: func(context.Context) error { return nil }}},
 		},
-		"all errors are told": {
+		"all errors are reported": {
 			parts: []serve.Part{
 				{Name: "first", Run: func(context.Context) error { return cause }},
 				{Name: "second", Run: func(ctx context.Context) error { <-ctx.Done(); return errors.New("cannot clean up") }},
@@ -156,7 +156,7 @@ func get(t *testing.T, url string) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-// Whoever asks again and again takes little of the processor, and the kubelet's probe is answered all the same.
+// A client that asks repeatedly takes little processor time, and the kubelet's probe is answered nevertheless.
 func TestRequestsOfASourceAreRationed(t *testing.T) {
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
@@ -199,7 +199,7 @@ func TestRequestsOfASourceAreRationed(t *testing.T) {
 			}
 		}
 	}
-	// It asks so often that it never counts as one that comes seldom.
+	// It asks so often that it never counts as a source that asks seldom.
 	var others sync.WaitGroup
 	stop := make(chan struct{})
 	for i := range 8 {

@@ -21,13 +21,13 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Flags are those that the programs of all services have.
+// Flags are the common flags of all services' programs.
 type Flags struct {
 	service                                                         string
 	listen, metrics, probes, socket, owner, image, node, kubeconfig *string
 }
 
-// NewFlags adds them to set. The service has the name of its purpose; listen is where its RPCs are by default.
+// NewFlags adds them to set. The service has the name of its purpose; listen is the default address of its RPCs.
 func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 	return &Flags{
 		service:    string(service),
@@ -42,26 +42,26 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 	}
 }
 
-// memoryShare is which part of the container's memory limit Go may use, unless GOMEMLIMIT says
-// it; what the kernel holds for sockets needs the rest.
+// memoryShare is the part of the container's memory limit that Go may use, unless GOMEMLIMIT sets it; the kernel needs the
+// rest for sockets.
 const memoryShare = 0.8
 
-// Process is what a service's program has by its flags before the service itself is made.
+// Process holds what a service's flags name, opened before the service itself is created.
 type Process struct {
-	// Listener is where RPCs are served, Metrics where metrics and probes are. Probes is where the latter are too, or nil.
+	// Listener serves RPCs, Metrics serves metrics and probes. Probes serves probes too, or is nil.
 	Listener, Metrics, Probes net.Listener
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester *attester.Client
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
-	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
-	// API is how to reach the Kubernetes API.
+	// API is the configuration for the Kubernetes API.
 	API *rest.Config
 	Log *slog.Logger
 }
 
-// Open opens what the flags name, once they are parsed; its log goes to stderr. An error names the flag.
+// Open opens what the parsed flags name; it logs to stderr. An error names the flag.
 func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	p := &Process{Log: slog.New(slog.NewJSONHandler(stderr, nil)).With("service", f.service, "node", *f.node)}
 	memory, err := memlimit.Set(memlimit.WithRatio(memoryShare), memlimit.WithProvider(memlimit.FromCgroup))
@@ -101,10 +101,11 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	return p, nil
 }
 
-// ImagePath is where the measured configuration of a machine's image is, on the machine and in pods.
+// ImagePath is the path of the measured configuration of a machine's image, on the machine and in pods.
 const ImagePath = "/etc/muster/image.yaml"
 
-// lowestSerial reads lowestPolicySerial of an image's configuration; 0: it has none. The rest of that file is the bootstrapper's to judge.
+// lowestSerial reads lowestPolicySerial of an image's configuration; 0 if it has none. The bootstrapper checks the rest of
+// that file.
 func lowestSerial(file string) (uint64, error) {
 	b, err := os.ReadFile(file)
 	if err != nil {
@@ -119,7 +120,7 @@ func lowestSerial(file string) (uint64, error) {
 	return image.LowestPolicySerial, nil
 }
 
-// Close closes all of it; what the service has closed by then stays closed.
+// Close closes everything that the service has not closed yet.
 func (p *Process) Close() {
 	_, _ = p.Listener.Close(), p.Metrics.Close()
 	if p.Probes != nil {

@@ -65,8 +65,8 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 		"no image's configuration":      {"image", "/nowhere", "--image: "},
 		"an image's that is none":       {"image", image(t, "lowestPolicySerial: many\n"), "--image: "},
 		"no pod and no kubeconfig":      {"kubeconfig", "", "--kubeconfig"},
-		"metrics where somebody is":     {"metrics", busy.Addr().String(), "--metrics: "},
-		"RPCs where somebody is":        {"listen", busy.Addr().String(), "--listen: "},
+		"metrics on a used port":        {"metrics", busy.Addr().String(), "--metrics: "},
+		"RPCs on a used port":           {"listen", busy.Addr().String(), "--listen: "},
 		"RPCs at an address of nowhere": {"listen", "192.0.2.77:0", "--listen: "},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -1,6 +1,5 @@
-// Package member is what Muster's services in a cluster have in common: a view of the cluster, the
-// owner's policy, evidence of their own machine, a verifier and judges for others' evidence, and the
-// readiness that follows from these.
+// Package service is the common part of Muster's services in a cluster: a view of the cluster, the owner's policy, evidence
+// of their own machine, a verifier and appraisers for peers' evidence, and the readiness that depends on these.
 package service
 
 import (
@@ -27,49 +26,48 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// readyInterval is how often health follows readiness.
+// readyInterval is how often health is updated from readiness.
 const readyInterval = time.Second
 
-// Config lists what a Member needs. All fields are required unless they say otherwise.
+// Config lists what a Member needs. All fields are required unless their comments say otherwise.
 type Config struct {
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
-	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any. Not required.
+	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any. Not required.
 	LowestSerial uint64
-	// API is how to reach the Kubernetes API.
+	// API is the configuration for the Kubernetes API.
 	API *rest.Config
-	// Service is the service's name in audit records, Audit where they go.
+	// Service is the service's name in audit records, Audit their log.
 	Service string
 	Audit   *audit.Log
 	Log     *slog.Logger
 }
 
-// Member is one service of a cluster. Use its fields to make what the service has of its own, then
-// run its Parts.
+// Member is one service of a cluster. Use its fields to create the service's own parts, then run its Parts.
 type Member struct {
 	// Cluster is the view of the Kubernetes API.
 	Cluster *clusterview.Cluster
 	// Policy is the owner's policy in force.
 	Policy *policy.Store
-	// Verifier checks others' evidence against the policy's EK roots.
+	// Verifier checks peers' evidence against the policy's EK roots.
 	Verifier attest.Verifier
 	// Registry collects the process's metrics, RPC those of its server and clients.
 	Registry *prometheus.Registry
 	RPC      *rpc.Metrics
-	// Health is gRPC's view of readiness.
+	// Health is gRPC's health service, which follows readiness.
 	Health *rpc.Health
-	// UnattestedRefusals keeps the records of who is refused before it reaches the service: its Connection is
-	// for the service's [atls.ServerConfig], and Refused for its [rpc.Config].
+	// UnattestedRefusals records peers that are refused before they reach the service: its Connection is for the service's
+	// [atls.ServerConfig], and Refused for its [rpc.Config].
 	UnattestedRefusals *audit.UnattestedRefusals
-	// RefusalLimits keeps the records of what those are refused who reach the service.
+	// RefusalLimits records refusals of peers that reached the service.
 	RefusalLimits *audit.RefusalLimits
 
 	probe *evidence.Probe
 }
 
-// New returns a Member that does nothing yet, or says which part of cfg is missing.
+// New returns a Member that is not running yet, or an error that names the missing field of cfg.
 func New(cfg Config) (*Member, error) {
 	if err := required.Fields("service.New", cfg, "LowestSerial", "Owner"); err != nil {
 		return nil, err
@@ -80,7 +78,7 @@ func New(cfg Config) (*Member, error) {
 	if m.RPC, err = rpc.NewMetrics(m.Registry); err != nil {
 		return nil, err
 	}
-	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, Tell: cfg.record}); err != nil {
+	if m.Policy, err = policy.New(policy.Config{Owner: cfg.Owner, Lowest: cfg.LowestSerial, Log: cfg.Log, Metrics: m.Registry, OnReport: cfg.record}); err != nil {
 		return nil, err
 	}
 	if m.UnattestedRefusals, err = audit.NewUnattestedRefusals(cfg.Service, cfg.Audit, cfg.Log, m.Registry); err != nil {
@@ -103,7 +101,7 @@ func New(cfg Config) (*Member, error) {
 	return m, policy.Follow(m.Cluster, m.Policy)
 }
 
-// record puts each change of the policy on the audit log: who may come in hangs on it.
+// record writes each change of the policy to the audit log: it decides which machines are admitted.
 func (cfg Config) record(r policy.Report) {
 	record := audit.Record{Service: cfg.Service, Event: "policy in force", Reason: attest.ReasonName(attest.ReasonOf(r.Err))}
 	if r.Err != nil { // R1
@@ -122,12 +120,13 @@ func (m *Member) Refused(r rpc.Refused) {
 	m.UnattestedRefusals.Call(r.Procedure, r.Remote, r.Machine, r.Err)
 }
 
-// MemberAppraiser judges machines that belong to this cluster: those of its nodes.
+// MemberAppraiser returns the appraiser for machines that belong to this cluster: those of its nodes.
 func (m *Member) MemberAppraiser() (*policy.Appraiser, error) {
 	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, m.lockedToOurs)
 }
 
-// ServerAppraiser judges the machines of this cluster's joinservices and kms, which the owner's policy lists (A7).
+// ServerAppraiser returns the appraiser for the machines of this cluster's joinservices and kms, which the owner's policy
+// lists (A7).
 func (m *Member) ServerAppraiser() (*policy.Appraiser, error) {
 	return m.Policy.NewServerAppraiser(m.Cluster.Nodes.Banned, m.lockedToOurs)
 }
@@ -140,8 +139,8 @@ func (m *Member) lockedToOurs() ([]attest.Lock, error) {
 	return []attest.Lock{attest.LockedTo(info.ClusterID)}, nil
 }
 
-// JoinerAppraiser judges machines that ask to join: unlocked, or locked to this cluster by an attempt
-// that did not come to its end.
+// JoinerAppraiser returns the appraiser for machines that ask to join: unlocked, or locked to this cluster by an attempt
+// that was not completed.
 func (m *Member) JoinerAppraiser() (*policy.Appraiser, error) {
 	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
 		info, err := m.Cluster.Info()
@@ -152,7 +151,7 @@ func (m *Member) JoinerAppraiser() (*policy.Appraiser, error) {
 	})
 }
 
-// RejoinerAppraiser judges machines that ask for the key of their state disk: those that have rebooted,
+// RejoinerAppraiser returns the appraiser for machines that ask for the key of their state disk: those that have rebooted,
 // and whose bootstrapper has not yet locked them again. A machine that runs already has its disk open.
 func (m *Member) RejoinerAppraiser() (*policy.Appraiser, error) {
 	return m.Policy.NewAppraiser(m.Cluster.Nodes.Banned, func() ([]attest.Lock, error) {
@@ -160,9 +159,8 @@ func (m *Member) RejoinerAppraiser() (*policy.Appraiser, error) {
 	})
 }
 
-// Ready says by name what must hold for the service to be an endpoint. That the key service or the
-// API can be reached is no part of it: a joinservice that is no endpoint can't tell a machine when to
-// try again.
+// Ready returns the named checks that must pass for the service to be an endpoint. Whether the key service and the API can
+// be reached is not checked: a joinservice that is not an endpoint can't send a machine the time of the next attempt.
 func (m *Member) Ready() map[string]func(context.Context) error {
 	return map[string]func(context.Context) error{
 		"policy":    func(context.Context) error { _, err := m.Policy.Current(); return err },
@@ -172,13 +170,13 @@ func (m *Member) Ready() map[string]func(context.Context) error {
 	}
 }
 
-// Parts are what runs for as long as the service does.
+// Parts returns the parts that run as long as the service.
 func (m *Member) Parts() []serve.Part {
 	return []serve.Part{
 		{Name: "informers", Run: m.Cluster.Serve},
 		{Name: "own evidence", Run: m.probe.Serve},
 		{Name: "health", Run: m.followHealth},
-		{Name: "records of strangers", Run: m.UnattestedRefusals.Serve},
+		{Name: "records of unattested refusals", Run: m.UnattestedRefusals.Serve},
 		{Name: "numbers of refusals", Run: m.RefusalLimits.Serve},
 	}
 }
@@ -209,7 +207,7 @@ func ParseOwnerKey(s string) (ed25519.PublicKey, error) {
 	return b, nil
 }
 
-// API gives the configuration of a kubeconfig file, or for an empty path that of the pod.
+// API returns the configuration of a kubeconfig file, or for an empty path that of the pod.
 func API(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		c, err := rest.InClusterConfig()

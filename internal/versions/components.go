@@ -30,12 +30,12 @@ type Component struct {
 	Path string `json:"path"`
 	// Mode is the file's permission bits; 0 for an archive.
 	Mode Mode `json:"mode,omitempty"`
-	// Extract says that the content is a tar archive, plain or compressed with gzip.
+	// Extract is whether the content is a tar archive, plain or compressed with gzip.
 	Extract bool `json:"extract,omitempty"`
 }
 
-// Mode is a file's permission bits. In a file it is a string of octal digits ("0755"); YAML's
-// own octal number 0755 means the same.
+// Mode is a file's permission bits. In a file it is a string of octal digits ("0755"); YAML's own octal number 0755 means
+// the same.
 type Mode uint32
 
 // MarshalJSON writes octal digits in a string.
@@ -65,17 +65,17 @@ type List struct {
 	Kind string `json:"kind"`
 	// Components in the order in which they are installed.
 	Components []Component `json:"components"`
-	// Images are those that [ParseImages] reads.
+	// Images are the references that [ParseImages] reads.
 	Images []string `json:"images"`
 }
 
-// NewList gives a list that [Parse] reads, once it has images.
+// NewList returns a list that [Parse] reads after images were added.
 func NewList(components ...Component) List {
 	return List{APIVersion: "muster.dev/v1alpha1", Kind: "ComponentList", Components: components}
 }
 
-// Parse reads a list, YAML or JSON. A field that does not exist, or a component that the
-// bootstrapper would refuse by its form, is an error that names it.
+// Parse reads a list, YAML or JSON. For an unknown field, or a component whose form the bootstrapper would refuse, it
+// returns an error that names it.
 func Parse(data []byte) (List, error) {
 	l, err := ParseUnpinned(data)
 	if err != nil {
@@ -87,7 +87,7 @@ func Parse(data []byte) (List, error) {
 	return l, nil
 }
 
-// ParseUnpinned is [Parse] for a list that has no digests of images yet. Nothing but who adds them may use it.
+// ParseUnpinned is [Parse] for a list without digests of images. It is only for code that adds them.
 func ParseUnpinned(data []byte) (List, error) {
 	var l List
 	asJSON, err := yaml.YAMLToJSONStrict(data)
@@ -119,7 +119,7 @@ func (c Component) check() error {
 		return fmt.Errorf("url %q: want http or https, at most %d characters", c.URL, maxURL)
 	}
 	if u.User != nil {
-		return fmt.Errorf("url of %s: it holds credentials, which every joining machine would be told (K3)", u.Host)
+		return fmt.Errorf("url of %s: it holds credentials, which every joining machine would get (K3)", u.Host)
 	}
 	if b, err := hex.DecodeString(c.SHA256); err != nil || len(b) != 32 || hex.EncodeToString(b) != c.SHA256 {
 		return fmt.Errorf("%s: sha256 %q: want 64 lower-case hexadecimal digits", c.URL, c.SHA256)
@@ -133,7 +133,7 @@ func (c Component) check() error {
 	return nil
 }
 
-// FromWire gives a list of what requests carry. It is what [Parse] reads only if both are well formed.
+// FromWire returns a list from the contents of a request. [Parse] reads it only if both are well formed.
 func FromWire(components []*initv1.Component, images []string) List {
 	l := NewList()
 	for _, c := range components {
@@ -143,7 +143,7 @@ func FromWire(components []*initv1.Component, images []string) List {
 	return l
 }
 
-// Wire gives the components as requests carry them.
+// Wire returns the components in the form of a request.
 func (l List) Wire() []*initv1.Component {
 	out := make([]*initv1.Component, 0, len(l.Components))
 	for _, c := range l.Components {

@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// Names of Kubernetes' own images: the last part of each one's path.
+// Names of Kubernetes' own images: the last part of each path.
 const (
 	Etcd              = "etcd"
 	APIServer         = "kube-apiserver"
@@ -20,7 +20,7 @@ const (
 	Pause             = "pause"
 )
 
-// ImageNames are the images that every list has.
+// ImageNames returns the images that every list has.
 func ImageNames() []string {
 	return []string{Etcd, APIServer, ControllerManager, Scheduler, Proxy, CoreDNS, Pause}
 }
@@ -28,11 +28,11 @@ func ImageNames() []string {
 // maxReference bounds an image's reference, in bytes.
 const maxReference = 512
 
-// reference is what an image must look like: with its registry, since each machine fills in another one for a name without; and
-// with a tag, which says to people what the digest is, and to nobody else.
+// reference matches a valid image reference: with its registry, since machines complete a name without one differently; and
+// with a tag, which only shows people what the digest is.
 var reference = regexp.MustCompile(`^([a-z0-9][a-z0-9.-]*(?::[0-9]{1,5})?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)+):([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})@(sha256:[0-9a-f]{64})$`)
 
-// An Image is a reference by digest.
+// Image is a reference by digest.
 type Image struct {
 	// Repository has registry and path, as in registry.example/etcd.
 	Repository string
@@ -48,8 +48,8 @@ func (i Image) String() string { return i.Repository + ":" + i.Tag + "@" + i.Dig
 // Images has one image for each of [ImageNames].
 type Images map[string]Image
 
-// ParseImages reads a list of references. One without a digest is an error, as is one that is missing or not known (B9): a tag means whatever
-// the registry or the mirror says, and these run as root on control planes.
+// ParseImages reads a list of references. One without a digest is an error, and so is a missing or unknown one (B9): the
+// registry or the mirror decides what a tag means, and these run as root on control planes.
 func ParseImages(refs []string) (Images, error) {
 	out, unknown := Images{}, ImageNames()
 	for _, ref := range refs {

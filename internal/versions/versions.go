@@ -1,8 +1,8 @@
-// Package versions knows which Kubernetes releases Muster supports, and reads the list of
-// components that a node of such a release needs.
+// Package versions knows which Kubernetes releases Muster supports, and reads the list of components that a node of such a
+// release needs.
 //
-// A component is trusted for its SHA-256 and for nothing else: any mirror will do. That
-// is why the list has no default mirror and no entry without a hash.
+// A component is trusted only for its SHA-256: any mirror can serve it. Therefore the list has no default mirror and no
+// entry without a hash.
 package versions
 
 import (
@@ -13,8 +13,7 @@ import (
 	"strings"
 )
 
-// newest is the patch release that a minor version stands for. Each was seen to build and
-// to come up.
+// newest is the patch release for a minor version. Each was tested: it builds and starts.
 var newest = map[string]string{
 	"1.34": "1.34.4",
 	"1.35": "1.35.4",
@@ -24,8 +23,8 @@ var newest = map[string]string{
 // Supported lists the minor versions, oldest first.
 func Supported() []string { return slices.Sorted(maps.Keys(newest)) }
 
-// Resolve turns "1.36" or "1.36.1", each with or without a leading "v", into a full version
-// without it. Another minor version than the supported ones is an error.
+// Resolve turns "1.36" or "1.36.1", each with or without a leading "v", into a full version without it. A minor version
+// that is not supported is an error.
 func Resolve(s string) (string, error) {
 	bare := strings.TrimPrefix(s, "v")
 	parts := strings.Split(bare, ".")

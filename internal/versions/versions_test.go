@@ -88,7 +88,7 @@ func TestParseRefuses(t *testing.T) {
 		"an image without its registry":    {"registry.example:5000/etcd", "etcd"},
 		"a digest of another kind":         {"v1@sha256:0000000000000000000000000000000000000000000000000000000000000001", "v1@sha512:00000000000000000000000000000000000000000000000000000000000000010000000000000000000000000000000000000000000000000000000000000001"},
 		"an image that is listed twice":    {"/pause:", "/etcd:"},
-		"an image that nobody asked for":   {"/pause:", "/tool:"},
+		"an image that is not expected":    {"/pause:", "/tool:"},
 		"an image that is not listed":      {"- registry.example:5000/pause:v1@sha256:0000000000000000000000000000000000000000000000000000000000000007\n", ""},
 		"one more image than all":          {"images:\n", "images:\n- registry.example:5000/tool:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009\n"},
 		"all images, and one twice":        {"images:\n", "images:\n- registry.example:5000/etcd:v1@sha256:0000000000000000000000000000000000000000000000000000000000000009\n"},

@@ -16,11 +16,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// adminPoll is when the owner's program is to ask again for a certificate. Control planes look for requests every ten seconds.
+// adminPoll is the pause after which the owner's program asks again for a certificate. Control planes look for requests
+// every ten seconds.
 const adminPoll = 2 * time.Second
 
-// RenewAdministrator implements the RPC, for an owner who has no valid administrator's certificate any more. Its caller is nobody: the owner's
-// signature alone decides (J9).
+// RenewAdministrator implements the RPC, for an owner who has no valid administrator's certificate any more. Its caller is
+// not attested: only the owner's signature counts (J9).
 func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdministratorRequest) (*joinv1.RenewAdministratorResponse, error) {
 	remote := ""
 	if call, ok := connect.CallInfoForHandlerContext(ctx); ok {
@@ -37,7 +38,8 @@ func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdmin
 	return &joinv1.RenewAdministratorResponse{Certificate: cert.PEM}, nil
 }
 
-// administrator knows nothing of the wire's errors: it gives a certificate, a zero one if it is to be waited for, or a refusal.
+// administrator returns a certificate, a zero one if the caller must wait for it, or a refusal; it does not use the errors
+// of the protocol.
 func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1.AdministratorOrder) (kube.Certificate, error) {
 	now := s.now()
 	if err := s.limits.admin.Allow(admission.SourceOfAddress(remote), now); err != nil {
@@ -70,7 +72,7 @@ func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1
 	case filed:
 		return kube.Certificate{}, nil
 	}
-	if err := s.write(a, "administrator ordered"); err != nil { // J3: nothing is filed without it
+	if err := s.write(a, "administrator ordered"); err != nil { // J3: nothing is filed without a record
 		return kube.Certificate{}, err
 	}
 	s.cfg.Log.InfoContext(ctx, "the owner has ordered an administrator's certificate", "request", order.Name(), "remote", remote)

@@ -33,7 +33,7 @@ import (
 
 var renewAdministrator = refusaltest.Call(joinv1connect.JoinServiceRenewAdministratorProcedure)
 
-// orders is an owner without a kubeconfig, at an address that no other test of the run has.
+// orders is an owner without a kubeconfig, at an address that no other test of the run uses.
 type orders struct {
 	*lone
 	client joinv1connect.JoinServiceClient
@@ -61,12 +61,12 @@ func (o *orders) send(t *testing.T, w *joinv1.AdministratorOrder) (*joinv1.Renew
 	return o.client.RenewAdministrator(t.Context(), &joinv1.RenewAdministratorRequest{Order: w})
 }
 
-// pending sends the order, and wants to hear that it is filed.
+// pending sends the order, and expects the answer that it is filed.
 func (o *orders) pending(t *testing.T) {
 	t.Helper()
 	resp, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 	if err != nil || len(resp.GetCertificate()) > 0 || resp.GetRetryAfter().AsDuration() != adminPoll {
-		t.Fatalf("%v, %v; want to be told to come again", resp, err)
+		t.Fatalf("%v, %v; want an answer to ask again", resp, err)
 	}
 }
 
@@ -80,7 +80,7 @@ func (o *orders) filed(t *testing.T) *certificatesv1.CertificateSigningRequest {
 	return r
 }
 
-// decide writes what a control plane's machine would.
+// decide writes the decision of a control plane's machine.
 func (o *orders) decide(t *testing.T, kind certificatesv1.RequestConditionType, certificate []byte) {
 	t.Helper()
 	r := o.filed(t)
@@ -124,7 +124,8 @@ func (o *orders) records(t *testing.T, fields ...string) (n int) {
 	return n
 }
 
-// An owner whose kubeconfig has ended has a certificate filed, waits for it and gets it; however often the order is sent, it is one request.
+// An owner whose kubeconfig has expired has a certificate filed, waits for it and gets it; however often the order is sent,
+// there is one request.
 func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	o := newOrders(t)
 	for range 3 {
@@ -154,7 +155,7 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	if n := o.records(t, "event", "administrator renewed", "reason", "ACCEPTED", "request", r.Name); n != 1 {
 		t.Errorf("%d records of the certificate, want 1", n)
 	}
-	// An attested machine that has seen the order can carry it too, and gets nothing but that certificate.
+	// An attested machine that has seen the order can send it too, and gets only that certificate.
 	again, err := o.RenewAdministrator(t.Context(), &joinv1.RenewAdministratorRequest{Order: o.order.Sign(shared.Owner).Wire()})
 	if err != nil || !bytes.Equal(again.GetCertificate(), want) || len(shared.CSRs(t)) != 1 {
 		t.Errorf("%v, %v, %v; want the same certificate", again, err, shared.CSRs(t))
@@ -162,7 +163,7 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 }
 
 func TestOrdersThatAreNotTheOwnersOfNowAreRefused(t *testing.T) {
-	_, stranger, err := ed25519.GenerateKey(nil)
+	_, otherKey, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -173,7 +174,7 @@ func TestOrdersThatAreNotTheOwnersOfNowAreRefused(t *testing.T) {
 		spoil  func(*joinv1.AdministratorOrder)
 		want   attestv1.Reason
 	}{
-		"a stranger's":           {signer: stranger, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"another key's":          {signer: otherKey, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with another's request": {spoil: func(w *joinv1.AdministratorOrder) { w.Csr[20] ^= 1 }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"with another time":      {spoil: func(w *joinv1.AdministratorOrder) { w.SignedAt.Seconds++ }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"a signed policy": {spoil: func(w *joinv1.AdministratorOrder) {
@@ -202,25 +203,25 @@ func TestOrdersThatAreNotTheOwnersOfNowAreRefused(t *testing.T) {
 			if tt.spoil != nil {
 				tt.spoil(w)
 			}
-			o.ahead.Add(int64(time.Second)) // another call of the source's rate
-			refusaltest.Refused(t, o.witnesses, tt.want, renewAdministrator, func() error { _, err := o.send(t, w); return err })
+			o.ahead.Add(int64(time.Second)) // another call within the source's rate
+			refusaltest.Refused(t, o.observations, tt.want, renewAdministrator, func() error { _, err := o.send(t, w); return err })
 			if filed := shared.CSRs(t); len(filed) > 0 {
 				t.Errorf("filed are %v", filed)
 			}
 		})
 	}
-	if n := o.records(t, "event", "administrator ordered"); n != 1 { // the owner did order what is no CSR
+	if n := o.records(t, "event", "administrator ordered"); n != 1 { // the owner did order something that is not a CSR
 		t.Errorf("%d records of orders, want 1", n)
 	}
-	o.pending(t) // and nothing was wrong but that
+	o.pending(t) // and nothing else was wrong
 }
 
-// A control plane that refuses to sign says why, and the owner hears it.
+// A control plane that refuses to sign gives the reason, and the owner gets it.
 func TestAnOrderThatTheControlPlanesDenyIsRefused(t *testing.T) {
 	o := newOrders(t)
 	o.pending(t)
 	o.decide(t, certificatesv1.CertificateDenied, nil)
-	err := refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_CSR_INVALID, renewAdministrator, func() error {
+	err := refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_CSR_INVALID, renewAdministrator, func() error {
 		_, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 		return err
 	})
@@ -229,7 +230,7 @@ func TestAnOrderThatTheControlPlanesDenyIsRefused(t *testing.T) {
 	}
 }
 
-// What is in the request's place is believed to be the order's certificate only if it is for the order's key.
+// A certificate in the request's place is accepted only if it is for the order's key.
 func TestAnotherKeysCertificateIsNotHandedOut(t *testing.T) {
 	o := newOrders(t)
 	o.pending(t)
@@ -238,33 +239,34 @@ func TestAnotherKeysCertificateIsNotHandedOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	o.decide(t, certificatesv1.CertificateApproved, certificateFor(t, other.Public()))
-	refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_INTERNAL, refusaltest.Places{Metric: renewAdministrator.Metric, Log: []string{"msg", "call failed"}, Audit: renewAdministrator.Audit}, func() error {
+	refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_INTERNAL, refusaltest.Places{Metric: renewAdministrator.Metric, Log: []string{"msg", "call failed"}, Audit: renewAdministrator.Audit}, func() error {
 		_, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 		return err
 	})
 }
 
-// Calls are counted before a signature is checked, whatever is in them; the owner, at another address, is served meanwhile.
+// Calls are counted before a signature is checked, whatever their content; the owner, at another address, is served
+// meanwhile.
 func TestWhoSendsOrdersWithoutEndWaits(t *testing.T) {
 	o := newOrders(t)
-	stranger := o.lone.client(t, atls.NoAttester, "127.0.4.2")
+	unattested := o.lone.client(t, atls.NoAttester, "127.0.4.2")
 	call := func() error {
-		_, err := stranger.RenewAdministrator(t.Context(), &joinv1.RenewAdministratorRequest{})
+		_, err := unattested.RenewAdministrator(t.Context(), &joinv1.RenewAdministratorRequest{})
 		return err
 	}
 	for range adminBurst {
-		refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call)
+		refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call)
 	}
-	err := refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_BUSY, renewAdministrator, call)
+	err := refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_BUSY, renewAdministrator, call)
 	if rpc.RetryAfterFrom(err) <= 0 {
 		t.Errorf("%v does not say when to come again", err)
 	}
 	o.pending(t)
 	o.ahead.Add(int64(time.Second))
-	refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call) // when it was told to
+	refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_REQUEST_INVALID, renewAdministrator, call) // after the pause of the refusal
 }
 
-// J3: no record, no request in the cluster, and no certificate on the wire.
+// J3: without a record there is no request in the cluster and no certificate in an answer.
 func TestWithoutAnAuditRecordNoOrderIsFiled(t *testing.T) {
 	places := renewAdministrator
 	places.Audit = nil
@@ -273,7 +275,7 @@ func TestWithoutAnAuditRecordNoOrderIsFiled(t *testing.T) {
 		if err := o.log.Close(); err != nil {
 			t.Fatal(err)
 		}
-		refusaltest.Refused(t, o.witnesses, attestv1.Reason_REASON_AUDIT_UNAVAILABLE, places, func() error {
+		refusaltest.Refused(t, o.observations, attestv1.Reason_REASON_AUDIT_UNAVAILABLE, places, func() error {
 			resp, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 			if len(resp.GetCertificate()) > 0 {
 				t.Error("the certificate is on the wire")

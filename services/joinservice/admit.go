@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// wish is a request that is well formed. Nothing in it says who asks (J1).
+// joinRequest is a well-formed request. None of its fields identifies the caller (J1).
 type joinRequest struct {
 	node            string
 	role            v1alpha1.Role
@@ -42,7 +42,7 @@ func roleName(r joinv1.Role) string {
 	return "none"
 }
 
-// parse says what is wrong with the form of a request: REQUEST_INVALID or CSR_INVALID.
+// parse checks the form of a request: REQUEST_INVALID or CSR_INVALID.
 func parse(req *joinv1.IssueJoinTicketRequest) (*joinRequest, error) {
 	invalid := func(format string, args ...any) (*joinRequest, error) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
@@ -82,15 +82,15 @@ func parse(req *joinv1.IssueJoinTicketRequest) (*joinRequest, error) {
 	return w, nil
 }
 
-// issue knows nothing of the wire's errors: it gives a ticket or a refusal. Everything up to the
-// enrollment is without side effects.
+// issue returns a ticket or a refusal; it does not use the errors of the protocol. Everything up to the enrollment is
+// without side effects.
 func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTicketRequest) (*ticket, error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
 		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
 	}
 	a.peer(peer)
-	// A key that is given for what the machine was a while ago is given to what it is now.
+	// A key must be given to the machine as it is now, not as it was a while ago.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
 		return nil, err
 	}
@@ -125,7 +125,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	done()
 
 	done = s.stage("disk_key")
-	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: the wait may have taken long
 		return nil, err
 	}
 	lease, err := s.joinLease(ctx, a, claim)
@@ -148,14 +148,14 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	}
 	done()
 
-	// Side effects begin here, and the record that they will is stable before them.
+	// Side effects start here, after the record that announces them is stable.
 	if err := s.write(a, "ticket decided"); err != nil {
 		return nil, err
 	}
 	t := &ticket{id: a.id, disk: disk, salt: salt, info: info, ca: ca, files: files}
 	if lease != nil {
 		done = s.stage("lease")
-		if err := lease.Take(ctx); err != nil { // J8: before anything else is written
+		if err := lease.Take(ctx); err != nil { // J8: before any other write
 			return nil, err
 		}
 		done()
@@ -170,7 +170,7 @@ func (s *Service) issue(ctx context.Context, a *attempt, req *joinv1.IssueJoinTi
 	return t, nil
 }
 
-// admit enrolls the machine, gets its certificates signed, makes the disk its own and completes its ticket.
+// admit enrolls the machine, gets its certificates signed, claims the disk for it and completes its ticket.
 func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinRequest, claim kube.Claim, peer attest.Peer) error {
 	done := s.stage("enroll")
 	enrolled, err := s.cfg.Kube.Enroll(ctx, claim)
@@ -178,12 +178,12 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinReque
 		return err
 	}
 	// The enrollment comes first: a machine has one at a time, so it can't collect disks.
-	if err := s.cfg.Kube.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are asked for, and long before the key leaves
+	if err := s.cfg.Kube.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are requested, and long before the key is sent
 		return err
 	}
 	done()
 	if err = s.finish(ctx, a, t, w, claim, enrolled, statusOf(a, peer)); err == nil {
-		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all that takes time
+		err = s.cfg.Kube.StillHas(ctx, claim, t.salt) // K4: after all steps that take time
 	}
 	if err != nil && t.token != nil {
 		s.cfg.Tokens.Drop(ctx, t.id)
@@ -191,10 +191,9 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinReque
 	return err
 }
 
-// confirmCluster asks the key service, once for each content of muster-cluster, whether the root
-// secret leads to the cluster ID there. A changed ID alone would be seen without it, since no
-// service's PCR 15 fits then; so a root, salt and ID that do not belong together are found before a
-// machine locks itself to them.
+// confirmCluster asks the key service, once for each content of muster-cluster, whether the root secret leads to the
+// cluster ID there. If only the ID was changed, this would be detected without it, since no service's PCR 15 fits then.
+// With it, a root, salt and ID that do not belong together are detected before a machine locks itself to them.
 func (s *Service) confirmCluster(ctx context.Context, info *clusterinfo.Info) error {
 	type content struct {
 		id   keys.ClusterID
@@ -215,7 +214,7 @@ func (s *Service) confirmCluster(ctx context.Context, info *clusterinfo.Info) er
 	return nil
 }
 
-// decide compares what is asked for with the policy and with what is known of everybody.
+// decide compares the request with the policy and with all known enrollments.
 func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req *joinv1.IssueJoinTicketRequest) (*joinRequest, kube.Claim, error) {
 	none := kube.Claim{}
 	a.record.Role = roleName(req.GetRole())
@@ -260,7 +259,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err := s.cfg.Kube.Check(ctx, claim); err != nil {
 		return nil, none, err
 	}
-	if w.role == v1alpha1.RoleControlPlane { // J6: by the owner's signature, not by an object of the cluster alone
+	if w.role == v1alpha1.RoleControlPlane { // J6: by the owner's signature, not only by an object of the cluster
 		if err := p.Policy.MayServe(peer.Machine()); err != nil {
 			return nil, none, err
 		}
@@ -302,13 +301,13 @@ func (s *Service) stage(name string) func() {
 	return func() { s.stages.WithLabelValues(name).Observe(time.Since(start).Seconds()) }
 }
 
-// statusOf is what the AttestedNode says of the evidence that the ticket is given for.
+// statusOf returns the AttestedNode's data on the evidence that the ticket is given for.
 func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	claims := peer.Claims()
 	out := v1alpha1.AttestedNodeStatus{
 		LastVerdict:      &v1alpha1.Verdict{Accepted: true, Reason: reasonOf(nil), Time: metav1.NewTime(peer.VerifiedAt())},
 		PolicyGeneration: a.record.PolicyGeneration,
-		PolicySerial:     int64(a.record.PolicySerial), // the store takes none above MaxInt64
+		PolicySerial:     int64(a.record.PolicySerial), // the store accepts none above MaxInt64
 		EvidenceDigest:   a.record.Evidence,
 		PCRs:             map[string]string{},
 		AKName:           hex.EncodeToString(claims.AKName()),
@@ -322,8 +321,8 @@ func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	return out
 }
 
-// controlPlaneFiles reads the PKI files of a control plane; a worker gets none (J6). That the
-// machine is an enrolled control plane was checked before.
+// controlPlaneFiles reads the PKI files of a control plane; a worker gets none (J6). The caller has checked that the
+// machine is an enrolled control plane.
 func (s *Service) controlPlaneFiles(role v1alpha1.Role) ([]*joinv1.ControlPlaneFile, error) {
 	if role != v1alpha1.RoleControlPlane {
 		return nil, nil
@@ -335,7 +334,7 @@ func (s *Service) controlPlaneFiles(role v1alpha1.Role) ([]*joinv1.ControlPlaneF
 	return files, nil
 }
 
-// authorities gives the public files by which a node of the role knows its cluster.
+// authorities returns the public files by which a node of the role recognizes its cluster.
 func (s *Service) authorities(role v1alpha1.Role) ([]*joinv1.ControlPlaneFile, error) {
 	if role == v1alpha1.RoleControlPlane {
 		files, err := readPKI(s.cfg.PKI, authorities)

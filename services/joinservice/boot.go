@@ -10,8 +10,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// bootOf returns what the peer's evidence says of the machine's boot, and the secret of that boot. REQUEST_INVALID if it
-// has not the form of one.
+// bootOf returns the machine's boot from the peer's evidence, with the secret of that boot. It returns REQUEST_INVALID if
+// the secret is malformed.
 func bootOf(ctx context.Context, p attest.Peer, secret []byte) (kube.Boot, error) {
 	s, err := keys.ParseBootSecret(secret)
 	if err != nil {

@@ -34,7 +34,7 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 		t.Error("a service without anything was made")
 	}
 	if _, err := NewRefusals(nil, nil, nil, nil); err == nil {
-		t.Error("refusals without a judge were made")
+		t.Error("refusals without an appraiser were made")
 	}
 }
 
@@ -98,7 +98,7 @@ func TestATokenIsReadWholeOrNotAtAll(t *testing.T) {
 	}
 }
 
-// What the key service says of us is not what a machine should hear of itself.
+// A machine does not get refusals of the key service that are about joinservice.
 func TestARefusalOfTheKeyServiceIsNotTheMachines(t *testing.T) {
 	for reason, want := range map[attestv1.Reason]attestv1.Reason{
 		attestv1.Reason_REASON_BANNED:            attestv1.Reason_REASON_KMS_UNAVAILABLE,

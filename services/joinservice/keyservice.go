@@ -22,27 +22,27 @@ import (
 )
 
 const (
-	// keyTimeout bounds one call of the key service, the dial and both sides' quotes included.
+	// keyTimeout bounds one call of the key service, including the dial and both sides' quotes.
 	keyTimeout = 10 * time.Second
-	// retryKey is what a machine is told to wait for a key service that gives no hint itself.
+	// retryKey is the pause that is sent to a machine if the key service gives none.
 	retryKey = 5 * time.Second
 	// maxToken is the limit of a projected token in bytes.
 	maxToken = 16 << 10
 )
 
-// KeyService is a cluster's key service as a joinservice sees it. Its errors are refusals.
+// KeyService is a joinservice's client of the cluster's key service. Its errors are refusals.
 type KeyService struct {
 	kms       kmsv1connect.KeyServiceClient
 	tokenFile string
 }
 
-// NewKeyService takes a client of attested TLS that judges its server as a kms. The projected token
-// is read anew for each call, since the kubelet replaces it.
+// NewKeyService returns a KeyService that uses client, which appraises its server as a kms over attested TLS. It reads the
+// projected token for each call, since the kubelet replaces it.
 func NewKeyService(client *http.Client, url, tokenFile string) *KeyService {
 	return &KeyService{kms: kmsv1connect.NewKeyServiceClient(client, url, connect.WithReadMaxBytes(64<<10)), tokenFile: tokenFile}
 }
 
-// Disk gives the key of a disk.
+// Disk returns the key of a disk.
 func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt kube.Salt) (keys.Disk, error) {
 	ctx, done, err := k.call(ctx)
 	if err != nil {
@@ -53,7 +53,7 @@ func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt kube.Salt) (
 	if err != nil {
 		return keys.Disk{}, keyRefused(err)
 	}
-	if resp.GetRootVersion() != uint32(salt.Root) { // K4: it did not use the salt either
+	if resp.GetRootVersion() != uint32(salt.Root) { // K4: then it did not use the salt either
 		return keys.Disk{}, attest.RefuseFor(retryKey, attestv1.Reason_REASON_KMS_UNAVAILABLE, "the key service's answer is of version %d of the root secret, not %d: it is of an older version of Muster", resp.GetRootVersion(), salt.Root)
 	}
 	disk, err := keys.ParseDisk(resp.GetKey())
@@ -63,7 +63,7 @@ func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt kube.Salt) (
 	return disk, nil
 }
 
-// ClusterID gives the ID that the cluster's root secret and the measurement salt lead to.
+// ClusterID returns the ID that the cluster's root secret and the measurement salt lead to.
 func (k *KeyService) ClusterID(ctx context.Context, measurementSalt [32]byte) (keys.ClusterID, error) {
 	ctx, done, err := k.call(ctx)
 	if err != nil {
@@ -80,7 +80,7 @@ func (k *KeyService) ClusterID(ctx context.Context, measurementSalt [32]byte) (k
 	return keys.ClusterID(resp.GetClusterId()), nil
 }
 
-// call gives a context with the workload's identity and the deadline of one call (K2).
+// call returns a context with the workload's identity and the deadline of one call (K2).
 func (k *KeyService) call(ctx context.Context) (context.Context, context.CancelFunc, error) {
 	token, err := readToken(k.tokenFile)
 	if err != nil {
@@ -92,9 +92,8 @@ func (k *KeyService) call(ctx context.Context) (context.Context, context.CancelF
 	return ctx, cancel, nil
 }
 
-// keyRefused lets through that the root secret is missing, which the machine's owner can mend. Any
-// other refusal is about us and not about the machine that asks, so it learns only that the key
-// service does not serve.
+// keyRefused passes on the refusal that the root secret is missing, which the owner can fix. Any other refusal is about
+// joinservice and not about the machine that asks, so the machine learns only that the key service is not available.
 func keyRefused(err error) error {
 	wait := rpc.RetryAfterFrom(err)
 	if wait == 0 {

@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// oldKeyService answers as it likes.
+// oldKeyService returns fixed answers.
 type oldKeyService struct {
 	kmsv1connect.UnimplementedKeyServiceHandler
 	answer *kmsv1.DeriveDiskKeyResponse

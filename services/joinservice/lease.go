@@ -17,7 +17,7 @@ import (
 // joinLease returns the join Lease for a control plane, if it is free; nil for a worker.
 func (s *Service) joinLease(ctx context.Context, a *attempt, c kube.Claim) (*joinlease.Acquisition, error) {
 	if c.Role != v1alpha1.RoleControlPlane {
-		return nil, nil //nolint:nilnil // workers join whenever they want
+		return nil, nil //nolint:nilnil // workers may join at any time
 	}
 	return s.cfg.JoinLease.Check(ctx, c.Machine, c.Node, a.id)
 }
@@ -32,10 +32,10 @@ func (s *Service) RenewJoinLease(ctx context.Context, req *joinv1.RenewJoinLease
 		return nil, err
 	}
 	if req.GetDone() {
-		s.cfg.Log.InfoContext(ctx, "a control plane's turn has ended", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+		s.cfg.Log.InfoContext(ctx, "a control plane's join Lease was released", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
 		return &joinv1.RenewJoinLeaseResponse{}, nil
 	}
-	s.cfg.Log.DebugContext(ctx, "a control plane's turn goes on", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
+	s.cfg.Log.DebugContext(ctx, "a control plane's join Lease was renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node)
 	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(joinlease.Life)}, nil
 }
 
@@ -49,11 +49,11 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 		a.id = ""
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(req.GetTicketId()))
 	}
-	// As with the return of a ticket, evidence of when the connection was made does: nothing is handed out.
+	// As with the return of a ticket, the evidence of the connection's start is sufficient: nothing secret is sent.
 	if err := s.limits.leases.Take(peer.Machine(), a.began); err != nil {
 		return err
 	}
-	// A machine that was banned, or that the policy accepts no more, keeps nobody waiting.
+	// A machine that was banned, or that the policy no longer accepts, cannot make others wait.
 	if _, err := s.cfg.Appraiser.Appraise(ctx, peer.Claims()); err != nil {
 		return err
 	}
@@ -67,8 +67,8 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 	}
 	a.record.Role = string(v1alpha1.RoleControlPlane)
 	if err := s.write(a, "turn ended"); err != nil {
-		// It has ended, and the next machine may go on: only the record is missing.
-		s.cfg.Log.ErrorContext(ctx, "the audit record of a turn that ended cannot be written", "ticket", a.id, "err", err)
+		// The Lease is released, and the next machine may continue: only the record is missing.
+		s.cfg.Log.ErrorContext(ctx, "the audit record of a released join Lease cannot be written", "ticket", a.id, "err", err)
 	}
 	return nil
 }

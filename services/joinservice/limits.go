@@ -8,9 +8,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// What one machine gets from one joinservice. A machine that fails and tries again as the bootstrapper does, after at most 30 s, uses the
-// burst up after many minutes, and waits for a minute at most from then on. Only what is about to be granted counts: refusals have rates of
-// their own in the audit log.
+// The rates of one machine at one joinservice. A machine that fails and tries again as the bootstrapper does, after at most
+// 30 s, uses the burst up after many minutes, and waits for at most a minute from then on. Only grants count: refusals have
+// their own rates in the audit log.
 var (
 	ticketRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueJoinTicket
 	rejoinRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueRejoinTicket
@@ -20,17 +20,18 @@ var (
 	leaseRate    = limit.Rate{Burst: 20, Every: 5 * time.Second}  // RenewJoinLease: every 13 s
 )
 
-// What sources that have not attested may ask RenewAdministrator, calls a second. The owner's program asks every two seconds. A call costs a
-// check of a signature, about 0.05 ms, and what is refused has a record by the ration of strangers.
+// The rates at which sources that have not attested may call RenewAdministrator, in calls a second. The owner's program
+// calls every two seconds. A call costs the check of a signature, about 0.05 ms, and a refusal is recorded within the limit
+// of unattested refusals.
 const (
 	adminRate  = 1
 	adminBurst = 10
 	adminTotal = 16
 )
 
-// How many requests one joinservice serves with writes to the Kubernetes API at one time, and how long the next one waits for its turn.
-// A ticket is eight requests of the API server, an attestation is one. More at one time would make each slower, and the machines
-// together no faster.
+// How many requests with writes to the Kubernetes API one joinservice serves at the same time, and how long the next one
+// waits for a slot. A ticket is eight requests to the API server, an attestation is one. More at the same time would make
+// each slower, and all machines together no faster.
 const (
 	ticketSlots  = 16
 	verdictSlots = 32

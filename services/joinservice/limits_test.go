@@ -26,7 +26,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// What docs/operate.md says of a day of one machine that asks for all it can get: the rates, the records for each, and their size.
+// This checks docs/operate.md on a day of one machine that asks for all it can get: the rates, the records for each, and
+// their size.
 func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	const day = 24 * time.Hour
 	tickets := ticketRate.Most(day)
@@ -56,8 +57,8 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	}
 }
 
-// What a machine gets is recorded, and much of it written in the cluster, so one that asks without end has to wait; it is told for how
-// long, and is served then.
+// Grants to a machine are recorded, and often written in the cluster, so one that asks without end has to wait; the refusal
+// has the pause, and after it the machine is served.
 func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 	unlocked, locked := func(*attesttest.Machine) {}, func(m *attesttest.Machine) { m.LockTo(shared.ID) }
 	wanted := ticketRequest(t)
@@ -65,7 +66,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 		lock   func(*attesttest.Machine)
 		rate   limit.Rate
 		ask    func(t *testing.T, l *lone) error
-		passes attestv1.Reason // what it is told otherwise, by who comes next
+		passes attestv1.Reason // the result without the limit
 		event  string
 		metric string
 	}{
@@ -79,7 +80,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 			return err
 		}, attestv1.Reason_REASON_TICKET_UNKNOWN, "return refused", "muster_join_returns_total"},
 		"verdicts": {locked, reattestRate, func(t *testing.T, l *lone) error { return l.reattest(t) }, attestv1.Reason_REASON_ACCEPTED, "verdict refused", "muster_rpc_requests_total"},
-		"renewals of a turn": {locked, leaseRate, func(t *testing.T, l *lone) error {
+		"renewals of a join Lease": {locked, leaseRate, func(t *testing.T, l *lone) error {
 			_, err := l.RenewJoinLease(t.Context(), &joinv1.RenewJoinLeaseRequest{TicketId: make([]byte, ticketIDSize)})
 			return err
 		}, attestv1.Reason_REASON_TICKET_UNKNOWN, "lease refused", "muster_join_lease_renewals_total"},
@@ -91,13 +92,13 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 					t.Fatalf("%d: %v, want %s", i, err, attest.ReasonName(tt.passes))
 				}
 			}
-			err := refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_BUSY, l.places(tt.event, tt.metric), func() error { return tt.ask(t, l) })
+			err := refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_BUSY, l.places(tt.event, tt.metric), func() error { return tt.ask(t, l) })
 			if wait := rpc.RetryAfterFrom(err); wait != tt.rate.Every {
 				t.Errorf("it is to come again in %s, want %s", wait, tt.rate.Every)
 			}
 			l.ahead.Add(int64(tt.rate.Every)) // by the service's clock
 			if err := tt.ask(t, l); rpc.ReasonFrom(err) != tt.passes {
-				t.Errorf("it came when it was told to: %v, want %s", err, attest.ReasonName(tt.passes))
+				t.Errorf("it came after the pause: %v, want %s", err, attest.ReasonName(tt.passes))
 			}
 			if err := tt.ask(t, l); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY {
 				t.Errorf("and once more: %v, want BUSY", err)
@@ -106,8 +107,8 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 	}
 }
 
-// While as many requests as may use the API at one time wait for a slow key service, the next are refused early, with a pause, and leave
-// nothing behind.
+// While the maximum number of requests waits for a slow key service, the next ones are refused early, with a pause, and
+// leave nothing.
 func TestRequestsAboveTheSlotsAreRefusedEarly(t *testing.T) {
 	asked, answers := make(chan struct{}, ticketSlots), make(chan struct{})
 	l := newLone(t, true, func(*attesttest.Machine) {}, serveKeyless(t, keyless{asked: asked, answers: answers}))
@@ -131,7 +132,7 @@ func TestRequestsAboveTheSlotsAreRefusedEarly(t *testing.T) {
 	before := shared.Node(t, "w1")
 	rejoined := make(chan error, 1)
 	go func() { rejoined <- l.rejoin(t) }()
-	err := refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_BUSY, l.places("ticket refused", "muster_join_tickets_total"), ask)
+	err := refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_BUSY, l.places("ticket refused", "muster_join_tickets_total"), ask)
 	for what, err := range map[string]error{"a ticket": err, "the key of a disk": <-rejoined} {
 		if pause := rpc.RetryAfterFrom(err); rpc.ReasonFrom(err) != attestv1.Reason_REASON_BUSY || pause < slotWait || pause > 3*slotWait {
 			t.Errorf("%s: %v, to come again in %s", what, err, pause)
@@ -146,12 +147,12 @@ func TestRequestsAboveTheSlotsAreRefusedEarly(t *testing.T) {
 			t.Errorf("a request that had a slot: %v", err)
 		}
 	}
-	if err := ask(); rpc.ReasonFrom(err) == attestv1.Reason_REASON_BUSY { // and so it repairs itself
+	if err := ask(); rpc.ReasonFrom(err) == attestv1.Reason_REASON_BUSY { // and so it recovers without help
 		t.Errorf("with all slots free: %v", err)
 	}
 }
 
-// ticketRequest is what the machine asks for, with all that it takes to get as far as the key of its disk.
+// ticketRequest returns the request of the machine, with all that it takes to reach the key of its disk.
 func ticketRequest(t *testing.T) *joinv1.IssueJoinTicketRequest {
 	t.Helper()
 	req := &joinv1.IssueJoinTicketRequest{NodeName: "w1", Role: joinv1.Role_ROLE_WORKER, DiskId: disk1, DiskMode: joinv1.DiskMode_DISK_MODE_LUKS, BootSecret: bytes.Repeat([]byte{1}, 32)}

@@ -41,21 +41,21 @@ import (
 
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
-// lone is a joinservice that reaches no kms, so that whatever else is right about a request for a key ends there, and one
-// machine's connection to it. The test holds the clock that the service tells the age of evidence and rates by.
+// lone is a joinservice without a reachable kms, so that an otherwise valid request for a key fails there, and one
+// machine's connection to it. The test sets the clock by which the service measures the age of evidence and rates.
 type lone struct {
 	joinv1connect.JoinServiceClient
-	machine   *attesttest.Machine
-	ca        *attesttest.CA
-	url       string
-	log       *audit.Log
-	done      string // its file
-	began     time.Time
-	ahead     atomic.Int64
-	witnesses refusaltest.Service
+	machine      *attesttest.Machine
+	ca           *attesttest.CA
+	url          string
+	log          *audit.Log
+	done         string // path of its file
+	began        time.Time
+	ahead        atomic.Int64
+	observations refusaltest.Service
 }
 
-// newLone serves until the test ends. frozen is whether its clock stands still.
+// newLone serves until the test ends. If frozen is true, its clock stands still.
 func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ...func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string)) *lone {
 	t.Helper()
 	shared.Reset(t)
@@ -78,7 +78,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	}
 	t.Cleanup(func() { _ = log.Close() })
 	l.log, l.done = log, path
-	url, tokenFile := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // there is none
+	url, tokenFile := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // nothing listens there
 	for _, serve := range kms {
 		url, tokenFile = serve(ca, cp1)
 	}
@@ -95,7 +95,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 			return time.Now().Add(time.Duration(l.ahead.Load()))
 		})
 	})
-	l.witnesses = service.Witnesses(func() []byte {
+	l.observations = service.Observations(func() []byte {
 		b, err := os.ReadFile(audit.RefusedPath(path))
 		if err != nil {
 			t.Error(err)
@@ -107,7 +107,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	return l
 }
 
-// client calls from an address of its own.
+// client returns a client with an address of its own.
 func (l *lone) client(t *testing.T, a attest.Attester, from string) joinv1connect.JoinServiceClient {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
@@ -121,7 +121,7 @@ func (l *lone) client(t *testing.T, a attest.Attester, from string) joinv1connec
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), l.url, rpc.ClientOptions()...)
 }
 
-// places are those of a refusal of the machine.
+// places returns where a refusal of the machine is reported.
 func (l *lone) places(event, metric string) refusaltest.Places {
 	about := []string{"event", event, "machine", l.machine.ID().String()}
 	return refusaltest.Places{Metric: []string{metric}, Log: about, Audit: about}
@@ -137,8 +137,8 @@ func (l *lone) reattest(t *testing.T) error {
 	return err
 }
 
-// A connection can be held open for long after what was shown on it: what it showed is then of a machine of
-// before, which gets neither a ticket, nor the key of a disk, nor a verdict.
+// A connection can stay open for long after the evidence was shown on it. That evidence is then of an earlier state of the
+// machine, and gets neither a ticket, nor the key of a disk, nor a verdict.
 func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 	l := newLone(t, false, func(*attesttest.Machine) {})
 	ticket := func(t *testing.T) error {
@@ -155,7 +155,7 @@ func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 		ask    func(*testing.T) error
 		event  string
 		metric string
-		passes attestv1.Reason // what comes next
+		passes attestv1.Reason // the result with new evidence
 	}{
 		"a ticket":            {ticket, "ticket refused", "muster_join_tickets_total", attestv1.Reason_REASON_REQUEST_INVALID},
 		"the key of its disk": {l.rejoin, "rejoin refused", "muster_rejoin_tickets_total", attestv1.Reason_REASON_KMS_UNAVAILABLE},
@@ -165,16 +165,16 @@ func TestAConnectionOfBeforeGetsNeitherTicketNorKeyNorVerdict(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ask := func() error { return tt.ask(t) }
 			l.ahead.Store(0)
-			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, tt.passes, l.places(tt.event, tt.metric), ask)
 			l.ahead.Store(int64(maxEvidenceAge + time.Second))
-			refusaltest.Refused(t, l.witnesses, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, attestv1.Reason_REASON_VERDICT_OLD, l.places(tt.event, tt.metric), ask)
 			l.ahead.Store(0)
-			refusaltest.Refused(t, l.witnesses, tt.passes, l.places(tt.event, tt.metric), ask)
+			refusaltest.Refused(t, l.observations, tt.passes, l.places(tt.event, tt.metric), ask)
 		})
 	}
 }
 
-// keyless is a key service that knows the cluster, and gives no key; it answers once it may.
+// keyless is a key service that knows the cluster, but returns no key; it answers when the test lets it.
 type keyless struct {
 	kmsv1connect.UnimplementedKeyServiceHandler
 	asked   chan<- struct{}
@@ -193,7 +193,7 @@ func (keyless) DeriveClusterId(context.Context, *kmsv1.DeriveClusterIdRequest) (
 	return &kmsv1.DeriveClusterIdResponse{ClusterId: shared.ID[:]}, nil
 }
 
-// serveKeyless serves one from a control plane until the test ends, and returns where, and the file of a token.
+// serveKeyless serves one from a control plane until the test ends, and returns its URL and the file of a token.
 func serveKeyless(t *testing.T, k keyless) func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
 	return func(ca *attesttest.CA, cp1 *attesttest.Machine) (url, token string) {
 		t.Helper()
@@ -228,7 +228,8 @@ func serveKeyless(t *testing.T, k keyless) func(ca *attesttest.CA, cp1 *attestte
 	}
 }
 
-// J2: while it is looked whether a machine's earlier boot has ended, the evidence that it has shown before grows old.
+// J2: while a joinservice checks whether a machine's earlier boot has ended, the evidence that the machine has shown gets
+// old.
 func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 	for name, ask := range map[string]func(t *testing.T, l *lone) error{
 		"a ticket": func(t *testing.T, l *lone) error {
@@ -239,7 +240,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := newLone(t, false, func(*attesttest.Machine) {}, serveKeyless(t, keyless{}))
-			ran := client.RawPatch(types.MergePatchType, []byte(`{"status":{"resetCount":0}}`)) // so its Lease is looked at
+			ran := client.RawPatch(types.MergePatchType, []byte(`{"status":{"resetCount":0}}`)) // so its Lease is checked
 			if err := shared.Client.Status().Patch(t.Context(), shared.Node(t, "w1"), ran); err != nil {
 				t.Fatal(err)
 			}
@@ -252,7 +253,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 			answer := make(chan error, 1)
 			go func() { answer <- ask(t, l) }()
 			membertest.Eventually(t, func() error {
-				return membertest.Want(refusaltest.HasLine(l.witnesses.Log(), "msg", "a machine has booted anew; waiting whether its kubelet still renews its Lease"), "it does not wait")
+				return membertest.Want(refusaltest.HasLine(l.observations.Log(), "msg", "a machine has booted anew; waiting whether its kubelet still renews its Lease"), "it does not wait")
 			})
 			l.ahead.Store(int64(maxEvidenceAge + time.Second))
 			if err := <-answer; rpc.ReasonFrom(err) != attestv1.Reason_REASON_VERDICT_OLD {
@@ -262,7 +263,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 	}
 }
 
-// presented judges a joinservice by the owner's policy that it presents.
+// presented appraises a joinservice by the owner's policy that it presents.
 type presented struct{}
 
 func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {

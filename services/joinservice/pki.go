@@ -10,9 +10,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 )
 
-// controlPlaneFiles is the allow-list of what a control-plane ticket carries (J6): what kubeadm
-// needs to make the rest by itself, and the key under which Secrets lie in etcd, as it stands here
-// now: an operator may have rotated it.
+// controlPlaneFiles is the allow-list of the files in a control-plane ticket (J6): what kubeadm needs to make the rest by
+// itself, and the present key that encrypts Secrets in etcd: an operator may have rotated it.
 var controlPlaneFiles = []string{
 	"ca.crt", "ca.key",
 	"sa.pub", "sa.key",
@@ -24,12 +23,13 @@ var controlPlaneFiles = []string{
 // maxPKIFile is the limit of one file in bytes.
 const maxPKIFile = 64 << 10
 
-// authorities are those of them that are public, and by which a control plane knows its cluster (B8); a worker has the first alone.
+// authorities are those of them that are public, and by which a control plane recognizes its cluster (B8); a worker gets
+// only the first.
 var authorities = []string{caFile, "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"}
 
 const caFile = "ca.crt"
 
-// readPKI reads files below dir, and nothing that a link leads to outside of it.
+// readPKI reads files below dir, and follows no link that leads outside of it.
 func readPKI(dir string, names []string) ([]*joinv1.ControlPlaneFile, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

@@ -16,13 +16,13 @@ import (
 )
 
 const (
-	// maxEvidenceAge is how old evidence may be to count as that of now.
+	// maxEvidenceAge is how old evidence may be to count as current.
 	maxEvidenceAge = time.Minute
-	// maxReattestInterval is how often nodes attest if verdicts may be as old as by default.
+	// maxReattestInterval is how often nodes attest if the maximum age of verdicts has its default.
 	maxReattestInterval = 5 * time.Minute
 )
 
-// reattestEvery gives nodes three tries within the age of a verdict.
+// reattestEvery returns an interval that gives nodes three attempts within the maximum age of a verdict.
 func reattestEvery(maxAge time.Duration) time.Duration { return min(maxReattestInterval, maxAge/3) }
 
 // Reattest implements the RPC.
@@ -68,10 +68,10 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 	return err
 }
 
-// reported is what the machine says of its kubelet's certificates, which its owner is shown; nil: nothing.
+// reported returns the machine's report of its kubelet's certificates, which is shown to the owner; nil if there is none.
 func reported(req *joinv1.ReattestRequest) *v1alpha1.NodeCertificates {
 	end := func(t *timestamppb.Timestamp) *metav1.Time {
-		if !t.IsValid() { // nor set
+		if !t.IsValid() { // nor is it set
 			return nil
 		}
 		return new(metav1.NewTime(t.AsTime()))
@@ -95,14 +95,14 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 	}
 }
 
-// refutes says whether a refusal of genuine evidence undoes the verdict before it. A lock that does
-// not fit is not among them here: whoever gets this far is at worst unlocked, as after a reboot, until
-// its bootstrapper has run. The verdict it has grows old meanwhile.
+// refutes reports whether a refusal of genuine evidence replaces the verdict before it. A lock that does not fit is not
+// among them here: a machine that gets this far is at worst unlocked, as after a reboot, until its bootstrapper has run.
+// Its verdict expires meanwhile.
 func refutes(r attestv1.Reason) bool {
 	return r == attestv1.Reason_REASON_POLICY_REFUSED || r == attestv1.Reason_REASON_EK_UNTRUSTED || r == attestv1.Reason_REASON_CLOCK_WENT_BACK
 }
 
-// fresh wants evidence of now (J7): a connection can be held open long after what it showed.
+// fresh requires current evidence (J7): a connection can stay open long after the evidence was shown.
 func fresh(verified, now time.Time) error {
 	if age := now.Sub(verified); age > maxEvidenceAge {
 		return attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, "the connection's evidence is %s old, and may be %s", age.Round(time.Second), maxEvidenceAge)

@@ -17,18 +17,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// queueSize bounds what strangers can make us remember.
+// queueSize bounds how many refusals of unattested peers are kept in memory.
 const queueSize = 256
 
-// Refusals tells the cluster of machines that are refused in the exchange, before any RPC: if such a
-// one is enrolled, its AttestedNode says so, which keeps its kubelet from renewing its certificates.
-// That is done in the background and may be dropped under a flood; nothing is handed out for it.
+// Refusals reports machines that are refused in the TLS exchange, before any RPC: if such a machine is enrolled, its
+// AttestedNode gets the verdict, which keeps its kubelet from renewing its certificates. This is done in the background and
+// may be dropped under a flood; no grant depends on it.
 type Refusals struct {
-	judge     attest.Appraiser
-	kube      *kube.Kube
-	strangers *audit.UnattestedRefusals
-	log       *slog.Logger
-	bad       chan badVerdict
+	appraiser  attest.Appraiser
+	kube       *kube.Kube
+	unattested *audit.UnattestedRefusals
+	log        *slog.Logger
+	bad        chan badVerdict
 }
 
 type badVerdict struct {
@@ -36,46 +36,44 @@ type badVerdict struct {
 	verdict v1alpha1.Verdict
 }
 
-// NewRefusals returns Refusals whose verdicts are those of judge. What is dropped is counted by
-// strangers.
-func NewRefusals(judge attest.Appraiser, k *kube.Kube, strangers *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
-	if judge == nil || k == nil || strangers == nil || l == nil {
+// NewRefusals returns Refusals whose verdicts are those of appraiser. unattested counts the dropped ones.
+func NewRefusals(appraiser attest.Appraiser, k *kube.Kube, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
+	if appraiser == nil || k == nil || unattested == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}
-	return &Refusals{judge: judge, kube: k, strangers: strangers, log: l, bad: make(chan badVerdict, queueSize)}, nil
+	return &Refusals{appraiser: appraiser, kube: k, unattested: unattested, log: l, bad: make(chan badVerdict, queueSize)}, nil
 }
 
 // Appraise implements [attest.Appraiser].
 func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
-	a, err := r.judge.Appraise(ctx, c)
+	a, err := r.appraiser.Appraise(ctx, c)
 	switch reason := attest.ReasonOf(err); reason {
-	case attestv1.Reason_REASON_BANNED: // stands in its enrollment already
+	case attestv1.Reason_REASON_BANNED: // recorded in its enrollment already
 		err = &refusedMachine{c.Machine(), err}
 	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
-		// The evidence is genuine, so it is that machine, and not somebody who wants it to look bad.
+		// The evidence is genuine, so it comes from that machine, and not from a client that imitates it.
 		err = &refusedMachine{c.Machine(), err}
 		v := badVerdict{c.Machine(), v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(time.Now())}}
 		select {
 		case r.bad <- v:
 		default:
-			r.strangers.Skip()
+			r.unattested.Skip()
 		}
 	default:
 	}
 	return a, err
 }
 
-// Observe is for [atls.ServerConfig]: it puts who was refused on record, and on the list for the owner
-// if it is a machine.
+// Observe is for [atls.ServerConfig]: it records a refused peer, and lists it for the owner if it is a machine.
 func (r *Refusals) Observe(s atls.SetUp) {
 	machine := ""
 	if m, ok := errors.AsType[*refusedMachine](s.Err); ok {
 		machine = m.machine.String()
-		if reason := attest.ReasonOf(s.Err); reason != attestv1.Reason_REASON_EK_UNTRUSTED { // nobody in the policy vouches for it
+		if reason := attest.ReasonOf(s.Err); reason != attestv1.Reason_REASON_EK_UNTRUSTED { // no root of the policy certifies its TPM
 			r.kube.Refused(waiting.Entry{Machine: machine, Reason: reasonOf(s.Err), Address: host(s.Remote), Last: time.Now()})
 		}
 	}
-	r.strangers.Connection(s, machine)
+	r.unattested.Connection(s, machine)
 }
 
 // Serve writes until ctx ends.

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// IssueRejoinTicket implements the RPC. It has no side effects but its records, and that of the machine's boot.
+// IssueRejoinTicket implements the RPC. Its only side effects are its records, including that of the machine's boot.
 func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.rejoin(ctx, a, req)
@@ -30,7 +30,7 @@ func (s *Service) IssueRejoinTicket(ctx context.Context, req *joinv1.IssueRejoin
 	return t.toWire(), nil
 }
 
-// rejoinTicket is what a machine gets that has rebooted.
+// rejoinTicket is the answer to a machine that has rebooted.
 type rejoinTicket struct {
 	id          string
 	disk        keys.Disk
@@ -39,7 +39,7 @@ type rejoinTicket struct {
 }
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
-	id, _ := hex.DecodeString(t.id) // our own digits
+	id, _ := hex.DecodeString(t.id) // generated here, so valid hex
 	return &joinv1.IssueRejoinTicketResponse{
 		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
 		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Adopted: t.info.Adopted, // B8
@@ -47,7 +47,7 @@ func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	}
 }
 
-// parseRejoin says what is wrong with the form of a request: REQUEST_INVALID.
+// parseRejoin checks the form of a request: REQUEST_INVALID.
 func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c kube.Claim, disk keys.DiskID, err error) {
 	invalid := func(format string, args ...any) (kube.Claim, keys.DiskID, error) {
 		return kube.Claim{}, keys.DiskID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
@@ -66,7 +66,7 @@ func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c kube.Claim, disk keys.
 	return kube.Claim{Node: req.GetNodeName(), Role: role, Disk: disk.String(), DiskMode: v1alpha1.DiskModeLUKS}, disk, nil
 }
 
-// rejoin knows nothing of the wire's errors: it gives a ticket or a refusal.
+// rejoin returns a ticket or a refusal; it does not use the errors of the protocol.
 func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoinTicketRequest) (*rejoinTicket, error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
@@ -114,10 +114,10 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	defer end()
-	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: that may have taken long
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J2: the wait may have taken long
 		return nil, err
 	}
-	if err := rejoining.Record(ctx); err != nil { // J11: before the key leaves
+	if err := rejoining.Record(ctx); err != nil { // J11: before the key is sent
 		return nil, err
 	}
 	key, err := s.cfg.Keys.Disk(ctx, disk, rejoining.Salt)
@@ -127,7 +127,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
-	if err := s.cfg.Kube.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all that takes time
+	if err := s.cfg.Kube.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
 		return nil, err
 	}
 	s.cfg.Kube.Rejoined(peer.Machine())
@@ -136,7 +136,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 
 // mayRejoin compares the machine with the policy in force and with its enrollment.
 func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (*kube.Rejoining, error) {
-	// A key that is given for what the machine was a while ago is given to what it is now.
+	// A key must be given to the machine as it is now, not as it was a while ago.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
 		return nil, err
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// RenewNodeCertificates implements the RPC, for a machine whose kubelet can't ask any more.
+// RenewNodeCertificates implements the RPC, for a machine whose kubelet can no longer renew its certificates.
 func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNodeCertificatesRequest) (*joinv1.RenewNodeCertificatesResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	client, serving, err := s.renewCertificates(ctx, a, req)
@@ -23,11 +23,11 @@ func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNo
 		return nil, err
 	}
 	s.cfg.Log.InfoContext(ctx, "node certificates renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "seconds", s.now().Sub(a.began).Seconds(), "image", a.record.Image, "class", a.record.Class)
-	id, _ := hex.DecodeString(a.id) // our own digits
+	id, _ := hex.DecodeString(a.id) // generated here, so valid hex
 	return &joinv1.RenewNodeCertificatesResponse{RenewalId: id, KubeletClientCertificate: client.PEM, KubeletServingCertificate: serving.PEM}, nil
 }
 
-// renewCertificates knows nothing of the wire's errors: it gives certificates or a refusal.
+// renewCertificates returns certificates or a refusal; it does not use the errors of the protocol.
 func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1.RenewNodeCertificatesRequest) (client, serving kube.Certificate, err error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
@@ -49,13 +49,13 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 		return client, serving, err
 	}
 	defer end()
-	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J7: that may have taken long
+	if err := fresh(peer.VerifiedAt(), s.now()); err != nil { // J7: the wait may have taken long
 		return client, serving, err
 	}
 	if err := s.limits.certificates.Take(peer.Machine(), a.began); err != nil {
 		return client, serving, err
 	}
-	// Side effects but the verdict begin here, and the record that they will is stable before them.
+	// Except for the verdict, side effects start here, after the record that announces them is stable.
 	if err := s.write(a, "renewal decided"); err != nil { // J3
 		return client, serving, err
 	}
@@ -76,10 +76,10 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	return client, serving, nil
 }
 
-// renewalRequest is a pair of requests that are well formed, and for one node.
+// renewalRequest is a pair of well-formed requests for one node.
 type renewalRequest struct{ client, serving *nodecert.Request }
 
-// parseRenewal says what is wrong with the form of a request: CSR_INVALID.
+// parseRenewal checks the form of a request: CSR_INVALID.
 func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, err error) {
 	if r.client, err = nodecert.Parse(nodecert.Client, req.GetKubeletClientCsr()); err != nil {
 		return r, err
@@ -93,7 +93,7 @@ func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, e
 	return r, nil
 }
 
-// mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this very session (J7).
+// mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this session (J7).
 func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest, secret []byte) (*kube.Renewal, error) {
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
 		return nil, err

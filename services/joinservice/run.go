@@ -28,37 +28,37 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options say what a joinservice of a cluster needs from outside. All fields but Probes and ProxiesFrom are required.
+// Options are the settings and resources of a joinservice. All fields but Probes and ProxiesFrom are required.
 type Options struct {
-	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
+	// Listener serves RPCs, Metrics serves metrics and probes in plain HTTP.
 	Listener, Metrics net.Listener
 	// ProxiesFrom are the addresses of load balancers that send a header of the PROXY protocol, see [serve.Proxied].
 	ProxiesFrom []netip.Prefix
-	// Limits are [Limits], or with others for one source.
+	// Limits are [Limits], or a variant with others for one source.
 	Limits atls.Limits
-	// Probes is where probes are too, see [serve.Probes.Local]; nil: nowhere.
+	// Probes serves probes too, see [serve.Probes.Local]; nil for none.
 	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose joinservice.
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
-	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
-	// API is how to reach the Kubernetes API. Its CA is the one that tickets name.
+	// API is the configuration for the Kubernetes API. Its CA is the one in tickets.
 	API *rest.Config
 	// KMS is the URL of the key service, Token the file of the projected token for it.
 	KMS, Token string
-	// VerdictMaxAge is how old the last verdict on a node's machine may be when its kubelet's
-	// certificates are renewed; at least 1 min.
+	// VerdictMaxAge is the maximum age of a node's last verdict when its kubelet's certificates are renewed; at least 1
+	// min.
 	VerdictMaxAge time.Duration
-	// Credential is what tickets carry for kubeadm to discover the cluster by.
+	// Credential is what tickets contain for kubeadm to discover the cluster.
 	Credential token.Credential
-	// CertificateLife is how long nodes' certificates live, at least [kube.MinCertificateLife] and what
-	// the cluster's signer gives when a kubelet renews.
+	// CertificateLife is how long nodes' certificates are valid, at least [kube.MinCertificateLife] and what the cluster's
+	// signer gives when a kubelet renews.
 	CertificateLife time.Duration
 	// Leases are the waits for kubelets' Leases.
 	Leases kube.Leases
-	// VanishedAfter and ReleaseAfter say when nodes have vanished, see [kube.SweepConfig].
+	// VanishedAfter and ReleaseAfter define when nodes have vanished, see [kube.SweepConfig].
 	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
 	PKI string
@@ -68,16 +68,16 @@ type Options struct {
 }
 
 // maxRequest bounds a machine's request, in bytes: two certificate requests and names are less than 8 KiB. Each call is
-// charged with three times as much, so that a replica has 256 at one time.
+// charged three times as much, so a replica serves 256 at the same time.
 const maxRequest = 16 << 10
 
-// Limits are the defaults, but for as many sessions without evidence as its memory has room for.
+// Limits are the defaults, except for as many sessions without evidence as its memory has room for.
 var Limits = atls.Limits{Open: 112}
 
 // Run serves until ctx ends. It closes both listeners.
 func Run(ctx context.Context, o Options) error { return run(ctx, o, time.Now) }
 
-// run is Run by the clock now, which tells how old evidence is.
+// run is Run with the clock now, which measures the age of evidence.
 func run(ctx context.Context, o Options, now func() time.Time) error {
 	if o.VerdictMaxAge < time.Minute {
 		return fmt.Errorf("joinservice: verdicts of at most %s are of no use: no node attests that often", o.VerdictMaxAge)
@@ -163,7 +163,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		Listener: listener,
 		ATLS: atls.ServerConfig{
 			Attester: presenting, Verifier: m.Verifier, Appraiser: refusals, ClientPurpose: attest.PurposeMachine,
-			// Who does not attest gets a session and no more: the owner's program judges us over one.
+			// A client without evidence gets only a session: the owner's program appraises joinservice over one.
 			Generation: m.Policy.Generation, Limits: o.Limits,
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); refusals.Observe(s) },
 		},
@@ -194,7 +194,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 // dialTimeout bounds a connection to the key service, which is in the cluster.
 const dialTimeout = 5 * time.Second
 
-// forgetWithPolicy makes the next call to the key service judge it by the policy in force.
+// forgetWithPolicy makes the next call to the key service appraise it by the policy in force.
 func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) error {
 	for {
 		_, changed := p.Latest()
@@ -207,8 +207,8 @@ func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) e
 	}
 }
 
-// caOf gives the authority that we trust the API server by, which is the cluster's, as it is now: its file may change while
-// we run.
+// caOf returns the present CA by which this process trusts the API server, which is the cluster's CA: its file may change
+// while the process runs.
 func caOf(c *rest.Config) ([]byte, error) {
 	if len(c.CAData) > 0 {
 		return c.CAData, nil

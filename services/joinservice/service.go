@@ -1,8 +1,8 @@
 // Package joinservice admits machines to a running cluster.
 //
-// A machine dials in over attested TLS, so its evidence has been judged before any handler runs;
-// the verdict travels in the context as an [attest.Peer]. What the machine asks for is compared
-// with the policy, with its enrollment and with everybody else's; only then is anything written.
+// A machine connects over attested TLS, so its evidence is appraised before any handler runs; the verdict is in the context
+// as an [attest.Peer]. The request is compared with the policy, with the machine's enrollment and with all others; only
+// then is anything written.
 //
 // These hold for every ticket, and the code that keeps one names it:
 //
@@ -17,12 +17,12 @@
 //	J11 of a machine and its copies, one gets the key: that of the latest boot;
 //	K4  no key leaves for a disk whose salt was deleted.
 //
-// Who did not attest gets one thing only, and by the owner's signature:
+// A client that did not attest gets one thing only, and by the owner's signature:
 //
 //	J9  an administrator's certificate.
 //
-// Side effects come last: a machine that is refused leaves nothing behind. A ticket that fails later leaves its machine the name and the disk, which it gets
-// again at its next attempt.
+// Side effects come last: a machine that is refused leaves nothing behind. A ticket that fails later leaves the name and
+// the disk to its machine, which gets them again at its next attempt.
 package joinservice
 
 import (
@@ -62,34 +62,35 @@ const ticketIDSize = 16
 type Config struct {
 	// Policy is the policy in force.
 	Policy *policy.Store
-	// Appraiser judges a peer's claims again by the policy in force now, which may be another than the
-	// one that let the peer in.
+	// Appraiser appraises a peer's claims again by the policy in force now, which may differ from the one that admitted the
+	// peer.
 	Appraiser attest.Appraiser
-	// Members is Judge for machines that are nodes already: locked to this cluster.
+	// Members is the Appraiser for machines that are nodes already: locked to this cluster.
 	Members attest.Appraiser
-	// Rejoiners is Judge for machines that have rebooted: unlocked.
+	// Rejoiners is the Appraiser for machines that have rebooted: unlocked.
 	Rejoiners attest.Appraiser
-	// Interval is how often nodes are told to attest again.
+	// Interval is how often nodes must attest again.
 	Interval time.Duration
 	// Owner is the public key that policies and orders are signed with.
 	Owner ed25519.PublicKey
-	// Kube knows and writes enrollments, and gets certificates signed.
+	// Kube reads and writes enrollments, and gets certificates signed.
 	Kube *kube.Kube
-	// JoinLease is the Lease by which machines become control planes one after another.
+	// JoinLease manages the Lease by which machines become control planes one after another.
 	JoinLease *joinlease.Manager
 	// Tokens makes bootstrap tokens.
 	Tokens *token.Issuer
 	// Cluster returns the cluster's description.
 	Cluster func() (*clusterinfo.Info, error)
-	// Credential is what tickets carry for kubeadm to discover the cluster by.
+	// Credential is what tickets contain for kubeadm to discover the cluster.
 	Credential token.Credential
-	// CA gives the cluster's certificate authority as it is now, X.509 in PEM.
+	// CA returns the cluster's present certificate authority, X.509 in PEM.
 	CA func() ([]byte, error)
 	// Keys is the key service.
 	Keys *KeyService
 	// PKI is the folder of the control plane's PKI files, as /etc/kubernetes/pki.
 	PKI string
-	// Audit keeps the records, those of refusals by Rations, and of callers that did not attest by Strangers.
+	// Audit keeps the records, those of refusals through RefusalLimits, and those of callers that did not attest through
+	// UnattestedRefusals.
 	Audit              *audit.Log
 	RefusalLimits      *audit.RefusalLimits
 	UnattestedRefusals *audit.UnattestedRefusals
@@ -101,9 +102,9 @@ type Config struct {
 type Service struct {
 	cfg Config
 	now func() time.Time
-	// limits are how often one machine gets what; they bound what it can have recorded.
+	// limits are the rates of each machine; they bound how many records it can cause.
 	limits limits
-	// confirmed is what of muster-cluster the key service has confirmed last; see confirmCluster.
+	// confirmed is the content of muster-cluster that the key service confirmed last; see confirmCluster.
 	confirmed atomic.Value
 	tickets   *prometheus.CounterVec
 	returns   *prometheus.CounterVec
@@ -112,7 +113,7 @@ type Service struct {
 	stages    *prometheus.HistogramVec
 }
 
-// New returns a Service, or says which part of cfg is missing.
+// New returns a Service, or an error that names the missing field of cfg.
 func New(cfg Config) (*Service, error) {
 	if err := required.Fields("joinservice.New", cfg); err != nil {
 		return nil, err
@@ -125,7 +126,7 @@ func New(cfg Config) (*Service, error) {
 			Name: "muster_rejoin_tickets_total", Help: "Rejoin tickets asked for by machines that have rebooted, by role and outcome.",
 		}, []string{"role", "reason"}),
 		renewals: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_join_lease_renewals_total", Help: "Renewals and ends of a control plane's turn to join, by outcome.",
+			Name: "muster_join_lease_renewals_total", Help: "Renewals and releases of a control plane's join Lease, by outcome.",
 		}, []string{"reason"}),
 		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, wait (for a slot), disk_key, lease (control planes), enroll, certificates, audit; total is all of them, for tickets that were issued.",
@@ -140,7 +141,7 @@ func New(cfg Config) (*Service, error) {
 	return s, nil
 }
 
-// IssueJoinTicket implements the RPC: translate, decide, translate.
+// IssueJoinTicket implements the RPC: it translates the request, decides, and translates the result.
 func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
 	t, err := s.issue(ctx, a, req)
@@ -180,12 +181,12 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 		a.id = ""
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "a ticket ID has %d bytes, not %d", ticketIDSize, len(id))
 	}
-	// The evidence may be that of when the connection was made: nothing is handed out, and what comes back is the
-	// ticket of the attested machine alone. A ticket may have taken longer to make than evidence is fresh.
+	// The evidence may be as old as the connection: nothing secret is sent, and only the ticket of the attested machine is
+	// returned. A ticket may have taken longer to make than evidence is fresh.
 	if err := s.limits.returns.Take(peer.Machine(), a.began); err != nil {
 		return err
 	}
-	// A control plane's turn ends with its ticket; a worker has none.
+	// A control plane's Lease ends with its ticket; a worker has none.
 	if _, err := s.cfg.JoinLease.End(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
 		return err
 	}
@@ -198,13 +199,13 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 		s.cfg.Tokens.Drop(ctx, a.id)
 	}
 	if err := s.write(a, "ticket returned"); err != nil {
-		// It is gone already, which is what its machine wants: only the record is missing.
+		// The ticket is returned already, as its machine wants: only the record is missing.
 		s.cfg.Log.ErrorContext(ctx, "the audit record of a returned ticket cannot be written", "ticket", a.id, "err", err)
 	}
 	return nil
 }
 
-// attempt collects what a record will say.
+// attempt collects the contents of a record.
 type attempt struct {
 	id     string
 	began  time.Time
@@ -217,7 +218,7 @@ func (a *attempt) peer(p attest.Peer) {
 	a.record.Evidence = hex.EncodeToString(digest[:])
 }
 
-// write puts a record of something that was done on the log (J3).
+// write records an action in the audit log (J3).
 func (s *Service) write(a *attempt, event string) error {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason = "joinservice", event, a.id, reasonOf(nil)
@@ -227,8 +228,8 @@ func (s *Service) write(a *attempt, event string) error {
 	return nil
 }
 
-// refuse tells log and audit log the one reason that caller and metric get (R1). Above the machine's
-// ration the audit log has no more than the number.
+// refuse writes to the log and to the audit log the reason that caller and metric get (R1). Above the machine's limit the
+// audit log has only the number.
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
@@ -241,7 +242,7 @@ func (s *Service) refuse(ctx context.Context, a *attempt, event string, err erro
 	}
 }
 
-// reasonOf names the reason that a caller gets of err (R1).
+// reasonOf names the reason in err that a caller gets (R1).
 func reasonOf(err error) string { return attest.ReasonName(rpc.ReasonOf(err)) }
 
 func newTicketID() string {
@@ -250,7 +251,7 @@ func newTicketID() string {
 	return hex.EncodeToString(b)
 }
 
-// ticket is what a machine gets.
+// ticket is the answer to a machine that joins.
 type ticket struct {
 	id              string
 	disk            keys.Disk
@@ -259,13 +260,13 @@ type ticket struct {
 	ca              []byte
 	client, serving kube.Certificate
 	files           []*joinv1.ControlPlaneFile
-	token           *token.Token  // nil: the certificate does
-	lease           time.Duration // of a control plane's turn; 0 for a worker
+	token           *token.Token  // nil: the certificate is used instead
+	lease           time.Duration // of a control plane's Lease; 0 for a worker
 	controlPlanes   []string      // the others
 }
 
 func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
-	id, _ := hex.DecodeString(t.id) // our own digits
+	id, _ := hex.DecodeString(t.id) // generated here, so valid hex
 	expires := t.client.Leaf.NotAfter
 	if t.serving.Leaf.NotAfter.Before(expires) {
 		expires = t.serving.Leaf.NotAfter

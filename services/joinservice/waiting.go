@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// refusedMachine is a refusal of a machine whose evidence is genuine: the claims name it.
+// refusedMachine is a refusal of a machine whose evidence is genuine, so the claims identify it.
 type refusedMachine struct {
 	machine attest.MachineID
 	err     error
@@ -21,7 +21,7 @@ type refusedMachine struct {
 func (r *refusedMachine) Error() string { return r.err.Error() }
 func (r *refusedMachine) Unwrap() error { return r.err }
 
-// waits lets the owner see whom we refused a ticket, and why. Only who has attested is listed.
+// waits lists for the owner a machine that was refused a ticket, and why. Only attested machines are listed.
 func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok || attest.ReasonOf(err) == attestv1.Reason_REASON_PEER_NOT_ATTESTED {
@@ -32,7 +32,7 @@ func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 	s.cfg.Kube.Refused(e)
 }
 
-// admitted takes a machine off that list, and notes when its certificates end.
+// admitted removes a machine from that list, and notes when its certificates end.
 func (s *Service) admitted(ctx context.Context, a *attempt, t *ticket) {
 	if peer, ok := attest.PeerFrom(ctx); ok {
 		s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)

@@ -47,8 +47,8 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// stage is a cluster with two control planes and a key service on the second.
-type stage struct {
+// fixture is a cluster with two control planes and a key service on the second.
+type fixture struct {
 	*membertest.Cluster
 	ca       *attesttest.CA
 	cp1, cp2 *attesttest.Machine
@@ -59,10 +59,10 @@ type stage struct {
 	pod      *corev1.Pod
 }
 
-func setUp(t *testing.T) *stage {
+func setUp(t *testing.T) *fixture {
 	t.Helper()
 	shared.Reset(t)
-	s := &stage{Cluster: shared, ca: attesttest.NewCA(t), rootDir: t.TempDir(), audit: &membertest.Buffer{}}
+	s := &fixture{Cluster: shared, ca: attesttest.NewCA(t), rootDir: t.TempDir(), audit: &membertest.Buffer{}}
 	s.cp1 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	s.cp2 = attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	for name, m := range map[string]*attesttest.Machine{"cp1": s.cp1, "cp2": s.cp2} {
@@ -90,14 +90,14 @@ func setUp(t *testing.T) *stage {
 	return s
 }
 
-// setPolicy puts a policy in force that accepts them all and lists these as control planes.
-func (s *stage) setPolicy(t *testing.T, serial uint64, control ...*attesttest.Machine) {
+// setPolicy puts a policy in force that accepts all the machines and lists these as control planes.
+func (s *fixture) setPolicy(t *testing.T, serial uint64, control ...*attesttest.Machine) {
 	t.Helper()
 	s.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{s.cp1}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
 }
 
 // mount writes the Secret as a kubelet does: into a new folder, then a link is swapped.
-func (s *stage) mount(t *testing.T, root, salt []byte) {
+func (s *fixture) mount(t *testing.T, root, salt []byte) {
 	t.Helper()
 	dir, err := os.MkdirTemp(s.rootDir, "..data_")
 	if err != nil {
@@ -117,7 +117,7 @@ func (s *stage) mount(t *testing.T, root, salt []byte) {
 	}
 }
 
-func (s *stage) token(t *testing.T, account, audience string, pod *corev1.Pod) string {
+func (s *fixture) token(t *testing.T, account, audience string, pod *corev1.Pod) string {
 	t.Helper()
 	token, err := s.Token(t.Context(), namespace, account, audience, pod)
 	if err != nil {
@@ -126,8 +126,8 @@ func (s *stage) token(t *testing.T, account, audience string, pod *corev1.Pod) s
 	return token
 }
 
-// dial gives a client that attests itself as a.
-func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceClient {
+// dial returns a client that attests with a.
+func (s *fixture) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceClient {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeKMS,
@@ -140,11 +140,11 @@ func (s *stage) dial(t *testing.T, a attest.Attester) kmsv1connect.KeyServiceCli
 	return kmsv1connect.NewKeyServiceClient(rpc.HTTPClient(transport), "https://"+s.kms.Addr, rpc.ClientOptions()...)
 }
 
-// witnesses are the key service's own.
-func (s *stage) witnesses() refusaltest.Service { return s.kms.Witnesses(s.audit.Bytes) }
+// observations returns the key service's own.
+func (s *fixture) observations() refusaltest.Service { return s.kms.Observations(s.audit.Bytes) }
 
-// keyRefused are the places of a call that cp1 made and did not get a disk key for.
-func (s *stage) keyRefused() refusaltest.Places {
+// keyRefused returns the places of a call of cp1 that got no disk key.
+func (s *fixture) keyRefused() refusaltest.Places {
 	machine := s.cp1.ID().String()
 	return refusaltest.Places{
 		Metric: []string{"muster_kms_calls_total", "purpose", "disk"},
@@ -163,13 +163,13 @@ func with(ctx context.Context, token string) context.Context {
 
 const disk = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
 
-// asks is a request for the key of a disk, with its salt.
+// asks returns a request for the key of a disk, with its salt.
 func asks(disk string) *kmsv1.DeriveDiskKeyRequest {
 	salt := keys.DiskSalt{3}
 	return &kmsv1.DeriveDiskKeyRequest{DiskId: disk, DiskSalt: salt[:], RootVersion: 1}
 }
 
-func (s *stage) want(t *testing.T) []byte {
+func (s *fixture) want(t *testing.T) []byte {
 	t.Helper()
 	id, err := keys.ParseDiskID(disk)
 	if err != nil {
@@ -182,7 +182,7 @@ func (s *stage) want(t *testing.T) []byte {
 	return key.Expose()
 }
 
-// K4, and the version that a key follows from.
+// K4, and the version of the root that a key is derived from.
 func TestAKeyFollowsFromItsDisksSaltAndAVersionOfTheRoot(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
@@ -207,7 +207,7 @@ func TestAKeyFollowsFromItsDisksSaltAndAVersionOfTheRoot(t *testing.T) {
 	if _, err := client.DeriveClusterId(with(t.Context(), token), &kmsv1.DeriveClusterIdRequest{MeasurementSalt: s.MeasurementSalt[:]}); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID {
 		t.Errorf("a cluster ID of no version: %v", err)
 	}
-	// Version 2 lies beside the first.
+	// Version 2 is in the same folder as the first.
 	for name, b := range map[string][]byte{"root-2": bytes.Repeat([]byte{2}, 32), "salt-2": s.Salt[:]} {
 		if err := os.WriteFile(filepath.Join(s.rootDir, "..data", name), b, 0o600); err != nil {
 			t.Fatal(err)
@@ -259,8 +259,8 @@ func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 	}
 }
 
-// Each refusal has its reason in error detail, metric, log and audit record (R1). The same stage
-// serves its machine once the offending input alone is repaired.
+// Each refusal has its reason in error detail, metric, log and audit record (R1). The same fixture serves its machine when
+// only the offending input is repaired.
 func TestWhoGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	good := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -268,7 +268,7 @@ func TestWhoGetsNoKey(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stranger, err := s.Pod(t.Context(), namespace, "joinservice", "unknown")
+	unenrolled, err := s.Pod(t.Context(), namespace, "joinservice", "unknown")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -286,13 +286,13 @@ func TestWhoGetsNoKey(t *testing.T) {
 		salt   []byte
 		reason attestv1.Reason
 	}{
-		"no token":                                   {token: "", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token that nobody issued":                 {token: "eyJhbGciOiJub25lIn0.e30.", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token for the API server":                 {token: s.token(t, "joinservice", "", s.pod), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of another service account":         {token: s.token(t, "other", kms.Audience, otherAccount), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of no pod":                          {token: s.token(t, "joinservice", kms.Audience, nil), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
-		"a token of a pod on another machine":        {token: s.token(t, "joinservice", kms.Audience, other), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
-		"a token of a pod on a node nobody enrolled": {token: s.token(t, "joinservice", kms.Audience, stranger), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"no token":                                      {token: "", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token that was not issued":                   {token: "eyJhbGciOiJub25lIn0.e30.", reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token for the API server":                    {token: s.token(t, "joinservice", "", s.pod), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of another service account":            {token: s.token(t, "other", kms.Audience, otherAccount), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of no pod":                             {token: s.token(t, "joinservice", kms.Audience, nil), reason: attestv1.Reason_REASON_WORKLOAD_IDENTITY},
+		"a token of a pod on another machine":           {token: s.token(t, "joinservice", kms.Audience, other), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
+		"a token of a pod on a node without enrollment": {token: s.token(t, "joinservice", kms.Audience, unenrolled), reason: attestv1.Reason_REASON_WORKLOAD_NODE},
 		"no disk":                               {token: good, disk: "-", reason: attestv1.Reason_REASON_REQUEST_INVALID},
 		"a purpose smuggled into the disk's ID": {token: good, disk: "../measurement-secret/000000000000000", reason: attestv1.Reason_REASON_REQUEST_INVALID},
 		"a disk in upper case":                  {token: good, disk: "5F0C95B6-2A3D-4C7E-9F10-0123456789AB", reason: attestv1.Reason_REASON_REQUEST_INVALID},
@@ -318,7 +318,7 @@ func TestWhoGetsNoKey(t *testing.T) {
 				}
 				s.mount(t, root, salt)
 			}
-			refusaltest.Refused(t, s.witnesses(), tt.reason, s.keyRefused(), func() error {
+			refusaltest.Refused(t, s.observations(), tt.reason, s.keyRefused(), func() error {
 				_, err := client.DeriveDiskKey(with(t.Context(), tt.token), asks(id))
 				return err
 			})
@@ -332,7 +332,7 @@ func TestWhoGetsNoKey(t *testing.T) {
 	}
 }
 
-// Who does not pass the exchange never reaches the RPC.
+// A peer that is refused in the exchange never reaches the RPC.
 func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 	s := setUp(t)
 	token := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -355,18 +355,18 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 		"a machine of another cluster":      {elsewhere.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a machine that booted another way": {tampered.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_POLICY_REFUSED},
 		"a worker of this cluster":          {s.w1.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"a machine no root vouches for":     {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine that no root certifies":  {foreign.Attester(attest.PurposeJoinservice), attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			client := s.dial(t, tt.attester)
-			refusaltest.Refused(t, s.witnesses(), tt.reason, refusaltest.Connection(), func() error {
+			refusaltest.Refused(t, s.observations(), tt.reason, refusaltest.Connection(), func() error {
 				_, err := client.DeriveDiskKey(with(t.Context(), token), asks(disk))
 				return err
 			})
 		})
 	}
 	t.Run("a plain client", func(t *testing.T) {
-		refusaltest.EveryProcedure(t, s.witnesses(), refusaltest.Plain(t), "https://"+s.kms.Addr, attestv1.Reason_REASON_SESSION_REQUIRED, kmsv1connect.KeyServiceName)
+		refusaltest.EveryProcedure(t, s.observations(), refusaltest.Plain(t), "https://"+s.kms.Addr, attestv1.Reason_REASON_SESSION_REQUIRED, kmsv1connect.KeyServiceName)
 	})
 	t.Run("only the offending input was wrong", func(t *testing.T) {
 		if _, err := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice)).DeriveDiskKey(with(t.Context(), token), asks(disk)); err != nil {
@@ -394,7 +394,7 @@ func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
 	})
-	refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_BANNED, s.keyRefused(), func() error {
+	refusaltest.Refused(t, s.observations(), attestv1.Reason_REASON_BANNED, s.keyRefused(), func() error {
 		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return err
 	})
@@ -415,7 +415,7 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	})
 	ctx := with(t.Context(), s.token(t, "joinservice", kms.Audience, s.pod))
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
-	err := refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
+	err := refusaltest.Refused(t, s.observations(), attestv1.Reason_REASON_NOT_READY, refusaltest.Connection(), func() error {
 		_, err := client.DeriveDiskKey(ctx, asks(disk))
 		return err
 	})
@@ -427,7 +427,7 @@ func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	}
 }
 
-// A7: a control plane that the owner's policy lists no more gets no key, on a session that it has already neither.
+// A7: a control plane that the owner's policy no longer lists gets no key, also on an existing session.
 func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
@@ -444,7 +444,7 @@ func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 		n := s.kms.Metric(t, "muster_policy_serial")
 		return membertest.Want(n == 2, "serial %v is in force", n)
 	})
-	refusaltest.Refused(t, s.witnesses(), attestv1.Reason_REASON_SERVER_NOT_LISTED, s.keyRefused(), ask)
+	refusaltest.Refused(t, s.observations(), attestv1.Reason_REASON_SERVER_NOT_LISTED, s.keyRefused(), ask)
 	s.setPolicy(t, 3, s.cp1, s.cp2)
 	membertest.Eventually(t, ask)
 }
@@ -453,7 +453,7 @@ func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 func TestAWorkersTokenIsNotEnough(t *testing.T) {
 	s := setUp(t)
 	m := s.w1
-	s.setPolicy(t, 2, s.cp1, s.cp2, m) // else it gets no session
+	s.setPolicy(t, 2, s.cp1, s.cp2, m) // otherwise it gets no session
 	pod, err := s.Pod(t.Context(), namespace, "joinservice", "w1")
 	if err != nil {
 		t.Fatal(err)

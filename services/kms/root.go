@@ -14,12 +14,12 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// retrySealed is what a caller is told to wait for a root secret that may still be mounted.
+// retrySealed is the pause that is sent to a caller for a root secret that may still be mounted.
 const retrySealed = 10 * time.Second
 
-// MountedRoot reads a version of the root secret from the folder that the Secret muster-kms-root is mounted
-// at. The files are root and salt of exactly 32 bytes for the first version, and root-N and salt-N for version N. Whatever
-// else is there gives ROOT_SEALED.
+// MountedRoot reads a version of the root secret from the folder where the Secret muster-kms-root is mounted. The files are
+// root and salt of exactly 32 bytes for the first version, and root-N and salt-N for version N. Any other content gives
+// ROOT_SEALED.
 func MountedRoot(dir string) func(keys.Version) (*keys.Root, error) {
 	return func(v keys.Version) (*keys.Root, error) {
 		r, err := readRoot(dir, v)
@@ -35,8 +35,7 @@ func readRoot(dir string, v keys.Version) (*keys.Root, error) {
 	if v != keys.FirstVersion {
 		suffix = "-" + strconv.FormatUint(uint64(v), 10)
 	}
-	// A mounted Secret changes by swapping the link ..data. Both files must come from the same
-	// side of that swap.
+	// A mounted Secret changes when the link ..data is replaced. Both files must come from the same target of that link.
 	if target, err := filepath.EvalSymlinks(filepath.Join(dir, "..data")); err == nil {
 		dir = target
 	} else if !errors.Is(err, os.ErrNotExist) {
@@ -54,7 +53,7 @@ func readRoot(dir string, v keys.Version) (*keys.Root, error) {
 	return keys.ParseRoot(v, root, salt)
 }
 
-// readSecret reads at most one byte more than a secret has, which is enough to refuse it.
+// readSecret reads at most one byte more than a secret has, which is enough to detect one that is too long.
 func readSecret(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {

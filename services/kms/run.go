@@ -19,23 +19,23 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options say what a key service of a cluster needs from outside. All fields but Probes and Audit are required.
+// Options are the settings and resources of a key service. All fields but Probes and Audit are required.
 type Options struct {
-	// Listener is where RPCs are served, Metrics where metrics and probes are, in plain HTTP.
+	// Listener serves RPCs, Metrics serves metrics and probes in plain HTTP.
 	Listener, Metrics net.Listener
-	// Probes is where probes are too, see [serve.Probes.Local]; nil: nowhere.
+	// Probes serves probes too, see [serve.Probes.Local]; nil for none.
 	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose kms.
 	Attester attest.Attester
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
-	// LowestSerial is the least serial that a policy may have by this machine's image (B7); 0: any.
+	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
 	// RootDir is where the Secret muster-kms-root is mounted.
 	RootDir string
-	// API is how to reach the Kubernetes API.
+	// API is the configuration for the Kubernetes API.
 	API *rest.Config
-	// Audit is where audit records go, one line each; nil: standard output.
+	// Audit is the log of audit records, one line each; nil: standard output.
 	Audit *audit.Log
 	Log   *slog.Logger
 }
@@ -53,12 +53,12 @@ func Run(ctx context.Context, o Options) error {
 	if err != nil {
 		return err
 	}
-	judge, err := m.ServerAppraiser() // A7
+	appraiser, err := m.ServerAppraiser() // A7
 	if err != nil {
 		return err
 	}
 	svc, err := New(Config{
-		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Appraiser: judge,
+		Root: MountedRoot(o.RootDir), Review: TokenReview(m.Cluster.Client), Appraiser: appraiser,
 		Node: func(name string) (Enrolled, bool) {
 			n := m.Cluster.Nodes.ByName(name)
 			if n == nil {
@@ -75,7 +75,7 @@ func Run(ctx context.Context, o Options) error {
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: o.Listener,
 		ATLS: atls.ServerConfig{
-			Attester: o.Attester, Verifier: m.Verifier, Appraiser: judge, ClientPurpose: attest.PurposeJoinservice, // K2
+			Attester: o.Attester, Verifier: m.Verifier, Appraiser: appraiser, ClientPurpose: attest.PurposeJoinservice, // K2
 			Generation: m.Policy.Generation, RefuseUnattested: true, Limits: Limits,
 			Observe: func(s atls.SetUp) { m.RPC.SetUp(s); m.UnattestedRefusals.Connection(s, "") },
 		},

@@ -1,12 +1,12 @@
-// Package kms derives a cluster's keys for those who may have them.
+// Package kms derives a cluster's keys for authorized callers.
 //
-// It is the smallest of the services, since it holds the root secret. A caller must show two
-// things that no thief of one has (K2): a session over which its machine attested itself as
-// running a joinservice, and the token of joinservice's service account, issued by Kubernetes to
-// a pod on that very machine. What it can ask for are purposes, one RPC each (K1).
+// It is the smallest of the services, since it holds the root secret. A caller must show two things that a thief of only
+// one of them lacks (K2): a session over which its machine attested that it runs a joinservice, and the token of
+// joinservice's service account, issued by Kubernetes to a pod on the same machine. It can only ask for keys of fixed
+// purposes, one RPC each (K1).
 //
-// The root secret is read from its mounted Secret for each call: it is never kept, a rotated
-// Secret works at once, and a missing one says so (ROOT_SEALED).
+// The root secret is read from its mounted Secret for each call: it is never kept, a rotated Secret is used at once, and a
+// missing one is reported (ROOT_SEALED).
 package kms
 
 import (
@@ -41,7 +41,7 @@ const (
 	purposeClusterID = "cluster-id"
 )
 
-// Workload is what Kubernetes says about a token.
+// Workload is what Kubernetes reports about a token.
 type Workload struct {
 	// User is the service account's user name.
 	User string
@@ -49,9 +49,9 @@ type Workload struct {
 	Node string
 }
 
-// Enrolled is what the cluster knows about a node.
+// Enrolled is the cluster's data on a node.
 type Enrolled struct {
-	// Machine is the node's.
+	// Machine is the node's machine.
 	Machine attest.MachineID
 	// Banned machines get nothing.
 	Banned bool
@@ -61,17 +61,16 @@ type Enrolled struct {
 
 // Config lists what a Service needs. All fields are required.
 type Config struct {
-	// Root gives a version of the root secret, or why it cannot be had.
+	// Root returns a version of the root secret, or why it is not available.
 	Root func(keys.Version) (*keys.Root, error)
-	// Review asks Kubernetes whose token this is. Its error is a refusal with
-	// WORKLOAD_IDENTITY or API_UNAVAILABLE.
+	// Review asks Kubernetes for the workload of a token. Its error is a refusal with WORKLOAD_IDENTITY or API_UNAVAILABLE.
 	Review func(ctx context.Context, token string) (Workload, error)
-	// Node gives the enrollment of a node; false if there is none.
+	// Node returns the enrollment of a node; false if there is none.
 	Node func(name string) (Enrolled, bool)
-	// Appraiser judges the caller's claims by the policy in force now, which may be another than the
-	// one that let the caller in.
+	// Appraiser appraises the caller's claims by the policy in force now, which may differ from the one that admitted the
+	// caller.
 	Appraiser attest.Appraiser
-	// Audit keeps the records, those of refusals by Rations.
+	// Audit keeps the records, those of refusals through RefusalLimits.
 	Audit         *audit.Log
 	RefusalLimits *audit.RefusalLimits
 	Log           *slog.Logger
@@ -84,7 +83,7 @@ type Service struct {
 	calls *prometheus.CounterVec
 }
 
-// New returns a Service, or says which part of cfg is missing.
+// New returns a Service, or an error that names the missing field of cfg.
 func New(cfg Config) (*Service, error) {
 	if err := required.Fields("kms.New", cfg); err != nil {
 		return nil, err
@@ -160,13 +159,13 @@ func (s *Service) clusterID(ctx context.Context, c *call, req *kmsv1.DeriveClust
 	return root.ClusterID([keys.Size]byte(salt)), nil // K1
 }
 
-// call is what is known of a caller so far, for its record.
+// call is the known data of a caller so far, for its record.
 type call struct {
 	purpose, disk, machine, node string
 	appraisal                    attest.Appraisal
 }
 
-// authorize keeps K2: an attested machine of the cluster, and joinservice's identity on it.
+// authorize enforces K2: an attested machine of the cluster, and joinservice's identity on it.
 func (s *Service) authorize(ctx context.Context, c *call) error {
 	peer, ok := attest.PeerFrom(ctx)
 	if !ok || peer.Purpose() != attest.PurposeJoinservice {
@@ -222,8 +221,7 @@ func bearer(ctx context.Context) (string, error) {
 	return token, nil
 }
 
-// conclude gives err one reason everywhere (R1). The record of an answer is stable before the
-// answer leaves (J3).
+// conclude sets one reason of err everywhere (R1). The record of an answer is stable before the answer is sent (J3).
 func (s *Service) conclude(ctx context.Context, c call, err error) error {
 	record := audit.Record{
 		Service: "kms", Event: "key derived", Purpose: c.purpose, Disk: c.disk, Machine: c.machine, Node: c.node,

@@ -1,7 +1,7 @@
-// Package builder signs what an image build wrote, and checks it: SHA256SUMS, as `sha256sum -c` reads it, and SHA256SUMS.sig, an SSH
-// signature (OpenSSH, PROTOCOL.sshsig), which `ssh-keygen -Y` makes and checks, too.
+// Package builder signs the files of an image build, and checks them: SHA256SUMS, as `sha256sum -c` reads it, and
+// SHA256SUMS.sig, an SSH signature (OpenSSH, PROTOCOL.sshsig), which `ssh-keygen -Y` makes and checks, too.
 //
-// The signature has a namespace, so none that the key made for something else is one of an image.
+// The signature has a namespace, so a signature of the key for another purpose is not valid for an image.
 package builder
 
 import (
@@ -26,7 +26,7 @@ const (
 	SignatureFile = SumsFile + ".sig"
 )
 
-// Namespace is what a signature is for.
+// Namespace is the purpose of a signature.
 const Namespace = "muster-image"
 
 const (
@@ -45,7 +45,7 @@ type envelope struct {
 	Signature []byte
 }
 
-// signed is what follows magic in what is signed.
+// signed follows magic in the signed data.
 type signed struct {
 	Namespace string
 	Reserved  string
@@ -134,7 +134,7 @@ func verify(key ssh.PublicKey, message, signature []byte) error {
 	return key.Verify(toSign(message), &s) // S2
 }
 
-// Sums is what a builder has signed: name of a file → SHA-256.
+// Sums are the signed digests: name of a file → SHA-256.
 type Sums map[string][sha256.Size]byte
 
 // Format returns the text that `sha256sum -c` reads, in the order of names.

@@ -26,7 +26,7 @@ func write(t *testing.T, file string, b []byte) string {
 	return file
 }
 
-// keys makes a key of a builder's, as files.
+// keys makes a builder's key pair, as files.
 func keys(t *testing.T, seed byte) (private, public string) {
 	t.Helper()
 	k := ed25519.NewKeyFromSeed(append(make([]byte, 31), seed))
@@ -42,7 +42,7 @@ func keys(t *testing.T, seed byte) (private, public string) {
 	return write(t, filepath.Join(dir, "builder"), pem.EncodeToMemory(block)), write(t, filepath.Join(dir, "builder.pub"), ssh.MarshalAuthorizedKey(p))
 }
 
-// built is a folder as a build leaves it, and the builder's public key.
+// built returns a folder as after a build, and the builder's public key.
 func built(t *testing.T) (dir string, key ssh.PublicKey) {
 	t.Helper()
 	private, public := keys(t, 1)

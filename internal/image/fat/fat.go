@@ -1,5 +1,5 @@
-// Package fat reads one file of a FAT32 file system (Microsoft, FAT: General Overview of On-Disk Format, 1.03), as far as the
-// image's build makes one: it is strict, and reads what anybody may have written.
+// Package fat reads one file of a FAT32 file system (Microsoft, FAT: General Overview of On-Disk Format, 1.03), in the form
+// that the image's build writes: it is strict, and safe for untrusted input.
 package fat
 
 import (
@@ -27,7 +27,7 @@ type volume struct {
 	fat           []byte
 }
 
-// errBad says that a volume is none.
+// errBad is the error for a malformed volume.
 var errBad = errors.New("it is no FAT32 file system as the image's build makes it")
 
 func open(r io.ReaderAt, size int64) (*volume, uint32, error) {
@@ -85,7 +85,7 @@ type entry struct {
 	size  int64
 }
 
-// folder lists what lies in one. Labels and the folder's own entries are left out.
+// folder lists the entries of a folder, without labels and the entries for itself and its parent.
 func (v *volume) folder(first uint32) ([]entry, error) {
 	b, err := v.chain(first, maxFolder)
 	if err != nil {

@@ -11,7 +11,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// volumeOf makes the smallest volume that the reader takes: two tables of a sector, clusters of a sector, the file /A/B from cluster 4 on.
+// volumeOf makes the smallest volume that the reader accepts: two tables of a sector, clusters of a sector, the file /A/B
+// from cluster 4 on.
 func volumeOf(change func(b []byte)) []byte {
 	const sectors = 1 + 2 + 8
 	b := make([]byte, sectors*512)

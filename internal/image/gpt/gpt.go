@@ -24,7 +24,7 @@ const (
 	oneMiB  = int64(align) * sector    // bytes
 )
 
-// Partition is one of a disk. Its size is that of its content, rounded up to a whole MiB.
+// Partition is a partition of a disk. Its size is that of its content, rounded up to a whole MiB.
 type Partition struct {
 	Type, GUID string // 8-4-4-4-12 hexadecimal digits
 	Name       string // at most 36 UTF-16 code units
@@ -115,7 +115,8 @@ func describe(e []byte, p Partition, at int64) error {
 	return nil
 }
 
-// protective gives the first sector, which keeps programs that know no GPT from the disk (UEFI 2.10, section 5.2.3).
+// protective returns the first sector, which keeps programs that do not support GPT from writing the disk (UEFI 2.10,
+// section 5.2.3).
 func protective(total int64) []byte {
 	b := make([]byte, sector)
 	r := b[446:]
@@ -125,7 +126,7 @@ func protective(total int64) []byte {
 	return b
 }
 
-// guid gives the mixed-endian bytes (UEFI 2.10, appendix A).
+// guid returns the mixed-endian bytes (UEFI 2.10, appendix A).
 func guid(s string) ([]byte, error) {
 	b, err := hex.DecodeString(strings.ReplaceAll(s, "-", ""))
 	if err != nil || len(b) != 16 || len(s) != 36 {

@@ -77,7 +77,7 @@ func TestSfdiskReadsTheTable(t *testing.T) {
 			t.Errorf("partition %d: %+v", i, g)
 		}
 	}
-	// sfdisk reads the second table too, and says if it or a checksum is bad.
+	// sfdisk reads the second table too, and reports if it or a checksum is bad.
 	if out, err := exec.CommandContext(t.Context(), "sfdisk", "--verify", path).CombinedOutput(); err != nil || !strings.Contains(string(out), "No errors detected") {
 		t.Errorf("%v: %s", err, out)
 	}

@@ -16,10 +16,10 @@ type Found struct {
 	*io.SectionReader
 }
 
-// errBad says that a disk is not one that [Write] has written.
+// errBad is the error for a disk that [Write] has not written.
 var errBad = errors.New("it is no disk image of ours, or not all of it")
 
-// Read returns the partitions of a disk of size bytes, as [Write] has written it: both tables must be there, whole and the same.
+// Read returns the partitions of a disk of size bytes that [Write] has written: both tables must exist, complete and equal.
 func Read(r io.ReaderAt, size int64) (disk string, parts []Found, err error) {
 	total := size / sector
 	if size%oneMiB != 0 || total < 3*align {

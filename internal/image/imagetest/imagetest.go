@@ -1,4 +1,4 @@
-// Package imagetest makes small disk images that are divided as Muster's build divides them.
+// Package imagetest makes small disk images with the partitions of Muster's build.
 package imagetest
 
 import (
@@ -15,18 +15,18 @@ import (
 	"github.com/muster-k8s/muster/internal/image/verity"
 )
 
-// Parts are what goes into an image. Each may be changed before [Parts.Write].
+// Parts are the contents of an image. Each may be changed before [Parts.Write].
 type Parts struct {
 	Root, Tree []byte
 	Cmdline    string
-	// Folder and File are where the program lies.
+	// Folder and File are the path of the program.
 	Folder, File string
 	// More is another file beside it, if it is not empty.
 	More       string
 	Partitions []gpt.Partition // without content
 }
 
-// New returns the parts of an image that is as it should be.
+// New returns the parts of a valid image.
 func New(t testing.TB) *Parts {
 	t.Helper()
 	p := &Parts{Root: bytes.Repeat([]byte("root"), 300*layout.BlockSize/4), Folder: "BOOT", File: "BOOTX64.EFI", Partitions: []gpt.Partition{
@@ -42,7 +42,7 @@ func New(t testing.TB) *Parts {
 	return p
 }
 
-// Program returns what firmware starts.
+// Program returns the program that firmware starts.
 func (p *Parts) Program(t testing.TB) []byte {
 	t.Helper()
 	b, err := uki.Build(ukitest.Program(1024), []uki.Section{

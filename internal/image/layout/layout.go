@@ -1,5 +1,5 @@
-// Package layout is what the tool that builds an image and the init program inside it must
-// agree on: how the disk is divided, and how the kernel's command line names the root.
+// Package layout holds the constants shared by the tool that builds an image and the init program inside it: the partitions
+// of the disk, and the root's name on the kernel's command line.
 package layout
 
 import (
@@ -28,10 +28,10 @@ const (
 	TreeGUID = "a6f2e0c1-7d5b-4c39-9e14-6d7573746572"
 )
 
-// What the machine is given beside the image.
+// The machine's devices beside the image.
 const (
-	// ConfigLabel is the label of the vfat volume that holds [MetadataFile] and, if the network isn't
-	// DHCP's, [NetworkFile]. Nobody vouches for it.
+	// ConfigLabel is the label of the vfat volume that holds [MetadataFile] and, if the network isn't DHCP's,
+	// [NetworkFile]. It is not authenticated.
 	ConfigLabel  = "MUSTER-META"
 	MetadataFile = "metadata.yaml"
 	NetworkFile  = "network.yaml"
@@ -41,7 +41,7 @@ const (
 	StateDevice = "/dev/disk/by-id/virtio-" + StateSerial
 )
 
-// Paths inside the image, and on the tmpfs of /run that outlives the initramfs.
+// Paths inside the image, and on the tmpfs of /run, which stays mounted after the initramfs.
 const (
 	RunMetadata = "/run/muster/metadata.yaml"
 	RunHosts    = "/run/muster/hosts"
@@ -51,21 +51,20 @@ const (
 	RunClock = "/run/systemd/timesyncd.conf.d/10-muster.conf"
 )
 
-// BlockSize is that of data and hash blocks of dm-verity, in bytes.
+// BlockSize is the size of data and hash blocks of dm-verity, in bytes.
 const BlockSize = 4096
 
-// VerityKey is the word of the kernel's command line that names the root. It is none of
-// systemd's own: its generators would wait for partitions of their own finding.
+// VerityKey is the word of the kernel's command line that names the root. It is not one of systemd's: its generators would
+// wait for partitions that they detect themselves.
 const VerityKey = "muster.verity="
 
-// Root is all that dm-verity has to know; nothing of it is read from the disk. The tree has no
-// superblock and no salt.
+// Root is all that dm-verity needs; none of it is read from the disk. The tree has no superblock and no salt.
 type Root struct {
 	Hash   [32]byte // SHA-256 of the tree's top block
 	Blocks uint64   // of data, [BlockSize] bytes each
 }
 
-// String gives the value of [VerityKey].
+// String returns the value of [VerityKey].
 func (r Root) String() string { return fmt.Sprintf("sha256:%x:%d", r.Hash, r.Blocks) }
 
 // ParseRoot reads a value of [VerityKey].

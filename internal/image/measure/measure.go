@@ -1,8 +1,7 @@
-// Package measure foretells what a machine's TPM will have recorded when it has booted an image,
-// from the image alone.
+// Package measure predicts what a machine's TPM has recorded after it has booted an image, from the image alone.
 //
-// PCR 4 is firmware's, 9 the kernel's own EFI loader's and 11 that of the unified kernel image. Each is a
-// chain: the hash of the value before and of the event's digest (TPM 2.0 Part 1, section 17.2).
+// PCR 4 is extended by firmware, 9 by the kernel's own EFI loader and 11 by the unified kernel image. Each is a chain: the
+// hash of the previous value and of the event's digest (TPM 2.0 Part 1, section 17.2).
 package measure
 
 import (
@@ -17,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
-// pcr is a register of the SHA-256 bank, which begins with zeros.
+// pcr is a register of the SHA-256 bank, which starts with zeros.
 type pcr [sha256.Size]byte
 
 func (p *pcr) extend(digest [sha256.Size]byte) { *p = sha256.Sum256(append(p[:], digest[:]...)) }
@@ -28,15 +27,15 @@ func (p pcr) String() string                   { return hex.EncodeToString(p[:])
 // src/fundamental/tpm-pcr.c, unified_sections).
 var sections = []string{".linux", ".osrel", ".cmdline", ".initrd"}
 
-// Boot is what an image boots.
+// Boot is the input of a prediction.
 type Boot struct {
-	UKI []byte // as it stands on the disk, signed or not
-	// SecureBoot says that firmware checks signatures. The loader then starts the kernel without
-	// asking firmware, which measures only what it starts itself.
+	UKI []byte // as on the disk, signed or not
+	// SecureBoot is whether firmware checks signatures. The loader then starts the kernel without firmware, which measures
+	// only what it starts itself.
 	SecureBoot bool
 }
 
-// Predict gives the measurements of an image of this name.
+// Predict returns the measurements of an image of this name.
 func (b Boot) Predict(name string) (policyfile.Measurements, error) {
 	m := policyfile.Measurements{Version: 1, Bank: "sha256", Image: name, PCRs: map[string]string{}}
 	parts, err := uki.Sections(b.UKI, sections...)
@@ -81,8 +80,8 @@ func (b Boot) Predict(name string) (policyfile.Measurements, error) {
 	return m, nil
 }
 
-// loadOptions gives the command line as the loader hands it to the kernel: UTF-16 with a final
-// zero, without white space at its end.
+// loadOptions returns the command line as the loader passes it to the kernel: UTF-16 with a final zero, without white space
+// at its end.
 func loadOptions(section []byte) []byte {
 	line := strings.TrimSpace(strings.TrimRight(string(section), "\x00"))
 	var out []byte

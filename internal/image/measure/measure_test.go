@@ -47,7 +47,7 @@ func predict(t *testing.T, b []byte, secure bool) policyfile.Measurements {
 	return m
 }
 
-// chain is the definition, written out: digests of digests, from zeros.
+// chain implements the definition: digests of digests, from zeros.
 func chain(digests ...[]byte) string {
 	v := make([]byte, 32)
 	for _, d := range digests {
@@ -107,7 +107,7 @@ func TestAChangeOfAnyPartShows(t *testing.T) {
 
 func TestAPolicyCanBeMadeOfThePredictions(t *testing.T) {
 	b := image(t, nil)
-	// One that tests of policies have.
+	// A root that tests of policies use.
 	root, err := os.ReadFile(filepath.FromSlash("../../owner/policyfile/testdata/ek-root.pem"))
 	if err != nil {
 		t.Fatal(err)

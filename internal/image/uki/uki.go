@@ -1,8 +1,8 @@
-// Package uki puts a kernel, its command line and its initial RAM disk into one program that
-// firmware boots: a unified kernel image (UAPI Group, specification of that name).
+// Package uki combines a kernel, its command line and its initial RAM disk into one program that firmware boots: a unified
+// kernel image (UAPI Group, specification of that name).
 //
-// The program is systemd's small EFI loader, to which each part is added as a section; nothing else of
-// it changes. Firmware measures the whole, and the loader measures each section.
+// The program is systemd's small EFI loader, to which each part is added as a section; the rest of it does not change.
+// Firmware measures the whole, and the loader measures each section.
 package uki
 
 import (
@@ -41,10 +41,10 @@ const (
 	initializedRead = 0x40000040 // IMAGE_SCN_CNT_INITIALIZED_DATA | IMAGE_SCN_MEM_READ
 )
 
-// errShort says that a program ends too early.
+// errShort is the error for a program that ends too early.
 var errShort = errors.New("it is no PE32+ program")
 
-// program is a PE32+ file whose headers were found to lie inside it.
+// program is a PE32+ file whose headers were checked to lie inside it.
 type program struct {
 	b                  []byte
 	pe, opt, tab       int // offsets of the PE signature, the optional header and the section table
@@ -103,7 +103,7 @@ func (p *program) list() []section {
 	return out
 }
 
-// Build adds sections to the loader. It gives a program without signature.
+// Build adds sections to the loader. It returns a program without signature.
 func Build(loader []byte, add []Section) ([]byte, error) {
 	p, err := parse(bytes.Clone(loader))
 	if err != nil {
@@ -131,7 +131,7 @@ func Build(loader []byte, add []Section) ([]byte, error) {
 		return nil, err
 	}
 	p.b = append(p.b, make([]byte, up(uint32(len(p.b)), p.fileAlign)-uint32(len(p.b)))...)
-	// The kernel wants to lie at a multiple of a page.
+	// The kernel requires an address that is a multiple of a page.
 	page := max(p.sectAln, 4096)
 	at, added := up(end, page), uint32(0)
 	for _, a := range add {
@@ -153,11 +153,11 @@ func Build(loader []byte, add []Section) ([]byte, error) {
 	binary.LittleEndian.PutUint16(p.b[p.pe+6:], uint16(p.sections))
 	p.put32(p.opt+optInitialized, p.u32(p.opt+optInitialized)+added)
 	p.put32(p.opt+optImageSize, at)
-	p.put32(p.opt+optCheckSum, 0) // firmware does not look at it
+	p.put32(p.opt+optCheckSum, 0) // firmware does not check it
 	return p.b, nil
 }
 
-// makeRoom lets the headers grow by n sections, up to where the first section lies in memory.
+// makeRoom extends the headers by n sections, up to the address of the first section in memory.
 func (p *program) makeRoom(n int, first uint32) error {
 	need := uint32(p.header(p.sections + n))
 	if need <= p.headers {
@@ -178,9 +178,9 @@ func (p *program) makeRoom(n int, first uint32) error {
 	return nil
 }
 
-// Authenticode gives the SHA-256 by which firmware measures and signatures name a program (Microsoft,
-// Windows Authenticode Portable Executable Signature Format, "Calculating the PE Image Hash"): of all but
-// checksum and signature.
+// Authenticode returns the SHA-256 by which firmware measures a program and signatures name it (Microsoft, Windows
+// Authenticode Portable Executable Signature Format, "Calculating the PE Image Hash"): of all bytes except checksum and
+// signature.
 func Authenticode(b []byte) ([sha256.Size]byte, error) {
 	p, err := parse(b)
 	if err != nil {
@@ -207,7 +207,7 @@ func Authenticode(b []byte) ([sha256.Size]byte, error) {
 	return [sha256.Size]byte(h.Sum(nil)), nil
 }
 
-// Sections gives a program's sections of these names, as the loader finds them.
+// Sections returns a program's sections of these names, as the loader finds them.
 func Sections(b []byte, names ...string) ([]Section, error) {
 	p, err := parse(b)
 	if err != nil {

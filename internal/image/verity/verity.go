@@ -1,8 +1,8 @@
-// Package verity makes the hash tree by which Linux checks each block of a read-only disk when it
-// is read (Linux, Documentation/admin-guide/device-mapper/verity.rst), with SHA-256 and blocks of 4 KiB.
+// Package verity makes the hash tree by which Linux checks each block of a read-only disk when it is read (Linux,
+// Documentation/admin-guide/device-mapper/verity.rst), with SHA-256 and blocks of 4 KiB.
 //
-// The tree has neither salt nor superblock. All that is needed to use it stands in the kernel's
-// command line, which is measured; nothing is believed that only the disk says.
+// The tree has neither salt nor superblock. Everything that its use needs is on the kernel's command line, which is
+// measured; nothing on the disk is trusted.
 package verity
 
 import (
@@ -16,8 +16,8 @@ import (
 
 const perBlock = layout.BlockSize / sha256.Size
 
-// Tree reads data to its end, whose size must be a multiple of a block and at least two, and returns the
-// tree, top level first, as the kernel wants it.
+// Tree reads data to its end, whose size must be a multiple of a block and at least two, and returns the tree, top level
+// first, as the kernel expects it.
 func Tree(data io.Reader) (layout.Root, []byte, error) {
 	var r layout.Root
 	level := []byte{}

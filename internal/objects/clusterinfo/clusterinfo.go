@@ -1,6 +1,5 @@
-// Package clusterinfo is what everybody in a cluster may know about it: the content of the
-// ConfigMap muster-system/muster-cluster. The first machine writes it, the services read it.
-// Nothing in it is secret.
+// Package clusterinfo is the public description of a cluster: the content of the ConfigMap muster-system/muster-cluster.
+// The first machine writes it, the services read it. Nothing in it is secret.
 package clusterinfo
 
 import (
@@ -17,25 +16,27 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Where it stands.
+// The ConfigMap and its key.
 const (
 	Namespace = "muster-system"
 	ConfigMap = "muster-cluster"
 	Key       = "cluster.json"
 )
 
-// What control planes agree by, beside the ConfigMap.
+// Names that control planes share, beside the ConfigMap.
 const (
-	// ControlPlaneLease is the Lease in [Namespace] of the one control plane that joins or restarts its etcd for renewed certificates.
+	// ControlPlaneLease is the Lease in [Namespace] of the one control plane that joins or restarts its etcd for renewed
+	// certificates.
 	ControlPlaneLease = "muster-control-plane-join"
 	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
 	CertificatesAnnotation = "muster.dev/control-plane-certificates"
-	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, `of`, a digest of what it was counted for, and
-	// `history`, the IDs of the last epochs, see [History].
+	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, `of`, a digest of the event
+	// that it was counted for, and `history`, the IDs of the last epochs, see [History].
 	EpochMap = "muster-epoch"
 	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows, as [HistoryEpoch.String] writes it.
 	EpochAnnotation = "muster.dev/epoch"
-	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not give it to its own.
+	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not set
+	// it on its own Node.
 	ControlPlaneLabel = "node-role.kubernetes.io/control-plane"
 	// AdministratorSigner names the signer of certificates for `muster kubeconfig renew`: the control planes' machines.
 	AdministratorSigner = "muster.dev/administrator"
@@ -45,20 +46,21 @@ const (
 type Info struct {
 	// ClusterID is derived from the root secret; 32 bytes.
 	ClusterID keys.ClusterID
-	// MeasurementSalt is what it was derived with; 32 random bytes of init.
+	// MeasurementSalt is the salt of that derivation; 32 random bytes of init.
 	MeasurementSalt [32]byte
 	// KubernetesVersion is full and without "v".
 	KubernetesVersion string
 	// ControlPlaneEndpoint is HOST:PORT of the API server.
 	ControlPlaneEndpoint string
-	// APIServerSANs are the further names and addresses in the API server's certificate. No machine
-	// may have one in its own. May be empty.
+	// APIServerSANs are the further names and addresses in the API server's certificate. No machine may have one in its
+	// own. It may be empty.
 	APIServerSANs []string
 	// Components are what a joining machine installs, in that order.
 	Components []versions.Component
-	// Images are Kubernetes' own, by digest; empty in a cluster of before they were listed, which admits no machine then.
+	// Images are those of Kubernetes, by digest; empty in a cluster that is older than this list, which then admits no
+	// machine.
 	Images []string
-	// Adopted says that the cluster was there before Muster.
+	// Adopted is true if the cluster is older than Muster.
 	Adopted bool
 }
 
@@ -73,8 +75,8 @@ type document struct {
 	Adopted              bool                 `json:"adopted,omitempty"`
 }
 
-// Parse reads the value of [Key]. Unknown fields are errors, as are missing ones but
-// apiServerSANs, components and images.
+// Parse reads the value of [Key]. Unknown fields are errors, and so are missing ones except apiServerSANs, components and
+// images.
 func Parse(data []byte) (*Info, error) {
 	var d document
 	dec := json.NewDecoder(bytes.NewReader(data))
@@ -111,7 +113,7 @@ func Parse(data []byte) (*Info, error) {
 	}, nil
 }
 
-// Marshal gives what [Parse] reads.
+// Marshal returns what [Parse] reads.
 func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,

@@ -14,8 +14,8 @@ const MaxHistory = 4096
 // epochIDSize is the length of an epoch's ID in bytes.
 const epochIDSize = 8
 
-// History is the last epochs of a cluster, oldest first. Each has a random ID beside its number: a cluster that was put back to an earlier copy, and has counted
-// on from there, has the same numbers again, and other IDs (B7).
+// History is the last epochs of a cluster, oldest first. Each has a random ID beside its number: a cluster that was
+// restored from an earlier copy, and has counted on from there, has the same numbers again, but other IDs (B7).
 type History []HistoryEpoch
 
 // HistoryEpoch is one epoch of a [History].
@@ -69,7 +69,8 @@ func (h History) String() string {
 	return strings.Join(words, "\n")
 }
 
-// Next returns the history with one more epoch, which gets an ID of its own. Epochs of that number or higher ones are not in it any more.
+// Next returns the history with one more epoch, which gets a new ID. Epochs of that number or higher ones are removed from
+// it.
 func (h History) Next(number uint64) History {
 	id := make([]byte, epochIDSize)
 	_, _ = rand.Read(id) // never fails
@@ -83,7 +84,7 @@ func (h History) Next(number uint64) History {
 	return out[max(0, len(out)-MaxHistory):]
 }
 
-// ID returns the ID of an epoch; empty: it is not in the history.
+// ID returns the ID of an epoch; empty if it is not in the history.
 func (h History) ID(number uint64) string {
 	for _, e := range h {
 		if e.Number == number {
@@ -93,8 +94,8 @@ func (h History) ID(number uint64) string {
 	return ""
 }
 
-// Lacks says why an epoch that was seen before is none of this history: the cluster was put back to a time before it (B7). It is empty if the epoch is one of
-// the history, was seen before epochs had IDs, or is older than the whole history.
+// Lacks returns why an epoch that was seen before is not in this history: the cluster was restored to a time before it
+// (B7). It is empty if the epoch is in the history, was seen before epochs had IDs, or is older than the whole history.
 func (h History) Lacks(e HistoryEpoch) string {
 	switch {
 	case e.ID == "" || len(h) > 0 && e.Number < h[0].Number:

@@ -30,7 +30,7 @@ func TestAHistoryHasTheLastEpochs(t *testing.T) {
 	}
 }
 
-// B7: the numbers of a cluster that was put back catch up, and its IDs don't.
+// B7: the numbers of a restored cluster catch up, its IDs don't.
 func TestAHistoryThatWasPutBackLacksWhatWasSeen(t *testing.T) {
 	var h History
 	for n := range uint64(5) {

@@ -1,8 +1,8 @@
-// Package etcdencryption is the configuration by which API servers encrypt what they keep in
-// etcd (apiserver.config.k8s.io/v1, EncryptionConfiguration).
+// Package etcdencryption writes the configuration by which API servers encrypt data in etcd (apiserver.config.k8s.io/v1,
+// EncryptionConfiguration).
 //
-// The first machine writes it at init, further control planes get it in their tickets, and the
-// owner's folder gives it again when a cluster is restored: its key is derived from the root secret.
+// The first machine writes it at init, further control planes get it in their tickets, and the owner's folder can generate
+// it again when a cluster is restored: its key is derived from the root secret.
 package etcdencryption
 
 import (
@@ -13,20 +13,20 @@ import (
 )
 
 const (
-	// Name is the file's path below /etc/kubernetes/pki. It is in there since the API server's and
-	// joinservice's pods see that folder already, and not below its etcd/, which etcd's pod sees.
+	// Name is the file's path below /etc/kubernetes/pki. It is there because the API server's and joinservice's pods mount
+	// that folder already, and not below its etcd/, which etcd's pod mounts.
 	Name = "encryption.yaml"
 	// File is its path on a control plane.
 	File = "/etc/kubernetes/pki/" + Name
-	// keyName stands in clear before each value, so that a reader knows which key opens it.
+	// keyName precedes each value in clear, so that a reader knows which key decrypts it.
 	keyName = "muster-v1"
 )
 
-// Config gives the file. It holds the key (K3): mode 0600, and never into a log.
+// Config returns the file. It holds the key (K3): mode 0600, and never in a log.
 //
-// There is no provider "identity": Secrets are encrypted from the first one on, and one that somebody
-// has written into etcd in the clear is refused. secretbox (XSalsa20 and Poly1305) draws a nonce of
-// 24 bytes for each value, so that one key is good for as many writes as a cluster ever makes.
+// There is no provider "identity": Secrets are encrypted from the first one on, and one that was written into etcd in clear
+// is refused. secretbox (XSalsa20 and Poly1305) uses a random nonce of 24 bytes for each value, so that one key is
+// sufficient for all writes of a cluster.
 func Config(key keys.EtcdEncryption) []byte {
 	return fmt.Appendf(nil, `apiVersion: apiserver.config.k8s.io/v1
 kind: EncryptionConfiguration

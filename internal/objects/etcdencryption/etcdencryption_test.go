@@ -35,7 +35,7 @@ func TestTheConfigurationIsOneOfTheAPIServer(t *testing.T) {
 	}
 }
 
-// The pod of etcd mounts the folder pki/etcd: whoever holds the data must not hold the key.
+// etcd's pod mounts the folder pki/etcd: a process with the data must not have the key.
 func TestEtcdDoesNotSeeTheKey(t *testing.T) {
 	if dir := filepath.Dir(etcdencryption.File); dir != "/etc/kubernetes/pki" || filepath.Join(dir, etcdencryption.Name) != etcdencryption.File {
 		t.Errorf("it lies in %s", dir)

@@ -1,5 +1,5 @@
-// Package jointoken says what the bootstrap token of a join ticket is, where the cluster's credential is one:
-// joinservice makes it, and the owner's program tells it from tokens that others made.
+// Package jointoken defines the bootstrap token of a join ticket, for clusters that use one: joinservice creates it, and
+// the owner's program distinguishes it from other tokens.
 package jointoken
 
 import (
@@ -9,27 +9,27 @@ import (
 )
 
 const (
-	// Life is how long a ticket's token is good for if nobody deletes it before.
+	// Life is how long a ticket's token is valid if it is not deleted before.
 	Life = 5 * time.Minute
-	// Group is what a token's bearer is in beside system:authenticated and system:bootstrappers, which has every
-	// bootstrap token. The chart's RBAC lets it read two ConfigMaps and get Nodes; what a cluster grants to
-	// system:bootstrappers itself, it has too.
+	// Group is a group of the token's user, beside system:authenticated and system:bootstrappers, which every bootstrap
+	// token has. The chart's RBAC lets it read two ConfigMaps and get Nodes; it also has what a cluster grants to
+	// system:bootstrappers.
 	Group = "system:bootstrappers:muster"
-	// Namespace is the one in which Kubernetes looks for bootstrap tokens.
+	// Namespace is the namespace where Kubernetes looks for bootstrap tokens.
 	Namespace = "kube-system"
 
-	// Credential is the chart's value joinservice.joinCredential with which tickets have tokens.
+	// Credential is the value of the chart's joinservice.joinCredential for tickets with tokens.
 	Credential = "token"
 )
 
-// The keys of a bootstrap token's Secret that tell whose it is and how long it is good for.
+// The keys of a bootstrap token's Secret with its groups and its expiration.
 const (
 	GroupsKey     = "auth-extra-groups"
 	ExpirationKey = "expiration"
 )
 
-// Is says whether s is a ticket's token: of no other group, and good for no longer than [Life] from now. slack is how far
-// clocks may differ.
+// Is reports whether s is a ticket's token: of no other group, and valid for at most [Life] from now. slack is the maximum
+// difference of clocks.
 func Is(s *corev1.Secret, now time.Time, slack time.Duration) bool {
 	until, err := time.Parse(time.RFC3339, string(s.Data[ExpirationKey]))
 	return err == nil && string(s.Data[GroupsKey]) == Group && until.Sub(now) <= Life+slack

@@ -1,13 +1,13 @@
-// Package nodeaccess reads and writes the ConfigMap muster-node-access: the nodes that may not write to the Kubernetes API, or only with
-// some of their certificates.
+// Package nodeaccess reads and writes the ConfigMap muster-node-access: the nodes that may not write to the Kubernetes API,
+// or only with some of their certificates.
 //
-// Every certificate of a node was issued by joinservice (J5), so a node needs an entry only while that is not enough: its machine is
-// banned, its ticket was returned, or its name was taken from the machine while certificates of it are still valid (J4). A cluster where
-// none of that has happened has an empty list, and a join does not write it.
+// Every certificate of a node was issued by joinservice (J5), so a node needs an entry only if that is not enough: its
+// machine is banned, its ticket was returned, or its name was taken from the machine while certificates of it are still
+// valid (J4). A cluster where none of that has happened has an empty list, and a join does not write it.
 //
-// The admission policies of the chart read the ConfigMap for every write of every node. The API server converts a ConfigMap at each
-// evaluation at a cost that grows with the number of its keys, and not with their length. So each kind of entry is one key, and its
-// value one line of text for each node. docs/performance.md has the measurements.
+// The admission policies of the chart read the ConfigMap for every write of every node. The API server converts a ConfigMap
+// at each evaluation, at a cost that grows with the number of its keys, and not with their length. So each kind of entry is
+// one key, and its value is one line of text for each node. docs/performance.md has the measurements.
 package nodeaccess
 
 import (
@@ -35,34 +35,35 @@ const (
 	KeyRevoked = "revoked-certificates"
 	// KeyControlPlanes lists control planes: they may show static pods in the API, and get pods of Muster's services.
 	KeyControlPlanes = "control-planes"
-	// KeyUnattested lists nodes that were in the cluster before Muster and go on without attestation.
+	// KeyUnattested lists nodes that are older than Muster and continue without attestation.
 	KeyUnattested = "unattested"
-	// KeyMembers lists the nodes that may write, in a cluster whose certificate authority has issued certificates of nodes before Muster was
-	// there; elsewhere the key is missing. In such a cluster a join writes the ConfigMap.
+	// KeyMembers lists the nodes that may write, in a cluster whose certificate authority issued certificates of nodes
+	// before Muster was installed; elsewhere the key is missing. In such a cluster a join writes the ConfigMap.
 	KeyMembers = "members"
-	// KeyPaused lists nodes that file certificate requests faster than joinservice deletes them: admission takes none of them for now.
+	// KeyPaused lists nodes that file certificate requests faster than joinservice deletes them: admission refuses their
+	// requests for now.
 	KeyPaused = "requests-paused"
 )
 
 const (
-	// CredentialID is where a user's extra information names the certificate that it authenticated with
-	// (Kubernetes' authentication.kubernetes.io/credential-id).
+	// CredentialID is the key of a user's extra information for the certificate that authenticated it (Kubernetes'
+	// authentication.kubernetes.io/credential-id).
 	CredentialID = "authentication.kubernetes.io/credential-id"
 	// CertificateLife is the longest life of a node's certificate that joinservice issues.
 	CertificateLife = 24 * time.Hour
-	// ForeignLife is the longest life of a certificate that a cluster issued before Muster was there, with kubeadm's defaults that of the
-	// cluster's certificate authority.
+	// ForeignLife is the longest validity of a certificate that a cluster issued before Muster was installed: with
+	// kubeadm's defaults that of the cluster's certificate authority.
 	ForeignLife = 10 * 366 * 24 * time.Hour
-	// margin covers clocks that differ, and a signer that is signing at the moment of a revocation.
+	// margin is for clocks that differ, and for a signer that signs at the moment of a revocation.
 	margin = 15 * time.Minute
-	// maxCertificates bounds the certificates of one line: a machine that joins again and again needs its latest ones only.
+	// maxCertificates bounds the certificates of one line: a machine that joins repeatedly needs only its latest ones.
 	maxCertificates = 8
-	// maxSize is the largest list, in bytes. Kubernetes takes 1 MiB for a ConfigMap; suspensions may use what is above, so that a ban can
-	// always be written.
+	// maxSize is the largest list, in bytes. Kubernetes accepts 1 MiB for a ConfigMap; suspensions may use the rest, so
+	// that a ban can always be written.
 	maxSize, maxSizeSuspended = 900 << 10, 1000 << 10
 )
 
-// Revocation is what is left of the access of a name's previous certificates: none, but those listed.
+// Revocation revokes a name's previous certificates, except those listed.
 type Revocation struct {
 	// Until is when every certificate that is not listed has expired.
 	Until time.Time
@@ -70,7 +71,7 @@ type Revocation struct {
 	Allowed []string
 }
 
-// Lapsed reports whether every certificate that the revocation is about has expired.
+// Lapsed reports whether every revoked certificate has expired.
 func (r *Revocation) Lapsed(now time.Time) bool { return now.After(r.Until) }
 
 // Allows reports whether one of the credential IDs is listed.
@@ -78,14 +79,14 @@ func (r *Revocation) Allows(ids ...string) bool {
 	return slices.ContainsFunc(ids, func(id string) bool { return slices.Contains(r.Allowed, id) })
 }
 
-// Entry is all that the list says of one node. The zero value is that of a node that may write.
+// Entry is the list's data on one node. The zero value is that of a node that may write.
 type Entry struct {
 	Suspended, ControlPlane, Unattested, Member, Paused bool
 	// Revoked is nil unless older certificates of the name are revoked.
 	Revoked *Revocation
 }
 
-// Equal reports whether two entries say the same.
+// Equal reports whether two entries are equal.
 func (e Entry) Equal(o Entry) bool {
 	a, b := e, o
 	a.Revoked, b.Revoked = nil, nil
@@ -95,8 +96,8 @@ func (e Entry) Equal(o Entry) bool {
 	return e.Revoked == nil || e.Revoked.Until.Equal(o.Revoked.Until) && slices.Equal(e.Revoked.Allowed, o.Revoked.Allowed)
 }
 
-// Revoke returns the entry of a name that was taken from its machine at that time: no certificate of before writes under it (J4). What was
-// revoked for longer stays so.
+// Revoke returns the entry of a name that was taken from its machine at that time: no earlier certificate may write under
+// it (J4). A revocation that ends later keeps its end.
 func (e Entry) Revoke(now time.Time) Entry {
 	life := CertificateLife
 	if e.Unattested {
@@ -109,8 +110,8 @@ func (e Entry) Revoke(now time.Time) Entry {
 	return Entry{Revoked: &Revocation{Until: until}, Suspended: e.Suspended}
 }
 
-// Allow returns the entry with a certificate that may write although older ones of the name are revoked; the oldest gives way if there are
-// too many. An entry without a revocation is returned as it is.
+// Allow returns the entry with a certificate that may write although older ones of the name are revoked; the oldest is
+// removed if there are too many. An entry without a revocation is returned unchanged.
 func (e Entry) Allow(id string) Entry {
 	if e.Revoked == nil || e.Revoked.Allows(id) {
 		return e
@@ -123,18 +124,18 @@ func (e Entry) Allow(id string) Entry {
 // List is the content of the ConfigMap.
 type List struct {
 	entries map[string]Entry
-	// MembersOnly says that only members may write; see [KeyMembers].
+	// MembersOnly is whether only members may write; see [KeyMembers].
 	MembersOnly bool
 }
 
-// New returns the list of a new cluster. foreign says that its certificate authority has issued certificates of nodes before Muster was
-// there.
+// New returns the list of a new cluster. foreign is whether its certificate authority issued certificates of nodes before
+// Muster was installed.
 func New(foreign bool) *List { return &List{entries: map[string]Entry{}, MembersOnly: foreign} }
 
-// Entry returns what the list says of a node.
+// Entry returns the entry of a node.
 func (l *List) Entry(node string) Entry { return l.entries[node] }
 
-// Set replaces what the list says of a node.
+// Set replaces the entry of a node.
 func (l *List) Set(node string, e Entry) {
 	if e.Equal(Entry{}) {
 		delete(l.entries, node)
@@ -146,7 +147,7 @@ func (l *List) Set(node string, e Entry) {
 // Nodes returns the names that have an entry, sorted.
 func (l *List) Nodes() []string { return slices.Sorted(maps.Keys(l.entries)) }
 
-// Clone returns a copy that can be changed by itself.
+// Clone returns an independent copy.
 func (l *List) Clone() *List {
 	return &List{entries: maps.Clone(l.entries), MembersOnly: l.MembersOnly} // entries and revocations are replaced, never changed
 }
@@ -197,11 +198,11 @@ func lines(value string) []string {
 	return slices.DeleteFunc(strings.Split(value, "\n"), func(s string) bool { return strings.TrimSpace(s) == "" })
 }
 
-// ErrFull is the error of a list that has no room for what is to be added.
+// ErrFull is the error of a list without room for an addition.
 var ErrFull = errors.New("ConfigMap " + ConfigMap)
 
-// Data returns the data of the ConfigMap. It returns an error that wraps [ErrFull] if the list is too large; then nothing may be written until entries have
-// lapsed.
+// Data returns the data of the ConfigMap. It returns an error that wraps [ErrFull] if the list is too large; then nothing
+// may be written until entries have expired.
 func (l *List) Data() (map[string]string, error) {
 	data, all, suspended := map[string]string{}, 0, 0
 	put := func(key string, text []string) {

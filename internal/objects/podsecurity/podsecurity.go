@@ -1,5 +1,5 @@
-// Package podsecurity is the configuration by which the API servers of a cluster refuse pods that make whoever creates
-// them root on a node: the Pod Security Standard "baseline" wherever a namespace's labels name no other.
+// Package podsecurity is the configuration by which the API servers of a cluster refuse pods that would make their creator
+// root on a node: the Pod Security Standard "baseline" wherever a namespace's labels name no other.
 //
 // The API server reads an AdmissionConfiguration (apiserver.config.k8s.io/v1) once, when it starts. That of the plugin
 // PodSecurity in it is of pod-security.admission.config.k8s.io/v1.
@@ -11,10 +11,11 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// Label is a namespace's with the standard that its pods have to keep.
+// Label is a namespace's label with the standard for its pods.
 const Label = "pod-security.kubernetes.io/enforce"
 
-// Exempt reports whether a namespace is one that runs what nodes and control planes consist of. Only administrators create pods there.
+// Exempt reports whether a namespace runs the components of nodes and control planes. Only administrators create pods
+// there.
 func Exempt(namespace string) bool {
 	return slices.Contains([]string{"kube-system", clusterinfo.Namespace}, namespace)
 }
@@ -22,9 +23,10 @@ func Exempt(namespace string) bool {
 // EventRateLimit is the plugin that bounds how many events one user writes. It does not start without its part of [Config].
 const EventRateLimit = "EventRateLimit"
 
-// Config is the file. Events stay in etcd for an hour: by what admission lets a node write in one (4 KiB) and the rate, one node's take 150 MB of it.
-// Pods with an affinity or anti-affinity for pods of other namespaces need a ResourceQuota with the scope CrossNamespacePodAffinity in their own: one pod
-// with such an anti-affinity keeps the pods of another namespace, Muster's too, off every node.
+// Config is the file. Events stay in etcd for an hour: with the size that admission allows a node (4 KiB) and the rate, one
+// node's events take 150 MB in that time. Pods with an affinity or anti-affinity for pods of other namespaces need a
+// ResourceQuota with the scope CrossNamespacePodAffinity in their own: one pod with such an anti-affinity keeps the pods of
+// another namespace, including Muster's, off every node.
 const Config = `apiVersion: apiserver.config.k8s.io/v1
 kind: AdmissionConfiguration
 plugins:

@@ -1,9 +1,9 @@
-// Package waiting is the list of machines that knocked and were refused, for the owner to see: the
-// ConfigMap muster-system/muster-waiting, with one key for each machine. joinservice writes it, the
-// owner's program reads it. It decides nothing.
+// Package waiting is the list of machines that asked to join and were refused, for the owner: the ConfigMap
+// muster-system/muster-waiting, with one key for each machine. joinservice writes it, the owner's program reads it. No
+// decision depends on it.
 //
-// Only machines whose evidence is genuine get into it, so strangers can't fill it, and it holds
-// [Max] of them at most.
+// Only machines whose evidence is genuine are listed, so unattested peers can't fill it, and it holds at most [Max] of
+// them.
 package waiting
 
 import (
@@ -14,13 +14,13 @@ import (
 	"time"
 )
 
-// ConfigMap is its name, in the namespace muster-system. The chart makes it.
+// ConfigMap is its name, in the namespace muster-system. The chart creates it.
 const ConfigMap = "muster-waiting"
 
 const (
-	// Max is how many machines are listed.
+	// Max is the maximum number of listed machines.
 	Max = 64
-	// lives is how long a machine is listed after it last knocked.
+	// lives is how long a machine is listed after its last request.
 	lives = time.Hour
 	// MaxSize bounds one entry, in bytes.
 	MaxSize = 1024
@@ -30,23 +30,22 @@ const (
 type Entry struct {
 	// Machine is its ID, the key in the ConfigMap; the value does not repeat it.
 	Machine string `json:"-"`
-	// Node and Role are what it wants to be; empty if it was refused before it could say, and is not
-	// enrolled.
+	// Node and Role are what it asks for; empty if it was refused before it could send them, and is not enrolled.
 	Node string `json:"node,omitempty"`
 	Role string `json:"role,omitempty"`
 	// Reason is the reason code (R1).
 	Reason string `json:"reason"`
-	// Address is where it came from, without the port.
+	// Address is its address, without the port.
 	Address string `json:"address,omitempty"`
-	// Since is when it was first refused for this reason, Last when it last was; rounded to a minute or so.
+	// Since is when it was first refused for this reason, Last when it last was; rounded to about a minute.
 	Since time.Time `json:"since"`
 	Last  time.Time `json:"last"`
 }
 
-// Expired says whether the machine has not come for [lives].
+// Expired reports whether the machine has not asked for [lives].
 func (e Entry) Expired(now time.Time) bool { return now.Sub(e.Last) > lives }
 
-// Encode gives the value.
+// Encode returns the value.
 func (e Entry) Encode() (string, error) {
 	b, err := json.Marshal(e)
 	if err == nil && len(b) > MaxSize {
@@ -55,8 +54,7 @@ func (e Entry) Encode() (string, error) {
 	return string(b), err
 }
 
-// Parse reads what is there, oldest first, expired entries included. What can't be read is left out,
-// and its keys are given.
+// Parse reads the entries, oldest first, expired ones included. It skips unreadable entries and returns their keys in bad.
 func Parse(data map[string]string) (entries []Entry, bad []string) {
 	for machine, value := range data {
 		e := Entry{}

@@ -1,9 +1,8 @@
-// Package attester is how a service that may not open the TPM gets evidence of its
-// machine: it asks `bootstrapper attester` over a unix socket.
+// Package attester gets evidence of the machine for a service that may not open the TPM: it asks `bootstrapper attester`
+// over a unix socket.
 //
-// The socket is the purpose. There is one for each, in a folder of its own, and a pod is
-// given the folder of its own purpose only, so that evidence made for a service never
-// passes for a machine's (A5). Nothing in a request says what it is for.
+// The socket determines the purpose. There is one for each, in a folder of its own, and a pod gets only the folder of its
+// own purpose, so that evidence made for a service is never valid for a machine (A5). The purpose is not in the request.
 //
 // The protocol is HTTP/1.1 with protobuf bodies (application/x-protobuf):
 //
@@ -47,12 +46,12 @@ const (
 	maxResponse = 1 << 20
 )
 
-// Socket gives the socket of one purpose below dir, which is [Dir] on a machine.
+// Socket returns the socket of one purpose below dir, which is [Dir] on a machine.
 func Socket(dir string, p attest.Purpose) string {
 	return filepath.Join(dir, string(p), socketName)
 }
 
-// Client asks the attester of this machine. It implements [attest.Attester].
+// Client is a client of this machine's attester. It implements [attest.Attester].
 type Client struct {
 	socket string
 	http   *http.Client
@@ -74,11 +73,10 @@ func New(socket string) (*Client, error) {
 	}}}, nil
 }
 
-// Close frees idle connections.
+// Close closes idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Formats implements [attest.Attester]. An attester of this version makes evidence of a
-// TPM 2.0 and no other.
+// Formats implements [attest.Attester]. An attester of this version makes evidence only of a TPM 2.0.
 func (c *Client) Formats() []attestv1.Format {
 	return []attestv1.Format{attestv1.Format_FORMAT_TPM2}
 }
@@ -138,7 +136,7 @@ func (c *Client) call(ctx context.Context, path string, header http.Header, in, 
 	return nil
 }
 
-// refusal turns an answer that is not 200 into the error it stands for.
+// refusal converts an answer that is not 200 into its error.
 func refusal(status string, body []byte) error {
 	info := &attestv1.ErrorInfo{}
 	if err := proto.Unmarshal(body, info); err != nil || info.GetReason() == attestv1.Reason_REASON_UNSPECIFIED {

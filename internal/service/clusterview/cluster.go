@@ -1,9 +1,9 @@
-// Package cluster is how Muster's services see the Kubernetes API: every read comes from an
-// informer's memory, every write goes to the API server and is a compare-and-swap.
+// Package clusterview is the view of the Kubernetes API in Muster's services: every read comes from an informer's memory,
+// every write goes to the API server and is a compare-and-swap.
 //
-// Replicas share nothing but that API. A view may therefore be behind what another replica has
-// just written; who must not miss it waits with [Nodes.Await] until its own write has come back,
-// for then everything written earlier has come back too.
+// Replicas share only that API. A view may therefore lack what another replica has just written; a caller that must not
+// miss it waits with [Nodes.Await] until its own write has come back, because then everything written earlier has come back
+// too.
 package clusterview
 
 import (
@@ -40,7 +40,7 @@ import (
 
 // Cluster is a client and the informers of one service.
 type Cluster struct {
-	// Client writes to the API server and reads from it, past the informers.
+	// Client writes to the API server and reads from it, not from the informers.
 	Client client.Client
 	// Nodes are the enrollments.
 	Nodes *Nodes
@@ -53,7 +53,7 @@ type Cluster struct {
 	synced []toolscache.DoneChecker
 }
 
-// Scheme knows the kinds that Muster's services use.
+// Scheme returns the kinds that Muster's services use.
 func Scheme() *runtime.Scheme {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{
@@ -66,8 +66,8 @@ func Scheme() *runtime.Scheme {
 	return s
 }
 
-// mapper says where the API server has the kinds that Muster's services use. With it nothing is asked when a service
-// starts, which may be long before the API server answers: after a power cut all of a cluster starts at once.
+// mapper maps the kinds that Muster's services use to the API server's paths. With it a service makes no request when it
+// starts, which may be long before the API server answers: after a power loss all of a cluster starts at once.
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for scope, kinds := range map[meta.RESTScope]map[schema.GroupVersion][]string{
@@ -115,7 +115,7 @@ func Open(cfg *rest.Config, log *slog.Logger) (*Cluster, error) {
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
 			&corev1.Node{}: {Transform: slimNode},
-			// Services without an address in the cluster are not sent at all.
+			// The API server does not send Services without a cluster IP.
 			&corev1.Service{}: {Transform: slimService, Field: fields.AndSelectors(
 				fields.OneTermNotEqualSelector("spec.clusterIP", corev1.ClusterIPNone), fields.OneTermNotEqualSelector("spec.clusterIP", ""))},
 			&v1alpha1.AttestationPolicy{}: {Field: fields.OneTermEqualSelector("metadata.name", v1alpha1.PolicyName)},
@@ -134,15 +134,14 @@ func Open(cfg *rest.Config, log *slog.Logger) (*Cluster, error) {
 	return out, nil
 }
 
-// Watch calls set for each object that is there or changes, and remove for each that goes, one at
-// a time for each call of Watch. The objects are shared: they must not be changed. Call it before
-// [Cluster.Serve].
+// Watch calls set for each object that exists or changes, and remove for each that is deleted, one at a time for each call
+// of Watch. The objects are shared: they must not be changed. Call it before [Cluster.Serve].
 func Watch[T client.Object](c *Cluster, set, remove func(T)) error {
 	return watch(c, c.cache, set, remove)
 }
 
-// WatchConfigMap is [Watch] for one ConfigMap in Muster's namespace. A service's role names the
-// ConfigMaps that it may read, so each has a request of its own.
+// WatchConfigMap is [Watch] for one ConfigMap in Muster's namespace. A service's role names the ConfigMaps that it may
+// read, so each has its own request.
 func WatchConfigMap(c *Cluster, name string, set, remove func(*corev1.ConfigMap)) error {
 	return watchSome(c, cache.Options{
 		DefaultTransform:  cache.TransformStripManagedFields(),
@@ -150,9 +149,8 @@ func WatchConfigMap(c *Cluster, name string, set, remove func(*corev1.ConfigMap)
 	}, set, remove)
 }
 
-// WatchRequests is [Watch] for the certificate requests of one signer: the API server sends no others. Of each there is
-// who filed it, and what was decided; what is asked for is left out, since who files requests chooses how much of it
-// there is.
+// WatchRequests is [Watch] for the certificate requests of one signer: the API server sends no others. Each object has the
+// user that filed it and the decision; the request itself is left out, since its author chooses its size.
 func WatchRequests(c *Cluster, signer string, set, remove func(*certificatesv1.CertificateSigningRequest)) error {
 	return watchSome(c, cache.Options{
 		DefaultTransform:     slimRequest,
@@ -178,8 +176,7 @@ func watch[T client.Object](c *Cluster, from cache.Cache, set, remove func(T)) e
 	if !ok {
 		return errors.New("cluster: watch pointers to objects")
 	}
-	// Before the cache is started this makes the informer and does not wait for it, so it needs no
-	// deadline of its own.
+	// Before the cache is started this creates the informer and does not wait for it, so it needs no deadline.
 	informer, err := from.GetInformer(context.Background(), object, cache.BlockUntilSynced(false))
 	if err != nil {
 		return fmt.Errorf("cluster: informer of %T: %w", object, err)
@@ -224,7 +221,7 @@ func (c *Cluster) Serve(ctx context.Context) error {
 	return nil
 }
 
-// Ready says whether all that was there at the start has been seen.
+// Ready returns nil if all objects that existed at the start have been seen.
 func (c *Cluster) Ready() error {
 	for _, checker := range c.checkers() {
 		select {
@@ -236,7 +233,7 @@ func (c *Cluster) Ready() error {
 	return nil
 }
 
-// Await waits until [Cluster.Ready] gives nil.
+// Await waits until [Cluster.Ready] returns nil.
 func (c *Cluster) Await(ctx context.Context) error {
 	for _, checker := range c.checkers() {
 		select {
@@ -254,18 +251,18 @@ func (c *Cluster) checkers() []toolscache.DoneChecker {
 	return slices.Clone(c.synced)
 }
 
-// How long a client waits after API_UNAVAILABLE, and for how long clean-up goes on.
+// How long a client waits after API_UNAVAILABLE, and how long clean-up continues.
 const (
 	retryAPI       = 2 * time.Second
 	outliveTimeout = 10 * time.Second
 )
 
-// Unavailable returns a refusal with API_UNAVAILABLE for an answer of the API server that the caller can do nothing about.
+// Unavailable returns a refusal with API_UNAVAILABLE for an answer of the API server that the caller cannot correct.
 func Unavailable(what string, err error) error {
 	return attest.RefuseFor(retryAPI, attestv1.Reason_REASON_API_UNAVAILABLE, "%s: %w", what, err)
 }
 
-// Outlive returns a context for clean-up: it outlives ctx, by 10 s at most.
+// Outlive returns a context for clean-up: it ends at most 10 s after ctx.
 func Outlive(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), outliveTimeout)
 }

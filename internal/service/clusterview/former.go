@@ -9,8 +9,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// Former returns the addresses that an enrollment's machine gave up, and until when each is kept from others. What does not
-// parse is left out: joinservice and the owner write the annotation, nobody else.
+// Former returns the addresses that an enrollment's machine released, and until when each is blocked for others. It ignores
+// invalid text: only joinservice and the owner write the annotation.
 func Former(n *v1alpha1.AttestedNode) map[string]time.Time {
 	out := map[string]time.Time{}
 	for _, word := range strings.Fields(n.Annotations[v1alpha1.FormerAddresses]) {
@@ -22,7 +22,7 @@ func Former(n *v1alpha1.AttestedNode) map[string]time.Time {
 	return out
 }
 
-// SetFormer writes what [Former] reads, without what has passed by now.
+// SetFormer writes what [Former] reads, without expired entries.
 func SetFormer(n *v1alpha1.AttestedNode, former map[string]time.Time, now time.Time) {
 	var words []string
 	for _, address := range slices.Sorted(maps.Keys(former)) {

@@ -15,8 +15,7 @@ type infoHolder struct {
 	current atomic.Pointer[clusterinfo.Info]
 }
 
-// Info gives the cluster's description, or a refusal with NOT_READY as long as the first machine
-// has not written it.
+// Info returns the cluster's description, or a refusal with NOT_READY until the first machine has written it.
 func (c *Cluster) Info() (*clusterinfo.Info, error) {
 	if i := c.info.current.Load(); i != nil {
 		return i, nil

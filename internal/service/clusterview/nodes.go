@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Nodes is the view of all enrollments, indexed by what must be unique among them. The objects
-// that it gives are shared: they must not be changed.
+// Nodes is the view of all enrollments, indexed by the values that must be unique. The returned objects are shared: they
+// must not be changed.
 type Nodes struct {
 	mu        sync.RWMutex
 	byName    map[string]*v1alpha1.AttestedNode
@@ -27,8 +27,8 @@ type Nodes struct {
 	changed   chan struct{} // closed and replaced with each change
 }
 
-// index leads from a value to the names of the enrollments that have it. There should be one;
-// more are two replicas' writes of the same moment.
+// index maps a value to the names of the enrollments that have it. There should be one; more than one means that two
+// replicas wrote at the same time.
 type index map[string]map[string]bool
 
 func (i index) add(value, name string) {
@@ -89,7 +89,7 @@ func (n *Nodes) unlink(name string) {
 	}
 }
 
-// addresses are those of an enrollment, and those that it had.
+// addresses returns the addresses of an enrollment, and its former ones.
 func addresses(n *v1alpha1.AttestedNode) []string {
 	return slices.AppendSeq(slices.Clone(n.Spec.Addresses), maps.Keys(Former(n)))
 }
@@ -106,7 +106,7 @@ func (n *Nodes) ByName(name string) *v1alpha1.AttestedNode {
 	return n.byName[name]
 }
 
-// All returns every enrollment, in no order.
+// All returns every enrollment, in no particular order.
 func (n *Nodes) All() []*v1alpha1.AttestedNode {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
@@ -118,14 +118,14 @@ func (n *Nodes) ByMachine(id attest.MachineID) []*v1alpha1.AttestedNode {
 	return n.find(n.byMachine, id.String())
 }
 
-// ByAK returns the enrollments whose machine last attested with the attestation key of that name, in hexadecimal
-// digits: none, or one. A TPM has one such key, whichever endorsement key vouches for it.
+// ByAK returns the enrollments whose machine last attested with the attestation key of that name, in hexadecimal digits:
+// none, or one. A TPM has one such key, whichever endorsement key certifies it.
 func (n *Nodes) ByAK(name string) []*v1alpha1.AttestedNode { return n.find(n.byAK, name) }
 
 // ByDisk returns the enrollments with that disk.
 func (n *Nodes) ByDisk(id string) []*v1alpha1.AttestedNode { return n.find(n.byDisk, id) }
 
-// ByAddress returns the enrollments that have that address or had it, see [Former], in the spelling of [netip.Addr.String].
+// ByAddress returns the enrollments that have that address or had it, see [Former], in the form of [netip.Addr.String].
 func (n *Nodes) ByAddress(a string) []*v1alpha1.AttestedNode { return n.find(n.byAddress, a) }
 
 func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
@@ -138,7 +138,7 @@ func (n *Nodes) find(i index, value string) []*v1alpha1.AttestedNode {
 	return out
 }
 
-// Banned says whether any enrollment of the machine, or of its TPM as another machine, is banned or being deleted (A8).
+// Banned reports whether any enrollment of the machine, or of its TPM under another ID, is banned or being deleted (A8).
 func (n *Nodes) Banned(c attest.Claims) bool {
 	return n.banned(c.Machine(), hex.EncodeToString(c.AKName()))
 }
@@ -147,9 +147,8 @@ func (n *Nodes) banned(id attest.MachineID, ak string) bool {
 	return slices.ContainsFunc(slices.Concat(n.ByMachine(id), n.ByAK(ak)), func(node *v1alpha1.AttestedNode) bool { return node.ShutOut() })
 }
 
-// Await waits until the view holds that very object at that resource version or a later one, and
-// with it all that was written before. It gives up when ctx ends, for instance because somebody
-// deleted the object at once.
+// Await waits until the view has exactly that object at that resource version or a later one, and with it all that was
+// written before. It returns an error when ctx ends, for example because the object was deleted at once.
 func (n *Nodes) Await(ctx context.Context, name string, uid types.UID, version string) error {
 	for {
 		n.mu.RLock()
@@ -172,7 +171,7 @@ func (n *Nodes) Await(ctx context.Context, name string, uid types.UID, version s
 	}
 }
 
-// Changed gives a channel that is closed with the next change.
+// Changed returns a channel that is closed at the next change.
 func (n *Nodes) Changed() <-chan struct{} {
 	n.mu.RLock()
 	defer n.mu.RUnlock()

@@ -59,7 +59,7 @@ func TestAwaitDoesNotTakeAnotherObjectOfThatName(t *testing.T) {
 	}
 }
 
-// Whatever happened, the indexes say what the objects say.
+// After any sequence of events, the indexes agree with the objects.
 func TestIndexesFollowTheObjects(t *testing.T) {
 	machine := func(i int) attest.MachineID { return attest.MachineID{byte(i)} }
 	rapid.Check(t, func(t *rapid.T) {

@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// The limits of what is kept of objects that others write. Beyond them it is cut off.
+// The limits of what is stored of objects that other programs write. The rest is cut off.
 const (
 	// maxNodeAddresses is per Node: its kubelet writes them. Real ones have a handful.
 	maxNodeAddresses = 16
@@ -28,7 +28,8 @@ const (
 // nodesGroup is the group of all kubelets.
 const nodesGroup = "system:nodes"
 
-// slimNode keeps of a Node what joinservice looks at: its name, its addresses, and whether it is Ready and labeled as a control plane.
+// slimNode keeps the parts of a Node that joinservice uses: its name, its addresses, and whether it is Ready and labeled as
+// a control plane.
 func slimNode(o any) (any, error) {
 	n, ok := o.(*corev1.Node)
 	if !ok {
@@ -56,8 +57,8 @@ func slimNode(o any) (any, error) {
 	}, nil
 }
 
-// slimService keeps of a Service its addresses in the cluster, which the API server allots. Those that its author chooses
-// (externalIPs) or somebody else is to route (the status of a load balancer) take an address from nobody.
+// slimService keeps a Service's cluster IPs, which the API server assigns. Addresses that its author chooses (externalIPs)
+// or that another program must route (the status of a load balancer) block no address.
 func slimService(o any) (any, error) {
 	s, ok := o.(*corev1.Service)
 	if !ok {
@@ -69,11 +70,11 @@ func slimService(o any) (any, error) {
 	}, nil
 }
 
-// TicketWindow labels a certificate request that joinservice files for a ticket with the minute in which it did.
+// TicketWindow labels a certificate request that joinservice files for a ticket with the minute of filing.
 const TicketWindow = "muster.dev/ticket-window"
 
-// slimRequest keeps of a certificate request who filed it, with which certificate, and what came of it: below 2 KiB while it
-// is open. What is asked for is read from the API server by who decides.
+// slimRequest keeps of a certificate request the user that filed it, with which certificate, and the decision: below 2 KiB
+// while it is open. Code that decides on a request reads it from the API server.
 func slimRequest(o any) (any, error) {
 	r, ok := o.(*certificatesv1.CertificateSigningRequest)
 	if !ok {
@@ -93,7 +94,7 @@ func slimRequest(o any) (any, error) {
 		out.Labels = map[string]string{TicketWindow: window}
 	}
 	for _, c := range r.Status.Conditions {
-		switch c.Type { // each type is there once
+		switch c.Type { // each type occurs once
 		case certificatesv1.CertificateApproved, certificatesv1.CertificateDenied, certificatesv1.CertificateFailed:
 			out.Status.Conditions = append(out.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{Type: c.Type, Status: c.Status, Message: c.Message[:min(len(c.Message), maxMessage)]})
 		}
@@ -104,5 +105,5 @@ func slimRequest(o any) (any, error) {
 	return out, nil
 }
 
-// first gives the first n of all, or all if there are fewer.
+// first returns the first n of all, or all if there are fewer.
 func first[T any](n int, all []T) []T { return all[:min(n, len(all))] }

@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// What others write into an object costs each replica no more memory than an honest one's.
+// Whatever other programs write into an object, it costs each replica no more memory than a normal one.
 func TestWhatIsKeptOfObjectsThatOthersWriteIsBounded(t *testing.T) {
 	const most = 2 << 10
 	big, many := strings.Repeat("x", 1<<20), make([]string, 50000)
@@ -41,7 +41,7 @@ func TestWhatIsKeptOfObjectsThatOthersWriteIsBounded(t *testing.T) {
 	for name, tt := range map[string]struct {
 		slim func(any) (any, error)
 		of   any
-		want []string // that stays
+		want []string // the part that is kept
 	}{
 		"a certificate request": {slimRequest, request, []string{"system:node:w1", "X509SHA256=0", `"system:nodes"`, `"Denied"`, certificatesv1.KubeletServingSignerName}},
 		"a Service":             {slimService, service, []string{"10.96.0.9"}},

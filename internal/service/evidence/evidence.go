@@ -1,5 +1,5 @@
-// Package evidence dresses attesters for services: a joinservice shows its cluster's policy with
-// its evidence, and readiness knows whether evidence can be made at all.
+// Package evidence adapts attesters for services: a joinservice adds its cluster's policy to its evidence, and readiness
+// depends on whether evidence can be made.
 package evidence
 
 import (
@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// WithPolicy gives an attester whose evidence presents the signed policy, so that a machine that
-// knows the owner's key can judge us by it.
+// WithPolicy returns an attester that adds the signed policy to its evidence, so that a machine that knows the owner's key
+// can appraise this service by it.
 func WithPolicy(a attest.Attester, signed func() *attestv1.SignedPolicy) (attest.Attester, error) {
 	if a == nil || signed == nil {
 		return nil, errors.New("evidence: attester and policy are required")
@@ -37,14 +37,14 @@ func (p presenting) Attest(ctx context.Context, f attestv1.Format, b attest.Bind
 	return ev, nil
 }
 
-// Probe says whether this machine's attester can make evidence. Its zero value is not usable.
+// Probe checks whether this machine's attester can make evidence. Its zero value is not usable.
 type Probe struct {
 	attester attest.Attester
 	log      *slog.Logger
 	made     atomic.Bool
 }
 
-// NewProbe gives a Probe of a.
+// NewProbe returns a Probe of a.
 func NewProbe(a attest.Attester, log *slog.Logger) (*Probe, error) {
 	if a == nil || log == nil || len(a.Formats()) == 0 {
 		return nil, errors.New("evidence: a probe needs a log and an attester that has evidence to give")
@@ -52,7 +52,7 @@ func NewProbe(a attest.Attester, log *slog.Logger) (*Probe, error) {
 	return &Probe{attester: a, log: log}, nil
 }
 
-// Serve makes evidence until it has worked once, then waits for ctx to end.
+// Serve requests evidence until it has succeeded once, then waits for ctx to end.
 func (p *Probe) Serve(ctx context.Context) error {
 	for wait := 250 * time.Millisecond; ; wait = min(2*wait, 10*time.Second) {
 		if _, err := p.attester.Attest(ctx, p.attester.Formats()[0], attest.Binding{}); err == nil {
@@ -71,7 +71,7 @@ func (p *Probe) Serve(ctx context.Context) error {
 	}
 }
 
-// Ready gives nil once evidence was made.
+// Ready returns nil when evidence was made.
 func (p *Probe) Ready() error {
 	if !p.made.Load() {
 		return errors.New("no evidence of this machine was made yet")

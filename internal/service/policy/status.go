@@ -31,8 +31,8 @@ func Follow(c *clusterview.Cluster, s *Store) error {
 		})
 }
 
-// WriteStatus writes each report into the status of the AttestationPolicy until ctx ends. Of
-// several replicas the first one writes; the others find it written.
+// WriteStatus writes each report into the status of the AttestationPolicy until ctx ends. Of several replicas the first one
+// writes; the others find the same status and do not write.
 func WriteStatus(ctx context.Context, c client.Client, s *Store, log *slog.Logger) error {
 	for attempt := 0; ; {
 		report, changed := s.Latest()
@@ -58,13 +58,13 @@ func writeStatus(ctx context.Context, c client.Client, r Report) error {
 		return nil
 	}
 	want := statusOf(r)
-	// Read it anew: another replica may have written the same meanwhile.
+	// Another replica may have written the same meanwhile.
 	live := &v1alpha1.AttestationPolicy{}
 	if err := c.Get(ctx, client.ObjectKeyFromObject(r.Observed), live); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if live.UID != r.Observed.UID || live.Generation != r.Observed.Generation {
-		return nil // a newer version is on its way to us
+		return nil // the informer will deliver a newer version
 	}
 	old := live.Status
 	if old.ObservedGeneration == want.ObservedGeneration && old.Accepted == want.Accepted && old.Reason == want.Reason {
@@ -76,7 +76,7 @@ func writeStatus(ctx context.Context, c client.Client, r Report) error {
 	live.Status = want
 	err := c.Status().Update(ctx, live)
 	if apierrors.IsConflict(err) {
-		return errors.New("somebody else wrote it at the same time")
+		return errors.New("another client wrote it at the same time")
 	}
 	return err
 }
@@ -99,7 +99,7 @@ func statusOf(r Report) v1alpha1.AttestationPolicyStatus {
 	return out
 }
 
-// backoff gives 0.25 s doubling to 30 s, with jitter.
+// backoff returns 0.25 s doubling to 30 s, with jitter.
 func backoff(attempt int) time.Duration {
 	d := min(250*time.Millisecond<<min(attempt, 8), 30*time.Second)
 	return d/2 + rand.N(d/2+1) //nolint:gosec // spreading load is no secret

@@ -1,10 +1,9 @@
-// Package policy holds the policy that is in force, and judges by it.
+// Package policy holds the policy in force, and appraises by it.
 //
-// The owner's AttestationPolicy reaches a [Store] through an informer; the store checks the
-// owner's signature before it parses anything, and swaps what is in force with one atomic write,
-// so that no judgement ever waits for I/O or sees half a policy. A policy that is not signed,
-// does not parse or does not count up changes nothing but the report about it. As long as there
-// is no good one, nobody is accepted (A3).
+// The owner's AttestationPolicy reaches a [Store] through an informer; the store checks the owner's signature before it
+// parses anything, and replaces the policy in force with one atomic write, so that no appraisal ever waits for I/O or reads
+// a partial policy. A policy that is not signed, does not parse or has no higher serial changes only the report about it.
+// Without a valid policy, no machine is accepted (A3).
 package policy
 
 import (
@@ -29,12 +28,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// retryWithoutPolicy is what a machine is told to wait as long as there is no policy.
+// retryWithoutPolicy is the pause that is sent to a machine while there is no policy.
 const retryWithoutPolicy = 5 * time.Second
 
-// InForce is a policy that was checked. It is immutable.
+// InForce is a checked policy. It is immutable.
 type InForce struct {
-	// Policy is what was signed.
+	// Policy is the parsed policy.
 	Policy *attest.Policy
 	// Signed is the policy's bytes and signature as its owner made them.
 	Signed *attestv1.SignedPolicy
@@ -44,26 +43,26 @@ type InForce struct {
 	Since time.Time
 }
 
-// Report says what became of the newest version of the AttestationPolicy.
+// Report is the result for the newest version of the AttestationPolicy.
 type Report struct {
 	// Observed is the version that the report is about; nil if there is none.
 	Observed *v1alpha1.AttestationPolicy
-	// InForce is the policy that is applied now; nil if none is.
+	// InForce is the policy that is applied now; nil if there is none.
 	InForce *InForce
 	// Err is why the newest version is not in force; nil if it is.
 	Err error
 }
 
-// Config lists what a Store needs. All fields are required unless they say otherwise.
+// Config lists what a Store needs. All fields are required unless their comments say otherwise.
 type Config struct {
 	// Owner is the public key that policies are signed with.
 	Owner ed25519.PublicKey
-	// Lowest is the least serial that a policy may have by this machine's image (B7); 0: any.
+	// Lowest is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	Lowest  uint64
 	Log     *slog.Logger
 	Metrics prometheus.Registerer
-	// Tell may be left out: it gets every report in order, for the audit log.
-	Tell func(Report)
+	// OnReport may be left out: it gets every report in order, for the audit log.
+	OnReport func(Report)
 }
 
 // Store holds the policy in force. It is safe for concurrent use.
@@ -73,10 +72,10 @@ type Store struct {
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
 	metrics  metrics
-	tellAll  func(Report)
-	mu       sync.Mutex // serialises changes; judgements do not take it
-	floor    uint64     // no lower serial is accepted
-	digest   string     // of the policy that has the serial floor: no other one is accepted
+	onReport func(Report)
+	mu       sync.Mutex // serializes changes; appraisals do not take it
+	floor    uint64     // lower serials are refused
+	digest   string     // of the policy with the serial floor: another one with that serial is refused
 	report   Report
 	reported chan struct{} // closed and replaced with each change
 }
@@ -88,7 +87,7 @@ type metrics struct {
 	insecure   *prometheus.GaugeVec
 }
 
-// New gives a Store without a policy, or says which part of cfg is missing.
+// New returns a Store without a policy, or an error that names the missing field of cfg.
 func New(cfg Config) (*Store, error) {
 	if len(cfg.Owner) != ed25519.PublicKeySize {
 		return nil, fmt.Errorf("policy: the owner's public key has %d bytes, want %d", len(cfg.Owner), ed25519.PublicKeySize)
@@ -107,14 +106,13 @@ func New(cfg Config) (*Store, error) {
 			return nil, fmt.Errorf("policy: %w", err)
 		}
 	}
-	if cfg.Tell == nil {
-		cfg.Tell = func(Report) {}
+	if cfg.OnReport == nil {
+		cfg.OnReport = func(Report) {}
 	}
-	return &Store{owner: cfg.Owner, lowest: cfg.Lowest, log: cfg.Log, metrics: m, tellAll: cfg.Tell, reported: make(chan struct{})}, nil
+	return &Store{owner: cfg.Owner, lowest: cfg.Lowest, log: cfg.Log, metrics: m, onReport: cfg.OnReport, reported: make(chan struct{})}, nil
 }
 
-// Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the one
-// before and reports why.
+// Set takes the newest version of the AttestationPolicy. It puts it in force, or keeps the previous one and reports why.
 func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -124,20 +122,20 @@ func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 	}
 	next, err := s.open(p)
 	if err != nil {
-		s.tell(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
+		s.publish(Report{Observed: p, InForce: s.inForce.Load(), Err: err})
 		return
 	}
 	s.floor, s.digest = next.Policy.Serial(), digest(next.Signed)
 	s.inForce.Store(next)
-	s.tell(Report{Observed: p, InForce: next})
+	s.publish(Report{Observed: p, InForce: next})
 }
 
-// Remove takes the owner's policy away: nobody is accepted any more.
+// Remove removes the policy: no machine is accepted any more.
 func (s *Store) Remove(*v1alpha1.AttestationPolicy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.inForce.Store(nil)
-	s.tell(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
+	s.publish(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
 }
 
 func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
@@ -153,7 +151,7 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 	if parsed.Serial() < s.lowest { // B7
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, the lowest that this control plane's image accepts (lowestPolicySerial): the cluster was set back, or the policy needs a higher serial", parsed.Serial(), s.lowest)
 	}
-	// The status remembers across restarts what a replica has forgotten.
+	// After a restart, the status has the serial and digest that this process no longer knows.
 	floor, known := s.floor, s.digest
 	if seen := p.Status.Serial; seen > 0 && (uint64(seen) > floor || known == "") {
 		floor, known = uint64(seen), p.Status.PolicyDigest
@@ -172,8 +170,8 @@ func digest(s *attestv1.SignedPolicy) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// tell puts r into log, metrics and report. Its caller holds the lock.
-func (s *Store) tell(r Report) {
+// publish writes r to log, metrics and report. Its caller holds the lock.
+func (s *Store) publish(r Report) {
 	s.metrics.rejected.Reset()
 	s.metrics.insecure.Reset()
 	s.metrics.generation.Set(0)
@@ -195,13 +193,13 @@ func (s *Store) tell(r Report) {
 			s.log.Warn("the policy weakens the cluster", "switch", name)
 		}
 	}
-	s.tellAll(r)
+	s.onReport(r)
 	s.report = r
 	close(s.reported)
 	s.reported = make(chan struct{})
 }
 
-// Current gives the policy in force, or a refusal with NOT_READY.
+// Current returns the policy in force, or a refusal with NOT_READY.
 func (s *Store) Current() (*InForce, error) {
 	if p := s.inForce.Load(); p != nil {
 		return p, nil
@@ -217,7 +215,7 @@ func (s *Store) Roots() []*x509.Certificate {
 	return nil
 }
 
-// Signed gives the policy in force as its owner signed it; nil if there is none.
+// Signed returns the policy in force as its owner signed it; nil if there is none.
 func (s *Store) Signed() *attestv1.SignedPolicy {
 	if p := s.inForce.Load(); p != nil {
 		return p.Signed
@@ -225,7 +223,7 @@ func (s *Store) Signed() *attestv1.SignedPolicy {
 	return nil
 }
 
-// Generation gives that of the AttestationPolicy in force; 0: none is.
+// Generation returns that of the AttestationPolicy in force; 0 if there is none.
 func (s *Store) Generation() int64 {
 	if p := s.inForce.Load(); p != nil {
 		return p.Generation
@@ -233,15 +231,15 @@ func (s *Store) Generation() int64 {
 	return 0
 }
 
-// Latest gives the newest report, and a channel that is closed when there is a newer one.
+// Latest returns the newest report, and a channel that is closed when there is a newer one.
 func (s *Store) Latest() (Report, <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.report, s.reported
 }
 
-// Guard gives a verifier that refuses with NOT_READY as long as no policy is in force, when v would
-// call every machine untrusted.
+// Guard returns a verifier that refuses with NOT_READY while no policy is in force; v would report every machine as
+// untrusted.
 func (s *Store) Guard(v attest.Verifier) attest.Verifier { return guarded{v, s} }
 
 type guarded struct {
@@ -264,27 +262,26 @@ type Appraiser struct {
 	appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)
 }
 
-// NewAppraiser gives a Judge that refuses banned machines, and those whose node lock is in none of
-// the states.
+// NewAppraiser returns an Appraiser that refuses banned machines, and those whose node lock is in none of the states.
 func (s *Store) NewAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Appraiser, error) {
 	return s.newAppraiser(banned, locks, (*attest.Policy).Appraise)
 }
 
-// NewServerAppraiser is NewJudge for the machines of joinservices and kms: it also refuses those that the policy does not list
-// as control planes, with SERVER_NOT_LISTED (A7).
+// NewServerAppraiser is NewAppraiser for the machines of joinservices and kms: it also refuses those that the policy does
+// not list as control planes, with SERVER_NOT_LISTED (A7).
 func (s *Store) NewServerAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error)) (*Appraiser, error) {
 	return s.newAppraiser(banned, locks, (*attest.Policy).AppraiseServer)
 }
 
 func (s *Store) newAppraiser(banned func(attest.Claims) bool, locks func() ([]attest.Lock, error), appraise func(*attest.Policy, attest.Claims, ...attest.Lock) (attest.Appraisal, error)) (*Appraiser, error) {
 	if banned == nil || locks == nil {
-		return nil, errors.New("policy: a judge needs to know bans and lock states")
+		return nil, errors.New("policy: an appraiser needs bans and lock states")
 	}
 	return &Appraiser{store: s, banned: banned, locks: locks, appraise: appraise}, nil
 }
 
-// Appraise implements [attest.Appraiser]. Beside the refusals of [attest.Policy.Appraise] there
-// are BANNED and NOT_READY.
+// Appraise implements [attest.Appraiser]. In addition to the refusals of [attest.Policy.Appraise] it returns BANNED and
+// NOT_READY.
 func (j *Appraiser) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
 	if j.banned(c) {
 		return attest.Appraisal{}, attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned or its enrollment being deleted, or its TPM is as another machine", c.Machine())

@@ -74,7 +74,7 @@ func TestAJudgeAppliesThePolicyInForceNow(t *testing.T) {
 	o := newOwner(t)
 	s := o.store(t)
 	banned := false
-	judge, err := s.NewAppraiser(
+	appraiser, err := s.NewAppraiser(
 		func(c attest.Claims) bool { return banned && c.Machine() == o.machine.ID() },
 		func() ([]attest.Lock, error) { return []attest.Lock{attest.Unlocked()}, nil },
 	)
@@ -84,14 +84,14 @@ func TestAJudgeAppliesThePolicyInForceNow(t *testing.T) {
 	c := o.claims(t)
 	expect := func(want attestv1.Reason) {
 		t.Helper()
-		if _, err := judge.Appraise(t.Context(), c); attest.ReasonOf(err) != want {
+		if _, err := appraiser.Appraise(t.Context(), c); attest.ReasonOf(err) != want {
 			t.Errorf("%v, want %s", err, attest.ReasonName(want))
 		}
 	}
 	expect(attestv1.Reason_REASON_NOT_READY) // A3
 	s.Set(o.object(t, 3, 5))
 	expect(attestv1.Reason_REASON_ACCEPTED)
-	if a, err := judge.Appraise(t.Context(), c); err != nil || a.Generation != 3 || a.PolicySerial != 5 {
+	if a, err := appraiser.Appraise(t.Context(), c); err != nil || a.Generation != 3 || a.PolicySerial != 5 {
 		t.Errorf("appraisal %+v, %v", a, err)
 	}
 	banned = true
@@ -120,7 +120,7 @@ func TestNoEvidenceIsCheckedWithoutAPolicy(t *testing.T) {
 
 func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 	o := newOwner(t)
-	s := o.store(t) // as after a restart: it remembers nothing
+	s := o.store(t) // as after a restart: without state
 	old := o.object(t, 2, 4)
 	old.Status.Serial = 5
 	s.Set(old)
@@ -142,7 +142,7 @@ func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 	})
 }
 
-// A provider who restores all control planes restores the status too (B7).
+// A provider that restores all control planes restores the status too (B7).
 func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
 	o := newOwner(t)
 	s, err := policy.New(policy.Config{Owner: o.public, Lowest: 5, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
@@ -159,14 +159,14 @@ func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
 	}
 }
 
-// Two policies with one serial would let whoever applies them go back and forth.
+// With two policies of one serial, an attacker could switch between them.
 func TestASerialBelongsToOnePolicy(t *testing.T) {
 	o := newOwner(t)
 	s := o.store(t)
 	first := o.object(t, 1, 5)
 	s.Set(first)
 	other := o.object(t, 2, 5)
-	other.Spec.Policy += " " // as good a policy, in other bytes
+	other.Spec.Policy += " " // an equal policy, in other bytes
 	other.Spec.Signature = base64.StdEncoding.EncodeToString(attest.SignPolicy(o.private, []byte(other.Spec.Policy)).GetSignature())
 	refused := func(s *policy.Store, generation int64) {
 		t.Helper()
@@ -230,17 +230,17 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	}
 	s := o.store(t)
 	if _, err := s.NewAppraiser(nil, func() ([]attest.Lock, error) { return nil, nil }); err == nil {
-		t.Error("a judge that knows no bans was made")
+		t.Error("an appraiser that knows no bans was made")
 	}
 	if _, err := s.NewAppraiser(func(attest.Claims) bool { return false }, nil); err == nil {
-		t.Error("a judge that knows no locks was made")
+		t.Error("an appraiser that knows no locks was made")
 	}
 	s.Set(o.object(t, 1, 1))
-	judge, err := s.NewAppraiser(func(attest.Claims) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
+	appraiser, err := s.NewAppraiser(func(attest.Claims) bool { return false }, func() ([]attest.Lock, error) { return nil, nil })
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := judge.Appraise(context.WithoutCancel(t.Context()), o.claims(t)); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
-		t.Errorf("%v: no lock state expected must mean nobody accepted", err)
+	if _, err := appraiser.Appraise(context.WithoutCancel(t.Context()), o.claims(t)); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+		t.Errorf("%v: without an expected lock state no machine may be accepted", err)
 	}
 }

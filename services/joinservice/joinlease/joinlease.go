@@ -1,4 +1,5 @@
-// Package joinlease keeps the Lease that lets machines become control planes one after another, since etcd takes one new member at a time (J8).
+// Package joinlease manages the Lease that lets machines become control planes one after another, since etcd accepts one
+// new member at a time (J8).
 package joinlease
 
 import (
@@ -21,35 +22,34 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// writeAttempts bounds how often a write is repeated that met another one.
+// writeAttempts bounds the attempts of a write that conflicts with another one.
 const writeAttempts = 4
 
 const (
-	// Name is the Lease that gives machines their turn to become a control plane, one after
-	// another: etcd takes one new member at a time. A control plane that renews its certificates holds it as well.
+	// Name is the Lease that lets machines become control planes one after another: etcd accepts one new member at a time.
+	// A control plane holds it also while it renews its certificates.
 	Name = clusterinfo.ControlPlaneLease
-	// Life is how long a turn lasts that is not renewed.
+	// Life is the duration of the Lease after each renewal.
 	Life = 40 * time.Second
 
-	// maxLife bounds what a Lease that somebody else wrote can make everybody wait.
+	// maxLife bounds how long a Lease that another program wrote can make machines wait.
 	maxLife = 10 * time.Minute
-	// retryTurn is what a machine is told to wait that is not next: short, so that of several that
-	// wait one begins soon after another has ended.
+	// retryLease is the pause that is sent to a machine that must wait: short, so that of several that wait one starts soon
+	// after another has ended.
 	retryLease = 3 * time.Second
-	// ticketAnnotation names the ticket that the turn came with.
+	// ticketAnnotation names the ticket of the holder.
 	ticketAnnotation = "muster.dev/ticket"
 )
 
-// leaseView remembers when this process first saw the Lease as it is. Whether a turn has run out is
-// measured from then, by our clock alone: the times in the object were written by another machine's
-// clock, which may be hours off.
+// leaseView stores when this process first saw the Lease as it is. Whether the Lease has expired is measured from then, by
+// this process's clock only: the times in the object are by another machine's clock, which may be hours off.
 type leaseView struct {
 	mu      sync.Mutex
 	version string
 	since   time.Time
 }
 
-// age says for how long l has not changed, as far as was seen.
+// age returns how long l has not changed, as far as this process has seen.
 func (v *leaseView) age(l *coordinationv1.Lease, now time.Time) time.Duration {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -69,17 +69,16 @@ type Manager struct {
 // New returns a Manager.
 func New(c *clusterview.Cluster, log *slog.Logger) *Manager { return &Manager{cluster: c, log: log} }
 
-// Acquisition is the join Lease that is free for the machine that asked.
+// Acquisition is the result of a check that the join Lease is free for the machine that asked.
 type Acquisition struct {
 	manager        *Manager
-	lease          *coordinationv1.Lease // as it was read; without a resource version: there is none
+	lease          *coordinationv1.Lease // as it was read; without a resource version if it does not exist
 	holder, ticket string
-	abandoned      string // who let it run out
+	abandoned      string // the holder that let it expire
 }
 
-// Check returns whether the machine may have the join Lease; nothing is written
-// until [Acquisition.Take]. It returns CONTROL_PLANE_BUSY if another machine has it. The machine that has it may have it
-// again, with another ticket.
+// Check returns an Acquisition if the machine may have the join Lease, and CONTROL_PLANE_BUSY if another machine has it. It
+// writes nothing; [Acquisition.Take] does. The holder may have the Lease again with another ticket.
 func (k *Manager) Check(ctx context.Context, m attest.MachineID, node, ticket string) (*Acquisition, error) {
 	t := &Acquisition{manager: k, holder: m.String() + "/" + node, ticket: ticket}
 	l, err := k.lease(ctx)
@@ -97,13 +96,13 @@ func (k *Manager) Check(ctx context.Context, m attest.MachineID, node, ticket st
 	}
 	age, life := k.view.age(l, time.Now()), lifeOf(l)
 	if age <= life { // J8
-		return nil, attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its turn was renewed %s ago and ends after %s without", holder, age.Round(time.Second), life)
+		return nil, attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%s is becoming a control plane, or renews its certificates; its join Lease was renewed %s ago and expires after %s without renewal", holder, age.Round(time.Second), life)
 	}
 	t.abandoned = holder
 	return t, nil
 }
 
-// Take takes the turn by compare-and-swap: CONTROL_PLANE_BUSY if another machine was faster.
+// Take acquires the Lease by compare-and-swap: CONTROL_PLANE_BUSY if another machine was first.
 func (t *Acquisition) Take(ctx context.Context) error {
 	l, now := t.lease.DeepCopy(), metav1.NowMicro()
 	if holderOf(l) != t.holder {
@@ -121,33 +120,32 @@ func (t *Acquisition) Take(ctx context.Context) error {
 	switch {
 	case err == nil:
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
-		return attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the turn at the same time")
+		return attest.RefuseFor(retryLease, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another machine took the join Lease at the same time")
 	default:
 		return clusterview.Unavailable("write Lease "+Name, err)
 	}
 	if t.abandoned != "" {
-		t.manager.log.WarnContext(ctx, "a machine's turn to become a control plane has run out and goes to another", "lease", Name, "from", t.abandoned, "to", t.holder)
+		t.manager.log.WarnContext(ctx, "a join Lease has expired and another machine takes it", "lease", Name, "from", t.abandoned, "to", t.holder)
 	}
 	t.lease = l
 	return nil
 }
 
-// Release gives a turn back that came to nothing. It goes on when ctx has ended; a turn that cannot
-// be given back runs out.
+// Release releases a Lease that is not used. It also works after ctx has ended; a Lease that cannot be released expires.
 func (t *Acquisition) Release(ctx context.Context) {
 	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	l := t.lease.DeepCopy()
 	free(l)
 	if err := t.manager.cluster.Client.Update(ctx, l); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
-		t.manager.log.WarnContext(ctx, "a turn to become a control plane could not be given back; it runs out", "lease", Name, "holder", t.holder, "after", Life.String(), "err", err)
+		t.manager.log.WarnContext(ctx, "a join Lease could not be released; it expires", "lease", Name, "holder", t.holder, "after", Life.String(), "err", err)
 	}
 }
 
-// Renew prolongs the machine's turn by [Life], and gives its node's name. TICKET_UNKNOWN if
-// it has none with that ticket, CONTROL_PLANE_BUSY if another machine has it by now.
+// Renew extends the machine's Lease by [Life], and returns its node's name. It returns TICKET_UNKNOWN if the machine has no
+// Lease with that ticket, CONTROL_PLANE_BUSY if another machine has it now.
 func (k *Manager) Renew(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
-	// Who was forgotten or banned since keeps no turn: it runs out.
+	// If the machine was removed or banned since, it cannot renew the Lease, which expires.
 	mine := func(n *v1alpha1.AttestedNode) bool {
 		return n.Spec.MachineID == m.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut()
 	}
@@ -159,8 +157,7 @@ func (k *Manager) Renew(ctx context.Context, m attest.MachineID, ticket string) 
 	})
 }
 
-// End ends the machine's turn: the next machine may have it at once. Its errors are those of
-// [Manager.Renew].
+// End releases the machine's Lease: the next machine may have it at once. Its errors are those of [Manager.Renew].
 func (k *Manager) End(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
 	return k.update(ctx, m, ticket, free)
 }
@@ -178,9 +175,9 @@ func (k *Manager) update(ctx context.Context, m attest.MachineID, ticket string,
 		node, mine := nodeOf(holder, m)
 		switch {
 		case !mine && holder != "":
-			return "", attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the turn is that of machine %s by now", holder)
+			return "", attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "machine %s has the join Lease now", holder)
 		case !mine || l.Annotations[ticketAnnotation] != ticket:
-			return node, attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no turn with such a ticket", m)
+			return node, attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no join Lease with this ticket", m)
 		}
 		change(l)
 		if err = k.cluster.Client.Update(ctx, l); err == nil {
@@ -202,7 +199,7 @@ func newLease() *coordinationv1.Lease {
 	return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: Name}}
 }
 
-// free is how client-go gives a lease back, too.
+// free clears the Lease as client-go does.
 func free(l *coordinationv1.Lease) {
 	l.Spec.HolderIdentity = nil
 	delete(l.Annotations, ticketAnnotation)
@@ -215,7 +212,7 @@ func holderOf(l *coordinationv1.Lease) string {
 	return *l.Spec.HolderIdentity
 }
 
-// nodeOf says whether a holder is the machine, and under which node name.
+// nodeOf reports whether a holder is the machine, and returns its node name.
 func nodeOf(holder string, m attest.MachineID) (string, bool) {
 	prefix := m.String() + "/"
 	if len(holder) <= len(prefix) || holder[:len(prefix)] != prefix {

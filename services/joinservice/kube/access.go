@@ -26,10 +26,11 @@ import (
 // accessBatch bounds how many nodes one write of the list is about.
 const accessBatch = 64
 
-// revokedWithin is how much earlier a revocation may end than the one that this replica would write, and counts as made.
+// revokedWithin is how much earlier a stored revocation may end than the one that this replica would write, and still count
+// as the same.
 const revokedWithin = 10 * time.Minute
 
-// accessView is what the informer last saw of the list of nodes that may not write.
+// accessView is the latest informer state of the list of nodes that may not write.
 type accessView struct {
 	follow func() // called after each change; set before the informers run, or nil
 
@@ -38,7 +39,7 @@ type accessView struct {
 	controls []string
 }
 
-// entry returns what the list says of a node, and false if no list has been seen.
+// entry returns the list's entry of a node, and false if no list has been seen.
 func (v *accessView) entry(node string) (nodeaccess.Entry, bool) {
 	v.mu.RLock()
 	defer v.mu.RUnlock()
@@ -48,7 +49,7 @@ func (v *accessView) entry(node string) (nodeaccess.Entry, bool) {
 	return v.list.Entry(node), true
 }
 
-// get returns the list, which must not be changed; nil: none has been seen.
+// get returns the list, which the caller must not change; nil if none has been seen.
 func (v *accessView) get() *nodeaccess.List {
 	v.mu.RLock()
 	defer v.mu.RUnlock()
@@ -75,10 +76,11 @@ func (v *accessView) set(l *nodeaccess.List) {
 	}
 }
 
-// setAccess also has the waiting requests looked at again: one may wait for its certificate to be allowed.
+// setAccess stores the list and queues the waiting certificate requests again: one may wait for its certificate to be
+// allowed.
 func (k *Kube) setAccess(m *corev1.ConfigMap) {
 	l, err := nodeaccess.Parse(m.Data)
-	if err != nil { // admission goes by the text as it is
+	if err != nil { // admission evaluates the text as it is
 		k.log.Error("the list of nodes that may not write cannot be read, so it is not changed; correct it by hand", "err", err)
 		return
 	}
@@ -91,7 +93,7 @@ func (k *Kube) present(node string) enrollment.Present {
 	return enrollment.Present{Is: p.uid != "", ControlPlane: p.controlPlane}
 }
 
-// needsAccess reports whether the list says of a node something else than its AttestedNode does, as far as is known here.
+// needsAccess reports whether the list and the AttestedNode of a node differ, as far as this replica knows.
 func (k *Kube) needsAccess(node string, n *v1alpha1.AttestedNode) bool {
 	l := k.access.get()
 	if l == nil {
@@ -101,7 +103,7 @@ func (k *Kube) needsAccess(node string, n *v1alpha1.AttestedNode) bool {
 	return !enrollment.Access(have, n, k.present(node), l.MembersOnly, k.clock()).Equal(have)
 }
 
-// unsettled returns the nodes of which the list says something else than their AttestedNodes.
+// unsettled returns the nodes whose list entries and AttestedNodes differ.
 func (k *Kube) unsettled() []string {
 	var out []string
 	l := k.access.get()
@@ -121,20 +123,20 @@ func (k *Kube) unsettled() []string {
 	return out
 }
 
-// settle makes the list say of nodes what their AttestedNodes say at the API server (J4). Whoever changes an AttestedNode calls it
-// afterwards, and [Enforcer] does for what others change.
+// settle updates the list of nodes that may not write from their AttestedNodes at the API server (J4). Code that changes an
+// AttestedNode calls it afterwards; [Enforcer] calls it for changes by others.
 func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 	k.lookAtClocks(ctx)
 	batch := accessBatch
 	var full error
 	for len(nodes) > 0 {
 		some := nodes[:min(len(nodes), batch)]
-		was := k.access.get() // before: the informer may be as quick as the answer
+		was := k.access.get() // read first: the informer may be as quick as the answer
 		now, err := enrollment.Reconcile(ctx, k.cluster.Client, k.present, k.clock(), some...)
 		switch {
 		case apierrors.IsNotFound(err):
 			return nil // without the list no node writes
-		case errors.Is(err, nodeaccess.ErrFull) && len(some) > 1: // a ban may fit where a revocation beside it does not
+		case errors.Is(err, nodeaccess.ErrFull) && len(some) > 1: // a ban may fit where a ban and a revocation together do not
 			batch = 1
 			continue
 		case errors.Is(err, nodeaccess.ErrFull):
@@ -160,8 +162,8 @@ func (k *Kube) settle(ctx context.Context, nodes ...string) error {
 	return nil
 }
 
-// showConditions makes the conditions of an AttestedNode say what the rest of it says, and the list. They are for people: what can't be written now, the
-// sweeper writes later.
+// showConditions updates the conditions of an AttestedNode from its other fields and the list. Conditions are for people:
+// if a write fails, the sweeper repeats it later.
 func (k *Kube) showConditions(ctx context.Context, n *v1alpha1.AttestedNode, suspended bool) {
 	if !enrollment.SetConditions(n, suspended) {
 		return
@@ -171,8 +173,8 @@ func (k *Kube) showConditions(ctx context.Context, n *v1alpha1.AttestedNode, sus
 	}
 }
 
-// revoke ends the access of all certificates of the name of an enrollment that is being removed, before anything else can have the
-// name (J4).
+// revoke revokes all certificates of the name of an enrollment that is being removed, before the name can be given to
+// another machine (J4).
 func (k *Kube) revoke(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	changed := false
 	k.lookAtClocks(ctx)
@@ -185,13 +187,13 @@ func (k *Kube) revoke(ctx context.Context, n *v1alpha1.AttestedNode) error {
 			return err
 		}
 		e := l.Entry(n.Name)
-		asked := e.Revoke(at.Add(-revokedWithin)).Revoked // a replica whose clock is behind may have been first
+		asked := e.Revoke(at.Add(-revokedWithin)).Revoked // a replica whose clock is behind may have written first
 		done := e.Revoked != nil && len(e.Revoked.Allowed) == 0 && !e.Revoked.Until.Before(asked.Until)
 		if changed = !done || !e.Suspended; !changed {
 			return nil
 		}
 		e = e.Revoke(at)
-		e.Suspended = true // until the enrollment has gone
+		e.Suspended = true // until the enrollment is removed
 		l.Set(n.Name, e)
 		return nil
 	})
@@ -207,8 +209,8 @@ func (k *Kube) revoke(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	return nil
 }
 
-// allow lets a certificate write that was signed for the machine of an enrollment, where older ones of the name are revoked. Its errors are
-// refusals: BANNED if the owner has banned the machine or taken its name meanwhile.
+// allow lets a certificate write that was signed for the machine of an enrollment whose name has revoked certificates. Its
+// errors are refusals: BANNED if the owner has meanwhile banned the machine or removed its name.
 func (k *Kube) allow(ctx context.Context, n *v1alpha1.AttestedNode, c *x509.Certificate) error {
 	taken := attest.Refuse(attestv1.Reason_REASON_BANNED, "the owner took the name %q from the machine", n.Name)
 	_, err := enrollment.Change(ctx, k.cluster.Client, func(ctx context.Context, l *nodeaccess.List) error {
@@ -235,7 +237,8 @@ func (k *Kube) allow(ctx context.Context, n *v1alpha1.AttestedNode, c *x509.Cert
 	return nil
 }
 
-// pauseRequests has admission refuse the certificate requests of a node until the [Sweeper] finds that most of them are deleted.
+// pauseRequests makes admission refuse certificate requests of a node until the [Sweeper] finds that most of them are
+// deleted.
 func (k *Kube) pauseRequests(ctx context.Context, node string) error {
 	if e, known := k.access.entry(node); !known || e.Paused {
 		return nil
@@ -260,14 +263,14 @@ func (k *Kube) setPaused(ctx context.Context, node string, paused bool) error {
 	return nil
 }
 
-// credentials says which certificate the API server saw when a request was filed. Nobody can write
-// that by hand: the API server sets it.
+// credentials returns the IDs of the certificates that authenticated the request when it was filed. Clients cannot forge
+// them: the API server sets them.
 func credentials(o *certificatesv1.CertificateSigningRequest) []string {
 	return o.Spec.Extra[nodeaccess.CredentialID]
 }
 
-// checkCredential lets a request wait that was filed with a certificate which is revoked: the
-// name's next machine must not have it approved (J4). It may be one that is about to be allowed.
+// checkCredential makes a request wait if it was filed with a revoked certificate: otherwise the next machine of the name
+// would have it approved (J4). The certificate may be one that is about to be allowed.
 func (a *Approver) checkCredential(node string, o *certificatesv1.CertificateSigningRequest) error {
 	e, _ := a.kube.access.entry(node)
 	if e.Revoked == nil || e.Revoked.Allows(credentials(o)...) {
@@ -276,7 +279,7 @@ func (a *Approver) checkCredential(node string, o *certificatesv1.CertificateSig
 	return &notYet{attest.Refuse(attestv1.Reason_REASON_CERTIFICATE_RETIRED, "it was filed with a certificate of a machine that had the name %q before", node)}
 }
 
-// allowRenewed allows the certificate that a kubelet got for an allowed one. It is false if that could not be done.
+// allowRenewed allows the certificate that a kubelet got by means of an allowed one. It returns false if that failed.
 func (a *Approver) allowRenewed(ctx context.Context, o kubelets) bool {
 	if o.listed || o.Spec.SignerName != signerOf[nodecert.Client] || len(o.Status.Certificate) == 0 {
 		return true
@@ -296,14 +299,14 @@ func (a *Approver) allowRenewed(ctx context.Context, o kubelets) bool {
 func (k *Kube) allowSigned(ctx context.Context, node string, o *certificatesv1.CertificateSigningRequest) error {
 	block, _ := pem.Decode(o.Status.Certificate)
 	if block == nil {
-		return nil // nobody can authenticate with that
+		return nil // no client can authenticate with it
 	}
 	c, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {
 		return nil //nolint:nilerr // as above
 	}
 	_, err = enrollment.Change(ctx, k.cluster.Client, func(_ context.Context, l *nodeaccess.List) error {
-		if e := l.Entry(node); e.Revoked != nil && e.Revoked.Allows(credentials(o)...) { // else it was revoked meanwhile
+		if e := l.Entry(node); e.Revoked != nil && e.Revoked.Allows(credentials(o)...) { // otherwise it was revoked meanwhile
 			l.Set(node, e.Allow(nodeaccess.ID(c)))
 		}
 		return nil

@@ -18,9 +18,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Ordered returns the certificate that the control planes have issued by the owner's order; a zero one if there is none yet. filed tells
-// whether the request for it is there. The caller has verified the order, and the control planes do so again. Its errors are refusals:
-// API_UNAVAILABLE, CSR_INVALID if the control planes have denied it.
+// Ordered returns the certificate that the control planes have issued for the owner's order, or a zero one if there is none
+// yet. filed reports whether its request exists. The caller has verified the order, and the control planes verify it again.
+// Errors are refusals: API_UNAVAILABLE, or CSR_INVALID if the control planes have denied it.
 func (k *Kube) Ordered(ctx context.Context, order ownerorder.Signed) (cert Certificate, filed bool, err error) {
 	object := &certificatesv1.CertificateSigningRequest{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: order.Name()}, object); err != nil {
@@ -49,7 +49,7 @@ func (k *Kube) Ordered(ctx context.Context, order ownerorder.Signed) (cert Certi
 	return Certificate{PEM: object.Status.Certificate, Leaf: leaf}, true, nil
 }
 
-// FileOrder files the request of an order that was verified, with the order beside it. One that is there already is left as it is.
+// FileOrder files the request of a verified order, with the order in it. An existing request is not changed.
 func (k *Kube) FileOrder(ctx context.Context, order ownerorder.Signed) error {
 	err := k.cluster.Client.Create(ctx, &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{Name: order.Name(), Annotations: map[string]string{ownerorder.Annotation: order.Note()}},
@@ -59,7 +59,7 @@ func (k *Kube) FileOrder(ctx context.Context, order ownerorder.Signed) error {
 		},
 	})
 	switch {
-	case apierrors.IsAlreadyExists(err): // another replica was faster
+	case apierrors.IsAlreadyExists(err): // another replica was first
 		return nil
 	case apierrors.IsInvalid(err):
 		return attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "order.csr: %w", err)

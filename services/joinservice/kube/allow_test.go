@@ -11,7 +11,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// The owner takes a name while its machine renews certificates. Whatever of the owner's writes has come by then, the new certificate may not write (J4).
+// The owner removes a name while its machine renews certificates. Whichever of the owner's writes have arrived by then, the
+// new certificate may not write (J4).
 func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 	shared.Reset(t)
 	k := &Kube{cluster: &clusterview.Cluster{Client: shared.Client}, log: slog.New(slog.DiscardHandler), access: &accessView{}}

@@ -28,39 +28,39 @@ import (
 )
 
 const (
-	// retryApproval is how long to wait before what the API refused is tried again; each time for twice as long, up to
-	// maxRetryApproval.
+	// retryApproval is the pause before a failed API call is repeated. It doubles each time, up to maxRetryApproval.
 	retryApproval, maxRetryApproval = time.Second, 30 * time.Second
-	// policyGrace is how long after a change of the policy verdicts of the one before still count.
+	// policyGrace is how long after a policy change verdicts under the previous policy are still accepted.
 	policyGrace = 10 * time.Minute
-	// filedBefore is how much older than its enrollment a request may be: the kubelet of a first machine files one before its machine is enrolled. One that
-	// is older is of a machine that had the name before.
+	// filedBefore is how much older than its enrollment a request may be: the kubelet of the first machine files one before
+	// its machine is enrolled. An older one belongs to a previous machine of the name.
 	filedBefore = time.Hour
-	// approvers is how many nodes' requests are looked at at once.
+	// approvers is the number of nodes whose requests are checked at the same time.
 	approvers = 2
-	// maxRequests bounds the requests of one node: those that were approved in the last keepApproved and those that are
-	// open; and those that were denied in the last keepDenied. An honest kubelet has one or two at a time, and a few more
-	// when it starts again and again.
+	// maxRequests bounds the requests of one node: those approved in the last keepApproved plus the open ones; and
+	// separately those denied in the last keepDenied. An honest kubelet has one or two at a time, and a few more when it
+	// restarts repeatedly.
 	maxRequests = 8
-	// maxFiled is how many requests a node may have before admission takes no more of it for a minute: it files them faster than they can be deleted.
+	// maxFiled is the number of requests of a node above which admission refuses new ones for a minute: the node files them
+	// faster than they can be deleted.
 	maxFiled = 64
-	// maxWrites is how many requests of a node are decided or deleted before it is another node's turn.
+	// maxWrites is the number of a node's requests that are decided or deleted before the next node's slot.
 	maxWrites = 4
-	// keepApproved is how long a signed certificate can be fetched by its kubelet, keepDenied how long a denial can be read.
+	// keepApproved is how long a kubelet can fetch a signed certificate, keepDenied how long it can read a denial.
 	// Kubernetes would keep both for an hour.
 	keepApproved, keepDenied = 5 * time.Minute, time.Minute
 )
 
-// Approver decides on the requests that kubelets file by themselves, to renew what they have. A request that fits its node's enrollment is approved. One that never can is
-// denied, so that the kubelet's log says why. One that may fit later, as when the enrollment is still
-// on its way or the machine has yet to attest again, waits.
+// Approver decides on the requests that kubelets file themselves to renew their certificates. A request that fits its
+// node's enrollment is approved. One that can never fit is denied, so that the kubelet logs the reason. One that may fit
+// later waits, for example while the enrollment is still being written or the machine must attest again.
 //
-// Nodes take turns, and a turn is short, however much a node has filed: what is above its bound is deleted, the oldest
-// first, and what is decided is deleted once its kubelet has had the time to read it.
+// Nodes are served in turn, in short slots, however many requests a node has filed. Requests above the bound are deleted,
+// the oldest first. Decided requests are deleted after the kubelet has had the time to read them.
 type Approver struct {
 	kube      *Kube
 	audit     *audit.Log
-	rations   *audit.RefusalLimits
+	limits    *audit.RefusalLimits
 	policy    *policy.Store
 	maxAge    time.Duration
 	grace     time.Duration
@@ -71,11 +71,11 @@ type Approver struct {
 	events map[string]*rate.Limiter // by node
 }
 
-// NewApprover returns an Approver that takes verdicts of up to maxAge under the policy in force of p,
-// or says what is missing. What it approves goes to log, what it denies to the node's ration.
-func (k *Kube) NewApprover(log *audit.Log, rations *audit.RefusalLimits, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
-	if log == nil || rations == nil || p == nil || maxAge <= 0 || r == nil {
-		return nil, errors.New("kube: audit log, rations, policy, the age of verdicts and metrics are required")
+// NewApprover returns an Approver that accepts verdicts up to maxAge old under the policy in force in p, or an error that
+// names what is missing. Approvals are recorded in log, denials within the node's limit.
+func (k *Kube) NewApprover(log *audit.Log, limits *audit.RefusalLimits, p *policy.Store, maxAge time.Duration, r prometheus.Registerer) (*Approver, error) {
+	if log == nil || limits == nil || p == nil || maxAge <= 0 || r == nil {
+		return nil, errors.New("kube: audit log, limits of refusals, policy, the age of verdicts and metrics are required")
 	}
 	d := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "muster_node_certificate_requests_total", Help: "Requests filed by kubelets that were approved, denied, or wait for that reason, by signer and reason.",
@@ -83,11 +83,11 @@ func (k *Kube) NewApprover(log *audit.Log, rations *audit.RefusalLimits, p *poli
 	if err := r.Register(d); err != nil {
 		return nil, fmt.Errorf("kube: %w", err)
 	}
-	a := &Approver{kube: k, audit: log, rations: rations, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, tooMany: rate.Sometimes{Interval: time.Minute}, events: map[string]*rate.Limiter{}}
+	a := &Approver{kube: k, audit: log, limits: limits, policy: p, maxAge: maxAge, grace: policyGrace, decisions: d, tooMany: rate.Sometimes{Interval: time.Minute}, events: map[string]*rate.Limiter{}}
 	return a, clusterview.Watch(k.cluster, func(n *v1alpha1.AttestedNode) { k.requests.wakeOne(n.Name) }, func(*v1alpha1.AttestedNode) {})
 }
 
-// Serve decides until ctx ends. Before the informers have synced it decides nothing.
+// Serve decides on requests until ctx ends. It decides nothing before the informers have synced.
 func (a *Approver) Serve(ctx context.Context) error {
 	if err := a.kube.cluster.Await(ctx); err != nil {
 		return err
@@ -104,7 +104,7 @@ func (a *Approver) Serve(ctx context.Context) error {
 	defer queue.ShutDown()
 	defer a.kube.requests.look(nil)
 	for {
-		_, policed := a.policy.Latest() // before looking, so that no change is missed
+		_, policed := a.policy.Latest() // read before the requests, so that no change is missed
 		a.kube.requests.look(queue.Add)
 		select {
 		case <-ctx.Done():
@@ -114,7 +114,7 @@ func (a *Approver) Serve(ctx context.Context) error {
 	}
 }
 
-// next gives one node its turn. It is false once the queue has been shut down.
+// next processes one node's slot. It returns false when the queue is shut down.
 func (a *Approver) next(ctx context.Context, queue workqueue.TypedRateLimitingInterface[string]) bool {
 	node, end := queue.Get()
 	if end {
@@ -124,7 +124,7 @@ func (a *Approver) next(ctx context.Context, queue workqueue.TypedRateLimitingIn
 	if ctx.Err() != nil {
 		return true
 	}
-	again, err := a.turn(ctx, node)
+	again, err := a.slot(ctx, node)
 	if err != nil {
 		if ctx.Err() == nil {
 			a.kube.log.ErrorContext(ctx, "a node's certificate requests cannot be dealt with; trying again", "node", node, "err", err)
@@ -139,11 +139,11 @@ func (a *Approver) next(ctx context.Context, queue workqueue.TypedRateLimitingIn
 	return true
 }
 
-// atOnce is for a node that has to wait for no more than the others' turns.
+// atOnce is the pause for a node that waits only for the other nodes' slots.
 const atOnce = time.Nanosecond
 
-// turn looks at the requests of a node, and says after what pause there is more to do; 0: not before something changes.
-func (a *Approver) turn(ctx context.Context, node string) (again time.Duration, err error) {
+// slot processes the requests of a node. It returns the pause until there is more to do; 0 if that needs a change first.
+func (a *Approver) slot(ctx context.Context, node string) (again time.Duration, err error) {
 	open, superfluous, again, ok := a.sort(ctx, node)
 	if !ok {
 		err = errors.New("a renewed certificate is to be allowed")
@@ -173,8 +173,8 @@ func (a *Approver) turn(ctx context.Context, node string) (again time.Duration, 
 	return again, err
 }
 
-// sort says which of a node's requests are to be decided and which to be deleted, and after what pause others are to be.
-// It is not ok if a certificate could not be listed.
+// sort returns the requests of a node that are to be decided, those to be deleted, and the pause until others are due. ok
+// is false if a certificate could not be allowed in the list.
 func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []kubelets, again time.Duration, ok bool) {
 	approved, denied := 0, 0
 	ok = true
@@ -196,7 +196,7 @@ func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []k
 		case keep > 0:
 			approved++
 		case !concluded(o.CertificateSigningRequest):
-			continue // its signer is at it
+			continue // its signer is working on it
 		}
 		if keep <= 0 {
 			superfluous = append(superfluous, o)
@@ -208,13 +208,13 @@ func (a *Approver) sort(ctx context.Context, node string) (open, superfluous []k
 		a.tooMany.Do(func() {
 			a.kube.log.WarnContext(ctx, "a node files too many certificate requests; the oldest are deleted", "node", node, "open", len(open), "bound", maxRequests)
 		})
-		superfluous = append(superfluous, open[room:]...) // the newest stay: their kubelet waits for no other
+		superfluous = append(superfluous, open[room:]...) // keep the newest: the kubelet waits for no other
 		open = open[:room]
 	}
 	return open, superfluous, again, ok
 }
 
-// drop deletes a request that is decided, or above its node's bound.
+// drop deletes a request that is decided or above its node's bound.
 func (a *Approver) drop(ctx context.Context, o kubelets) error {
 	err := a.kube.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID})
 	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
@@ -224,21 +224,21 @@ func (a *Approver) drop(ctx context.Context, o kubelets) error {
 		reason := attest.ReasonName(attestv1.Reason_REASON_BUSY)
 		a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
 		node := filer(o.CertificateSigningRequest)
-		if err := a.rations.Write(node, audit.Record{Service: "joinservice", Event: "certificate request deleted", Reason: reason, Request: o.Name, Node: node}); err != nil {
+		if err := a.limits.Write(node, audit.Record{Service: "joinservice", Event: "certificate request deleted", Reason: reason, Request: o.Name, Node: node}); err != nil {
 			a.kube.log.ErrorContext(ctx, "the audit record of a deleted certificate request cannot be written", "request", o.Name, "err", err)
 		}
 	}
-	a.kube.requests.remove(o.CertificateSigningRequest) // the informer will say so too
+	a.kube.requests.remove(o.CertificateSigningRequest) // the informer will report it too
 	return nil
 }
 
-// look decides on an open request, unless it has to wait. What it is decided on is read from the API server: an informer may
-// have to hear yet of a ban or of a verdict that is gone (J4, J7), and knows no more of a request than who filed it. It is
-// done unless the request waits, or was decided elsewhere.
+// look decides on an open request, unless it must wait. It reads the enrollment and the request from the API server: an
+// informer may not have seen a ban or a removed verdict yet (J4, J7), and stores only who filed a request. done is false if
+// the request waits, and true also if it was decided elsewhere.
 func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err error) {
 	o := &certificatesv1.CertificateSigningRequest{}
 	if err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: open.Name}, o); apierrors.IsNotFound(err) || err == nil && (o.UID != open.UID || decided(o)) {
-		return false, nil // the informer will tell
+		return false, nil // the informer will report it
 	} else if err != nil {
 		return false, clusterview.Unavailable("read CertificateSigningRequest "+open.Name, err)
 	}
@@ -246,7 +246,7 @@ func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err erro
 	if err != nil {
 		return false, clusterview.Unavailable("read AttestedNode "+filer(o), err)
 	}
-	err = a.judge(o, node)
+	err = a.check(o, node)
 	later, waits := errors.AsType[*notYet](err)
 	if !waits {
 		return true, a.decide(ctx, o, node, err)
@@ -255,36 +255,36 @@ func (a *Approver) look(ctx context.Context, open kubelets) (done bool, err erro
 		a.kube.requests.note(open, func(k *kubelets) { k.waits = later.Error() })
 		a.decisions.WithLabelValues(o.Spec.SignerName, attest.ReasonName(attest.ReasonOf(later.err))).Inc()
 		a.kube.log.InfoContext(ctx, "a kubelet's certificate request waits", "request", o.Name, "by", o.Spec.Username, "reason", attest.ReasonName(attest.ReasonOf(later.err)), "why", later.err)
-		a.tell(ctx, o, "RenewalWaits", later.err)
+		a.emit(ctx, o, "RenewalWaits", later.err)
 	}
 	return false, nil
 }
 
-// tell says beside the enrollment what a kubelet can't: why its certificate is not renewed. A node that files without end
-// gets no more events than others: the log has the rest.
-func (a *Approver) tell(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
+// emit creates an event on the enrollment that explains why a certificate is not renewed; the kubelet cannot. A node that
+// files without end gets no more events than others: the log has the rest.
+func (a *Approver) emit(ctx context.Context, o *certificatesv1.CertificateSigningRequest, what string, why error) {
 	n := a.kube.cluster.Nodes.ByName(filer(o))
 	if n == nil {
 		return
 	}
 	a.mu.Lock()
 	events := a.events[n.Name]
-	if events == nil { // one for each enrollment that there ever was
+	if events == nil { // one for each enrollment that ever existed
 		events = rate.NewLimiter(rate.Every(time.Minute), 2*maxRequests)
 		a.events[n.Name] = events
 	}
 	a.mu.Unlock()
 	if events.Allow() {
-		a.kube.tell(ctx, n, eventWarning, what, fmt.Sprintf("%s: %v", o.Name, why))
+		a.kube.emit(ctx, n, eventWarning, what, fmt.Sprintf("%s: %v", o.Name, why))
 	}
 }
 
-// notYet is for requests that may be all right later.
+// notYet is a refusal of a request that may be accepted later.
 type notYet struct{ err error }
 
 func (n *notYet) Error() string { return n.err.Error() }
 
-// enrollment reads a node's enrollment past the informers; nil: it has none.
+// enrollment reads a node's enrollment from the API server, not from the informers; nil if it has none.
 func (a *Approver) enrollment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}
 	err := a.kube.cluster.Client.Get(ctx, client.ObjectKey{Name: name}, n)
@@ -297,8 +297,8 @@ func (a *Approver) enrollment(ctx context.Context, name string) (*v1alpha1.Attes
 	return n, nil
 }
 
-// judge compares a request with its node's enrollment; nil: it has none.
-func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1alpha1.AttestedNode) error {
+// check compares a request with its node's enrollment, which is nil if it has none.
+func (a *Approver) check(o *certificatesv1.CertificateSigningRequest, node *v1alpha1.AttestedNode) error {
 	name := filer(o)
 	if node == nil {
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has no AttestedNode", name)}
@@ -306,7 +306,7 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 	if err := checkShutOut(node); err != nil {
 		return err
 	}
-	if node.Status.ReleasedAt != nil { // J4: nothing that outlives what is held for its machine
+	if node.Status.ReleasedAt != nil { // J4: nothing that is valid longer than the name is held for its machine
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", name)}
 	}
 	if node.CreationTimestamp.Sub(o.CreationTimestamp.Time) > filedBefore { // J4: both by API servers' clocks
@@ -344,9 +344,9 @@ func (a *Approver) judge(o *certificatesv1.CertificateSigningRequest, node *v1al
 	return nil
 }
 
-// checkVerdict wants an accepted verdict that is recent and was made under the policy in force (J7):
-// a node's key alone, off its machine, renews nothing for long. The verdict of the owner's program,
-// which knows no generation, is that of no policy in force here.
+// checkVerdict requires a recent accepted verdict under the policy in force (J7): otherwise a node's key, copied from its
+// machine, could renew certificates for long. A verdict of the owner's program has no generation, so it never counts as one
+// under the policy in force.
 func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
 	later := func(format string, args ...any) error {
 		return &notYet{attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, format, args...)}
@@ -354,10 +354,10 @@ func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
 	v := node.Status.LastVerdict
 	switch {
 	case v == nil:
-		return later("node %q was never judged", node.Name)
+		return later("no evidence of node %q was appraised yet", node.Name)
 	case !v.Accepted:
 		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the last verdict on node %q was %s", node.Name, v.Reason)
-	case time.Since(v.Time.Time).Abs() > a.maxAge: // one from the future is as good as none
+	case time.Since(v.Time.Time).Abs() > a.maxAge: // one from the future does not count
 		return later("the last verdict on node %q is of %s", node.Name, v.Time.UTC().Format(time.RFC3339))
 	}
 	p, err := a.policy.Current()
@@ -369,13 +369,12 @@ func (a *Approver) checkVerdict(node *v1alpha1.AttestedNode) error {
 		return nil
 	}
 	if seen.PolicyGeneration > 0 && time.Since(p.Since) < a.grace {
-		return nil // its machine has not had the time to come again
+		return nil // its machine has not had the time to attest again
 	}
 	return later("the last verdict on node %q was made under generation %d of the policy, and %d is in force", node.Name, seen.PolicyGeneration, p.Generation)
 }
 
-// checkUsages allows what kubelets ask for: with an RSA key they add key encipherment, which an ECDSA
-// key has no use for.
+// checkUsages allows what kubelets request: with an RSA key they add key encipherment, which an ECDSA key does not use.
 func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 	want := usagesOf[kind]
 	for _, u := range usages {
@@ -389,8 +388,8 @@ func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 	return nil
 }
 
-// decide writes the record, then the decision (J3). A node that is denied again and again is recorded
-// by a number above its ration. n is the enrollment that it was decided on.
+// decide writes the record, then the decision (J3). Denials above the node's limit are recorded as a number only. n is the
+// enrollment that the decision is based on.
 func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, n *v1alpha1.AttestedNode, refusal error) error {
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{
@@ -402,7 +401,7 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	}
 	write := a.audit.Write
 	if refusal != nil {
-		write = func(r audit.Record) error { return a.rations.Write(r.Node, r) }
+		write = func(r audit.Record) error { return a.limits.Write(r.Node, r) }
 		record.Event, record.Detail = "certificate denied", refusal.Error()
 		condition.Type, condition.Reason, condition.Message = certificatesv1.CertificateDenied, reason, refusal.Error()
 	}
@@ -413,19 +412,19 @@ func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSign
 	next.Status.Conditions = append(next.Status.Conditions, condition)
 	err := a.kube.cluster.Client.SubResource("approval").Update(ctx, next)
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-		return nil // another replica was faster, or it is gone: the informer will tell
+		return nil // another replica was first, or it was deleted: the informer will report it
 	}
 	if err != nil {
 		return clusterview.Unavailable("decide on CertificateSigningRequest "+o.Name, err)
 	}
 	a.decisions.WithLabelValues(o.Spec.SignerName, reason).Inc()
 	if refusal != nil {
-		a.tell(ctx, o, "RenewalDenied", refusal)
+		a.emit(ctx, o, "RenewalDenied", refusal)
 	}
 	a.kube.log.InfoContext(ctx, "a kubelet's certificate request is decided", "event", record.Event, "request", o.Name, "node", record.Node, "signer", o.Spec.SignerName, "reason", reason, "detail", record.Detail)
 	return nil
 }
 
-// MostApproved returns how many certificate requests of one node are approved at most in that time: one that was approved counts
-// until it is deleted.
+// MostApproved returns the maximum number of certificate requests of one node that are approved in that time: an approved
+// one counts until it is deleted.
 func MostApproved(in time.Duration) int { return maxRequests * (1 + int(in/keepApproved)) }

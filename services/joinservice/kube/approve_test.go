@@ -28,30 +28,30 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// A kubelet files what is denied as often as it likes. What is approved is recorded one by one.
+// A kubelet can file requests that are denied without limit. Each approval is recorded.
 func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 	shared.Reset(t)
 	k, _ := replica(t)
 	var out bytes.Buffer
 	log, registry := audit.NewStream(&out), prometheus.NewRegistry()
-	strangers, err := audit.NewUnattestedRefusals("joinservice", log, slog.New(slog.DiscardHandler), registry)
+	unattested, err := audit.NewUnattestedRefusals("joinservice", log, slog.New(slog.DiscardHandler), registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	rations, err := audit.NewRefusalLimits(strangers)
+	limits, err := audit.NewRefusalLimits(unattested)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if _, err := k.NewApprover(log, nil, &policy.Store{}, time.Minute, registry); err == nil {
-		t.Error("an approver without rations was made")
+		t.Error("an approver without limits was made")
 	}
-	a, err := k.NewApprover(log, rations, &policy.Store{}, time.Minute, registry)
+	a, err := k.NewApprover(log, limits, &policy.Store{}, time.Minute, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
 	decide := func(n int, node string, refusal error) {
 		t.Helper()
-		for i := range n { // their requests are gone by the time that the API server is told
+		for i := range n { // their requests are deleted by the time that the API server gets the decision
 			o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("csr-", i)}}
 			o.Spec.Username = "system:node:" + node
 			if err := a.decide(t.Context(), o, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: node}}, refusal); err != nil {
@@ -76,7 +76,7 @@ func TestDenialsOfOneNodeAreRationedAndApprovalsAreNot(t *testing.T) {
 	}
 }
 
-// counting is an API server that takes deletions and has nothing to read.
+// counting is an API server that accepts deletions and has nothing to read.
 type counting struct {
 	client.Client
 	reads   int
@@ -93,7 +93,7 @@ func (c *counting) Delete(_ context.Context, o client.Object, _ ...client.Delete
 	return nil
 }
 
-// A node's turn is short however much it has filed, and its newest requests stay.
+// A node's slot is short however much it has filed, and its newest requests stay.
 func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 	now := &clock{at: time.Now()}
 	requestOf := func(name string, age time.Duration, conditions ...certificatesv1.RequestConditionType) *certificatesv1.CertificateSigningRequest {
@@ -123,17 +123,17 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			api, out := &counting{}, &bytes.Buffer{}
-			strangers, err := audit.NewUnattestedRefusals("joinservice", audit.NewStream(out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
+			unattested, err := audit.NewUnattestedRefusals("joinservice", audit.NewStream(out), slog.New(slog.DiscardHandler), prometheus.NewRegistry())
 			if err != nil {
 				t.Fatal(err)
 			}
-			rations, err := audit.NewRefusalLimits(strangers)
+			limits, err := audit.NewRefusalLimits(unattested)
 			if err != nil {
 				t.Fatal(err)
 			}
 			k := &Kube{cluster: &clusterview.Cluster{Client: api}, log: slog.New(slog.DiscardHandler), requests: newRequests(), now: now.now, access: &accessView{}}
 			k.requests.now = now.now
-			a := &Approver{kube: k, rations: rations, decisions: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "x"}, []string{"signer", "reason"})}
+			a := &Approver{kube: k, limits: limits, decisions: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "x"}, []string{"signer", "reason"})}
 			total := 0
 			file := func(n int, conditions ...certificatesv1.RequestConditionType) {
 				for range n {
@@ -145,18 +145,18 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 			file(tt.approved, certificatesv1.CertificateApproved)
 			file(tt.denied, certificatesv1.CertificateDenied)
 			now.pass(tt.after)
-			turns := 0
-			for again := atOnce; again == atOnce; turns++ {
+			slots := 0
+			for again := atOnce; again == atOnce; slots++ {
 				reads, deletions := api.reads, len(api.deleted)
-				if again, err = a.turn(t.Context(), "w1"); err != nil {
+				if again, err = a.slot(t.Context(), "w1"); err != nil {
 					t.Fatal(err)
 				}
 				if r, d := api.reads-reads, len(api.deleted)-deletions; r > maxRequests || d > maxWrites {
-					t.Fatalf("a turn took %d reads and %d deletions", r, d)
+					t.Fatalf("a slot took %d reads and %d deletions", r, d)
 				}
 			}
 			if left := total - len(api.deleted); left != tt.stay {
-				t.Errorf("%d of %d are left after %d turns, want %d", left, total, turns, tt.stay)
+				t.Errorf("%d of %d are left after %d slots, want %d", left, total, slots, tt.stay)
 			}
 			if recorded := strings.Contains(out.String(), `"certificate request deleted"`); recorded != (tt.open > maxRequests-tt.approved && tt.after == 0) {
 				t.Errorf("that requests were deleted undecided is on record: %t", recorded)
@@ -168,9 +168,9 @@ func TestANodesTurnIsShortAndItsRequestsAreBounded(t *testing.T) {
 	}
 }
 
-// A node that was taken no requests of files again once few of its are left.
+// A node whose requests were refused by admission may file again when few of them are left.
 func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	if err := b.pauseRequests(t.Context(), "w1"); err != nil {
 		t.Fatal(err)
 	}

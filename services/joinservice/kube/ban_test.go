@@ -24,7 +24,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// What keeps a Node or a pod there keeps its tokens good and its Secrets readable. That is said, and the eviction goes on once it is removed.
+// While a Node or a pod exists, its tokens are valid and its Secrets readable. The condition reports that, and the eviction
+// continues when it is removed.
 func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 	for name, hold := range map[string]func(t *testing.T) client.Object{
 		"a pod with a finalizer": func(t *testing.T) client.Object {
@@ -94,7 +95,7 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 	}
 }
 
-// Who was kept out, and since when, is answered by the audit log.
+// The audit log has which machines were banned, and since when.
 func TestBansAndDeletionsAreAudited(t *testing.T) {
 	shared.Reset(t)
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
@@ -108,7 +109,7 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 	makeReady(t, a, "w1")
 	serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
 	machine := claim(1).Machine.String()
-	var want []string // evictions and the rest are recorded side by side
+	var want []string // evictions and the rest are recorded concurrently
 	recorded := func(reason string, events ...string) {
 		t.Helper()
 		for _, event := range events {
@@ -141,7 +142,7 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 	recorded("ACCEPTED", "enrollment ended")
 }
 
-// `muster replace` bans, and the Node is for the next machine.
+// `muster replace` bans the machine and keeps the Node for the next one.
 func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -158,7 +159,8 @@ func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 	}
 }
 
-// Whoever lifts the ban of an interrupted `muster replace` by hand has a node that the next ban evicts like any other.
+// If an administrator lifts the ban of an interrupted `muster replace` by hand, the next ban evicts the node like any
+// other.
 func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
@@ -177,9 +179,9 @@ func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 	membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is still there") })
 }
 
-// A first machine has no ticket, and after an eviction no Node.
+// A first machine has no ticket, and has no Node after an eviction.
 func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
 		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
@@ -193,7 +195,7 @@ func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
 	}
 }
 
-// Without its Node the last control plane would run no joinservice, and nobody could lift the ban.
+// Without its Node the last control plane would not run joinservice, and no ban could be lifted.
 func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -217,8 +219,8 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	// Its kubelet made the Node after a ban was lifted: no joinservice runs there until it is labeled.
-	makeReady(t, a, "other") // nobody's; the replica sees it after what was done to cp2
+	// Its kubelet made the Node after a ban was lifted: joinservice does not run there until it is labeled.
+	makeReady(t, a, "other") // not among the enrollments; the replica sees it after what was done to cp2
 	if a.nodes.get("cp2").serves {
 		t.Error("without the label joinservice can run on cp2")
 	}
@@ -238,7 +240,8 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	}
 }
 
-// stuck is an API server that can't delete some pods, as etcd takes no deletion of one that is too large with its finalizers.
+// stuck is an API server that cannot delete some pods, as etcd refuses the deletion of one that is too large with its
+// finalizers.
 type stuck struct{ client.Client }
 
 func (s stuck) Delete(ctx context.Context, o client.Object, opts ...client.DeleteOption) error {
@@ -248,7 +251,7 @@ func (s stuck) Delete(ctx context.Context, o client.Object, opts ...client.Delet
 	return s.Client.Delete(ctx, o, opts...)
 }
 
-// Pods that can't be deleted keep no other one there, and are named.
+// Pods that cannot be deleted do not prevent the deletion of others, and are named.
 func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -282,7 +285,8 @@ func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 	membertest.Eventually(t, func() error { return membertest.Want(!knows(t, token), "its token is believed") })
 }
 
-// A deletion that waits for what an object owns, by a finalizer that the API server itself puts, holds no eviction: nodes may delete their pods so.
+// A deletion that waits for dependents, by a finalizer that the API server itself adds, does not delay an eviction: nodes
+// may delete their pods in this way.
 func TestADeletionThatWaitsForOthersHoldsNoEviction(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)

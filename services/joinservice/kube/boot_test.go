@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// J11: what is known is boot 5/2 with a secret, and 100 s on the TPM's clock.
+// J11: the recorded boot is 5/2 with a secret, and 100 s on the TPM's clock.
 func TestABootIsComparedWithTheLastOne(t *testing.T) {
 	secret, other := keys.NewBootSecret(), keys.NewBootSecret()
 	hash, since := secret.Hash(), time.Now()
@@ -58,7 +58,8 @@ func TestABootIsComparedWithTheLastOne(t *testing.T) {
 	}
 }
 
-// J11: what is recorded of a boot is its latest clock, whatever comes out of order, so that memory and TPM can't be put back in small steps; and since when it is known.
+// J11: the latest clock of a boot is recorded, also if evidence arrives out of order, so that memory and TPM cannot be
+// reset in small steps; the time of the first record is kept.
 func TestTheClockOfABootOnlyGoesOn(t *testing.T) {
 	n, s := &v1alpha1.AttestedNode{}, &v1alpha1.AttestedNodeStatus{ResetCount: new(int64(5))} // of a version that recorded no boots
 	at := time.Now()
@@ -86,7 +87,7 @@ func TestTheClockOfABootOnlyGoesOn(t *testing.T) {
 	}
 }
 
-// J11: of two machines with one TPM's state that are let in by two replicas at the same time, the swap lets one pass.
+// J11: if two replicas admit two machines with the same TPM state at the same time, the compare-and-swap lets one pass.
 func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 	shared.Reset(t)
 	a, b := replicaOf(t), replicaOf(t)
@@ -101,7 +102,7 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 		var wait sync.WaitGroup
 		errs := make([]error, 2)
 		rejoining := make([]*Rejoining, 2)
-		for i, k := range []*Kube{a, b} { // both have been looked at before either is recorded
+		for i, k := range []*Kube{a, b} { // both have been checked before either is recorded
 			c := claim(1)
 			c.Boot = Boot{Reset: uint32(last.ResetCount) + 1, Secret: keys.NewBootSecret(), Verified: time.Now(), Address: "192.0.2." + string(rune('1'+i))}
 			var err error
@@ -127,7 +128,7 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 	}
 }
 
-// A boot is recorded for a key only if the boot before it was looked for, and is still the last one.
+// A boot is recorded for a key only if it was checked that the boot before it has ended, and that one is still the last.
 func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	shared.Reset(t)
 	k := replicaOf(t)
@@ -160,7 +161,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("after another boot: %v", err)
 	}
-	if err := r.AwaitEarlier(t.Context()); err != nil { // it does not read anew
+	if err := r.AwaitEarlier(t.Context()); err != nil { // it does not read again
 		t.Fatal(err)
 	}
 	again, err := k.Rejoin(t.Context(), c)
@@ -173,8 +174,8 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	}
 }
 
-// A copy that has been booted once more asks while the original, which has its key, is still on its way up: nobody is let in before the original's kubelet
-// can have come.
+// A copy that was booted once more asks while the original, which has its key, is still starting: it is refused until the
+// original's kubelet has had the time to start.
 func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	shared.Reset(t)
 	k := replicaOf(t)
@@ -233,7 +234,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	}
 }
 
-// Whoever has a copy of one machine takes one place at most of those that wait.
+// An attacker who copies one machine takes at most one of the waiting places.
 func TestOneMachineWaitsOnce(t *testing.T) {
 	w := &leaseWaits{}
 	for i := range maxLeaseWaits {
@@ -257,7 +258,7 @@ func replicaOf(t *testing.T) *Kube {
 	return k
 }
 
-// A kubelet renews its Lease each quarter of the time that it lasts.
+// A kubelet renews its Lease after each quarter of the Lease's duration.
 func TestALeaseThatLastsLongerIsWatchedLonger(t *testing.T) {
 	for seconds, want := range map[int32]time.Duration{1: 15 * time.Second, 40: 15 * time.Second, 80: 30 * time.Second, 1 << 30: maxWatch} {
 		if got := DefaultLeases.watch(&coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{LeaseDurationSeconds: &seconds}}); got != want {

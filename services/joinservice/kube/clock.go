@@ -14,20 +14,22 @@ import (
 )
 
 const (
-	// clocksEvery is the least pause between two looks at the other control planes' clocks. It is more than a kubelet waits between two renewals of its Lease, so a
-	// Lease that is the same at two looks is one of a control plane that is down.
+	// clocksEvery is the minimum pause between two reads of the other control planes' Leases. It is longer than a kubelet's
+	// renewal interval, so a Lease that is unchanged between two reads belongs to a control plane that is down.
 	clocksEvery = 30 * time.Second
-	// clocksLast is how long what a look has shown counts, and clockRuns how long a control plane counts whose Lease has changed.
+	// clocksLast is how long the result of a read is valid, clockRuns how long a control plane counts after its Lease has
+	// changed.
 	clocksLast, clockRuns = 10 * time.Minute, 3 * time.Minute
-	// maxAhead bounds what one clock that is ahead makes others write.
+	// maxAhead bounds how far one clock that is ahead can move the times that others write.
 	maxAhead = 30 * 24 * time.Hour
-	// maxClocks bounds the control planes that are looked at.
+	// maxClocks bounds the number of control planes whose Leases are read.
 	maxClocks = 16
 )
 
-// clocks knows how far the clocks of the control planes are from the one of this process, by the Leases that their kubelets renew every ten seconds. What is given up
-// because time has passed, a revoked certificate or a name, is given up only once all of them say so; what begins to count, counts from the latest (J4). So one wrong clock,
-// this one or another, lets no certificate write again. A cluster of one control plane has its clock alone.
+// clocks estimates the difference between the clocks of the control planes and that of this process, by the Leases that
+// their kubelets renew every ten seconds. A revoked certificate or a name expires only when it has expired by all clocks;
+// new periods start at the latest clock (J4). So one wrong clock, of this control plane or another, does not let a revoked
+// certificate write again. A cluster of one control plane has only its own clock.
 type clocks struct {
 	mu     sync.Mutex
 	looked time.Time // by the monotonic clock
@@ -40,7 +42,7 @@ type peerClock struct {
 	offset  time.Duration
 }
 
-// clock returns the earliest and the latest time that the control planes' clocks show. Earliest is zero while they are not known.
+// clock returns the earliest and the latest time of the control planes' clocks. Earliest is zero while they are not known.
 func (k *Kube) clock() enrollment.Clock {
 	now := k.now()
 	out := enrollment.Clock{Earliest: now, Latest: now}
@@ -55,9 +57,9 @@ func (k *Kube) clock() enrollment.Clock {
 	for _, name := range names {
 		is, known := c.of[name]
 		switch {
-		case !known: // it has no Lease, or had none at the last look
+		case !known: // it has no Lease, or had none at the last read
 		case is.seen.IsZero():
-			out.Earliest = time.Time{} // it may be down: the next look tells
+			out.Earliest = time.Time{} // it may be down: the next read shows that
 		case time.Since(is.seen) < clockRuns:
 			if at := now.Add(min(is.offset, maxAhead)); at.After(out.Latest) {
 				out.Latest = at
@@ -104,7 +106,7 @@ func (k *Kube) lookAtClocks(ctx context.Context) {
 		if known && is.version != lease.ResourceVersion {
 			is.seen, is.offset = time.Now(), lease.Spec.RenewTime.Sub(now)
 		} else if known && is.seen.IsZero() {
-			is.seen = time.Now().Add(-clocksLast) // it is down: its Lease is what it was
+			is.seen = time.Now().Add(-clocksLast) // it is down: its Lease has not changed
 		}
 		is.version = lease.ResourceVersion
 		next[name] = is

@@ -40,11 +40,11 @@ func TestConditionsFollowABan(t *testing.T) {
 	want(v1alpha1.ConditionRevoked, "False NotRevoked")
 }
 
-// What an earlier version, or a person, has left without conditions gets them by the next look.
+// An enrollment that an earlier version or an administrator left without conditions gets them at the next pass.
 func TestTheSweeperWritesConditions(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
-	for range 2 { // the first one puts the finalizer there
+	for range 2 { // the first one adds the finalizer
 		b.after(t, 0)
 	}
 	c := meta.FindStatusCondition(shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionEnrolled)

@@ -9,7 +9,7 @@ import (
 // maxControlPlanes bounds the list of [Kube.OtherControlPlanes].
 const maxControlPlanes = 64
 
-// OtherControlPlanes gives the addresses of the enrolled control planes but that one, sorted.
+// OtherControlPlanes returns the addresses of the enrolled control planes except that one, sorted.
 func (k *Kube) OtherControlPlanes(node string) []string {
 	var out []string
 	for _, n := range k.cluster.Nodes.All() {

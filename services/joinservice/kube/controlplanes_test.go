@@ -22,9 +22,10 @@ func controlPlanes(t *testing.T) []string {
 	return slices.DeleteFunc(l.Nodes(), func(node string) bool { return !l.Entry(node).ControlPlane })
 }
 
-// Who may show static pods is what the enrollments say: also of the first machine, and of nodes that were there before Muster.
+// The enrollments decide which nodes may show static pods: also that of the first machine, and of nodes that are older than
+// Muster.
 func TestEnrolledControlPlanesAreListed(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	id := func(i byte) string { return attest.MachineID{i}.String() }
 	shared.Enroll(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
 	n := shared.Node(t, "c1")
@@ -53,7 +54,7 @@ func TestEnrolledControlPlanesAreListed(t *testing.T) {
 	})
 }
 
-// A control plane is listed as such with its ticket: its kubelet shows static pods from its first minute on.
+// A control plane is listed as such when it gets its ticket: its kubelet shows static pods from its first minute.
 func TestATicketListsItsControlPlane(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)

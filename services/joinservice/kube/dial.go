@@ -10,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// serviceAddresses knows the cluster IP of each Service by NAMESPACE/NAME.
+// serviceAddresses stores the cluster IP of each Service by NAMESPACE/NAME.
 type serviceAddresses struct {
 	mu sync.RWMutex
 	of map[string]string
@@ -38,7 +38,7 @@ func (s *serviceAddresses) remove(v *corev1.Service) {
 	delete(s.of, v.Namespace+"/"+v.Name)
 }
 
-// lookUp gives the cluster IP of NAME.NAMESPACE.svc, and anything else as it is.
+// lookUp returns the cluster IP of NAME.NAMESPACE.svc, and any other host unchanged.
 func (s *serviceAddresses) lookUp(host string) string {
 	name, ok := strings.CutSuffix(host, ".svc")
 	if !ok {
@@ -56,9 +56,8 @@ func (s *serviceAddresses) lookUp(host string) string {
 	return host
 }
 
-// DialService gives a dialler that knows Services by what the informers have seen of them. The
-// cluster's DNS may be down for minutes after a control plane has died, since its pods run where
-// the first control plane was; machines are admitted all the same.
+// DialService returns a dialer that resolves Services from the informers. The cluster's DNS may be down for minutes after a
+// control plane has failed, since its pods may have run there; machines are admitted nevertheless.
 func (k *Kube) DialService(dialer *net.Dialer) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		if host, port, err := net.SplitHostPort(addr); err == nil {

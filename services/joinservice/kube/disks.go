@@ -16,7 +16,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// disks is the view of whose each disk is. It may be behind, so it says when to ask, and decides nothing.
+// disks maps disks to machines, from the informer. It may be out of date, so it only shows when to read the API, and
+// decides nothing.
 type disks struct {
 	mu    sync.RWMutex
 	owner map[string]string // machine ID by disk ID
@@ -36,21 +37,21 @@ func (d *disks) remove(o *v1alpha1.AttestedDisk) {
 	delete(d.owner, o.Name)
 }
 
-// of gives the machine that has the disk; empty: none, as far as is known.
+// of returns the machine that has the disk; empty if none is known.
 func (d *disks) of(disk string) string {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	return d.owner[disk]
 }
 
-// Salt is what a disk's key follows from beside its ID: the disk's salt, and which root secret.
+// Salt is the input of a disk key beside the disk's ID: the disk's salt, and the version of the root secret.
 type Salt struct {
 	Salt keys.DiskSalt
 	Root keys.Version
 }
 
-// holdsDisk asks the API whether the disk is the machine's already, and for its salt. If it is another one's: DISK_MISMATCH. If it was
-// erased: DISK_ERASED.
+// holdsDisk reads from the API whether the machine has the disk already, and the disk's salt. It returns DISK_MISMATCH if
+// another machine has it, DISK_ERASED if it was erased.
 func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, err error) {
 	d := &v1alpha1.AttestedDisk{}
 	err = k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Disk}, d)
@@ -71,10 +72,10 @@ func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, er
 	return salt, true, nil
 }
 
-// SaltOf gives the salt of the machine's disk, or a new one if the disk is nobody's yet; [Kube.ClaimDisk] writes that down. Its
-// errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
+// SaltOf returns the salt of the machine's disk, or a new one if no machine has the disk yet; [Kube.ClaimDisk] records
+// that. Errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
 func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
-	if k.disks.of(c.Disk) == "" { // if that is an old view, ClaimDisk finds out
+	if k.disks.of(c.Disk) == "" { // ClaimDisk detects an outdated view
 		return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
 	}
 	salt, held, err := k.holdsDisk(ctx, c)
@@ -84,10 +85,10 @@ func (k *Kube) SaltOf(ctx context.Context, c Claim) (Salt, error) {
 	return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
 }
 
-// ClaimDisk makes the disk the machine's, with this salt, or finds that it is. Of any number of machines that ask at any
-// number of replicas one gets it, since the API server creates an object once. It is never taken back: what
-// was given to a machine once is given to no other, whatever becomes of its enrollment (J2). Its errors are
-// refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
+// ClaimDisk assigns the disk with this salt to the machine, or finds that it is assigned. If several machines ask at
+// several replicas, one gets it, since the API server creates an object once. The assignment is permanent: a disk of one
+// machine is never given to another, even if the enrollment ends (J2). Errors are refusals: DISK_MISMATCH, DISK_ERASED,
+// API_UNAVAILABLE.
 func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range writeAttempts {
 		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
@@ -104,7 +105,7 @@ func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 		switch {
 		case err != nil:
 			return err
-		case held && have != salt: // K4: the key that was derived is not the disk's
+		case held && have != salt: // K4: the derived key is not the disk's
 			return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("another ticket of the machine did so meanwhile, with another salt"))
 		case held:
 			return nil
@@ -113,8 +114,8 @@ func (k *Kube) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
 	return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
 }
 
-// StillHas says whether the disk has its salt still, and is the machine's: the last thing to be asked before its key leaves, so that
-// none leaves for a disk that was erased while the key was being derived (K4). Its errors are refusals: DISK_ERASED,
+// StillHas checks that the disk still has its salt and belongs to the machine. It is the last check before the key is sent,
+// so that none is sent for a disk that was erased while the key was being derived (K4). Errors are refusals: DISK_ERASED,
 // DISK_MISMATCH, API_UNAVAILABLE.
 func (k *Kube) StillHas(ctx context.Context, c Claim, salt Salt) error {
 	have, held, err := k.holdsDisk(ctx, c)

@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// J2: the API server creates an object once, so of machines that claim a disk at once at two replicas, which know
-// of each other's enrollments or not, one has it, and stays.
+// J2: the API server creates an object once, so if machines claim a disk at the same time at two replicas, which may or may
+// not have seen each other's enrollments, one gets and keeps it.
 func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -44,7 +44,7 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 	}
 }
 
-// A replica whose view is old asks the API before it refuses.
+// A replica whose view is out of date reads the API before it refuses.
 func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 	shared.Reset(t)
 	k, _ := replica(t)
@@ -64,9 +64,9 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 	}
 }
 
-// A released enrollment that is deleted takes its name along, and not the disk.
+// If a released enrollment is deleted, its name becomes free, but not its disk.
 func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", claim(1).spec())
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	n := shared.Node(t, "w1")
@@ -92,7 +92,8 @@ func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
 	}
 }
 
-// K4: two tickets of one machine that make up two salts leave one, and the other's key, which is not the disk's, does not leave.
+// K4: if two tickets of one machine create two salts, one salt stays, and the key of the other, which is not the disk's, is
+// not sent.
 func TestOfTwoSaltsForADiskOneStays(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)

@@ -20,18 +20,18 @@ import (
 )
 
 const (
-	// maxWatch bounds how long a Lease is watched that its node says to last long: less than evidence may be old when it is used.
+	// maxWatch bounds how long a Lease with a long duration is watched: less than the maximum age of evidence at its use.
 	maxWatch = 45 * time.Second
-	// leasePoll is the pause between two looks.
+	// leasePoll is the pause between two reads.
 	leasePoll = time.Second
-	// maxLeaseWaits bounds how many machines wait at one time.
+	// maxLeaseWaits bounds how many machines wait at the same time.
 	maxLeaseWaits = 64
-	// retryWait is what a machine is told to wait for one of these places.
+	// retryWait is the pause that is sent to a machine if no such place is free.
 	retryWait = 5 * time.Second
 )
 
-// leaseWaits are the machines whose earlier boot is looked for, each at most once: whoever has a copy of one machine must not take the
-// places of others.
+// leaseWaits are the machines whose earlier boot is being checked, each at most once: an attacker with a copy of one
+// machine must not take the places of others.
 type leaseWaits struct {
 	mu  sync.Mutex
 	set map[attest.MachineID]bool
@@ -56,12 +56,12 @@ func (w *leaseWaits) end(m attest.MachineID) {
 	delete(w.set, m)
 }
 
-// AwaitEarlier waits until the machine's boot before this one is known to have ended, and returns the claim with that. It is for a
-// machine that asks for a ticket, before anything is written. Its errors are those of [Rejoining.AwaitEarlier], and what the
-// enrollment refuses.
+// AwaitEarlier waits until it is known that the machine's previous boot has ended, and returns the claim with that result.
+// It is for a machine that asks for a ticket, before anything is written. Errors are those of [Rejoining.AwaitEarlier] and
+// the refusals of the enrollment.
 func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 	if k.cluster.Nodes.ByName(c.Node) == nil {
-		return c, nil // if that is an old view, recording the boot fails, and the machine asks again
+		return c, nil // with an outdated view, recording the boot fails, and the machine asks again
 	}
 	n := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, n); apierrors.IsNotFound(err) {
@@ -70,17 +70,18 @@ func (k *Kube) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
 		return c, clusterview.Unavailable("read AttestedNode "+c.Node, err)
 	}
 	if n.Spec.MachineID != c.Machine.String() || k.vacant(n) {
-		return c, nil // whoever writes the claim judges that
+		return c, nil // the write of the claim checks that
 	}
 	err := k.awaitEnd(ctx, n, c.Machine, &c.Boot)
 	return c, err
 }
 
-// awaitEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine that shows b is a
-// copy (J11). The kubelet of the node alone writes that Lease. A missing Lease is watched too: if somebody deleted it, a
-// kubelet that runs creates it again at its next renewal, as long as its Node exists.
+// awaitEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine
+// that shows b is a copy (J11). Only the node's kubelet writes that Lease. A missing Lease is watched too: if it was
+// deleted, a running kubelet creates it again at its next renewal, as long as its Node exists.
 //
-// It looks again for a boot that is recorded already if nobody has looked before: re-attestation records a later boot without that.
+// A boot that is already recorded is checked too if that was not done before: re-attestation records a later boot without
+// this check.
 func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
 	later, err := checkBoot(n, &n.Status, *b)
 	if err != nil {
@@ -126,8 +127,9 @@ func (k *Kube) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.
 	}
 }
 
-// watch is how long a Lease is watched: one and a half times as long as its kubelet waits between two renewals, a quarter of the time for which it lasts (as much more as the API
-// server is slow comes on top). When it was last written is not asked: that is by the clock of another machine.
+// watch returns how long a Lease is watched: one and a half times the kubelet's renewal interval, which is a quarter of the
+// Lease's duration (plus any delay of the API server). The time of the last write is not used: it is by the clock of
+// another machine.
 func (l Leases) watch(lease *coordinationv1.Lease) time.Duration {
 	if lease == nil || lease.Spec.LeaseDurationSeconds == nil {
 		return l.Watch
@@ -135,7 +137,8 @@ func (l Leases) watch(lease *coordinationv1.Lease) time.Duration {
 	return max(l.Watch, min(time.Duration(*lease.Spec.LeaseDurationSeconds)*time.Second*3/8, maxWatch))
 }
 
-// comesUp returns for how long no later boot than the last one is believed, since that one's kubelet had no time yet to write its Lease (J11).
+// comesUp returns how long no boot later than the last one is accepted, since the last one's kubelet has not had the time
+// to write its Lease (J11).
 func (k *Kube) comesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
 	if last == nil || lease != nil && writtenAt(lease, now).After(last.Since.Time) {
 		return 0
@@ -143,7 +146,7 @@ func (k *Kube) comesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now tim
 	return k.leases.First - now.Sub(last.Since.Time)
 }
 
-// nodeLease reads a node's Lease, and says how long that took; nil: there is none.
+// nodeLease reads a node's Lease, and returns how long that took; the Lease is nil if there is none.
 func (k *Kube) nodeLease(ctx context.Context, node string) (*coordinationv1.Lease, time.Duration, error) {
 	l, began := &coordinationv1.Lease{}, time.Now()
 	err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: corev1.NamespaceNodeLease, Name: node}, l)
@@ -157,8 +160,8 @@ func (k *Kube) nodeLease(ctx context.Context, node string) (*coordinationv1.Leas
 	}
 }
 
-// writtenAt is when the Lease was last written, by the API server's clock: the time in its spec is the node's own, which may be
-// wrong. One that doesn't say so counts as written now.
+// writtenAt returns when the Lease was last written, by the API server's clock: the time in its spec is the node's own,
+// which may be wrong. A Lease without that time counts as written now.
 func writtenAt(l *coordinationv1.Lease, now time.Time) time.Time {
 	var last *metav1.Time
 	for _, f := range l.ManagedFields {
@@ -172,26 +175,26 @@ func writtenAt(l *coordinationv1.Lease, now time.Time) time.Time {
 	return last.Time
 }
 
-// Rejoining is a machine that may have the key of its disk, as its enrollment stood when that was decided.
+// Rejoining is the decision that a machine may have the key of its disk, with its enrollment as it was then.
 type Rejoining struct {
 	kube  *Kube
 	node  *v1alpha1.AttestedNode
 	claim Claim
-	// Salt is the disk's, of its AttestedDisk.
+	// Salt is the disk's, from its AttestedDisk.
 	Salt Salt
 }
 
-// AwaitEarlier waits until the machine's boot before this one is known to have ended, at most some 20 s, longer if the API server is
-// slow. Its errors are refusals: MACHINE_CLONED, BUSY, API_UNAVAILABLE.
+// AwaitEarlier waits until it is known that the machine's previous boot has ended, at most about 20 s, longer if the API
+// server is slow. Errors are refusals: MACHINE_CLONED, BUSY, API_UNAVAILABLE.
 func (r *Rejoining) AwaitEarlier(ctx context.Context) error {
 	return r.kube.awaitEnd(ctx, r.node, r.claim.Machine, &r.claim.Boot)
 }
 
-// Record records the boot, by compare-and-swap: of two machines with the same TPM one gets the key (J11). A ban or another
-// change of the enrollment since makes it fail. Its errors are refusals.
+// Record records the boot, by compare-and-swap: of two machines with the same TPM one gets the key (J11). It fails after a
+// ban or another change of the enrollment. Errors are refusals.
 func (r *Rejoining) Record(ctx context.Context) error {
 	if r.claim.Boot.over == nil {
-		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("nobody has looked whether the one before has ended"))
+		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("it was not checked whether the previous boot has ended"))
 	}
 	return r.kube.writeStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
 		return r.claim.Boot.record(r.node, s, true)

@@ -19,27 +19,27 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Enforcer makes bans and removals take effect: the node may not write, the machine's connections are
-// closed, its Node and pods are deleted, and an enrollment that is being removed ends. After a ban that is lifted the node may write again.
+// Enforcer enforces bans and removals: the node may not write, the machine's connections are closed, its Node and pods are
+// deleted, and an enrollment that is being removed ends. After a ban is lifted the node may write again.
 type Enforcer struct {
 	kube *Kube
 
 	mu      sync.Mutex
-	shut    map[string]bool // by node name: what was last seen
-	tasks   map[string]bool // names of nodes whose entry in the list is to be settled
-	keeps   map[string]bool // names of nodes that have what an interrupted `muster replace` left
+	shut    map[string]bool // by node name: the last state seen
+	tasks   map[string]bool // names of nodes whose entry in the list is to be updated
+	keeps   map[string]bool // names of nodes with the annotation of an interrupted `muster replace`
 	leaving map[string]bool // by node name: it is to be evicted
-	changes []change        // that nobody was told of yet
+	changes []change        // not reported yet
 	kick    chan struct{}
 	kickCut chan struct{}
 	// kickLeave wakes the evictions.
 	kickLeave chan struct{}
 }
 
-// change is one in who is shut out.
+// change is a change of the set of nodes that are shut out.
 type change struct {
 	node, machine string
-	event         string // as the audit log has it
+	event         string // event of the audit log
 	shut          bool
 }
 
@@ -88,7 +88,7 @@ func (e *Enforcer) changed(n *v1alpha1.AttestedNode, event string, shut bool) {
 	wake(e.kickCut)
 }
 
-// present finds a Node that came, or was made by somebody, under a name that is shut out.
+// present handles a Node that appears under a name that is shut out.
 func (e *Enforcer) present(n *corev1.Node) {
 	e.mu.Lock()
 	shut := e.shut[n.Name]
@@ -98,8 +98,8 @@ func (e *Enforcer) present(n *corev1.Node) {
 	}
 }
 
-// remove settles a forgotten node. Its connections stay: one may be waiting for the very answer that
-// its ticket was taken back, and no request on it is believed.
+// remove queues a removed node. Its connections stay open: one may be waiting for the answer that its ticket was returned,
+// and no other request on it succeeds.
 func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -112,10 +112,10 @@ func (e *Enforcer) remove(n *v1alpha1.AttestedNode) {
 	}
 }
 
-// listed finds nodes of which the list says something else than their AttestedNodes: both come by informers of their own, in any order.
+// listed queues nodes whose list entries and AttestedNodes differ: both arrive by separate informers, in any order.
 func (e *Enforcer) listed() {
 	if e.kube.cluster.Ready() != nil {
-		return // Serve looks once all has been seen
+		return // Serve checks after the informers have synced
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -132,11 +132,11 @@ func (e *Enforcer) add(node string) {
 func wake(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
-	default: // it is awake
+	default: // it is already awake
 	}
 }
 
-// Serve works until ctx ends. cut closes the connections of a machine; it waits for no API server.
+// Serve works until ctx ends. cut closes the connections of a machine; it does not wait for an API server.
 func (e *Enforcer) Serve(ctx context.Context, cut func(attest.MachineID)) error {
 	var others sync.WaitGroup
 	defer others.Wait()
@@ -187,7 +187,7 @@ func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
 	}
 }
 
-// pass settles every node that is to be settled once. It is false if one of them could not be.
+// pass updates the list once for every node that is queued. It returns false if one of them failed.
 func (e *Enforcer) pass(ctx context.Context) bool {
 	e.mu.Lock()
 	nodes, keeps := slices.Collect(maps.Keys(e.tasks)), e.keeps
@@ -214,7 +214,7 @@ func (e *Enforcer) pass(ctx context.Context) bool {
 	return false
 }
 
-// dropKeepNode removes what `muster replace` was interrupted with from an enrollment whose ban was lifted by hand.
+// dropKeepNode removes the annotation of an interrupted `muster replace` from an enrollment whose ban was lifted by hand.
 func (k *Kube) dropKeepNode(ctx context.Context, node string) error {
 	n := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) || err == nil && !keepsNode(n) {

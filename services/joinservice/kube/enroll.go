@@ -22,13 +22,13 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// maxAddresses is what an enrollment has room for: a claim's, and those of the one before.
+// maxAddresses is the maximum number of addresses in an enrollment: those of a claim and of the one before.
 const maxAddresses = 2 * nodecert.MaxAddresses
 
-// writeAttempts bounds how often a lost compare-and-swap is tried again.
+// writeAttempts bounds the attempts of a compare-and-swap that lost.
 const writeAttempts = 4
 
-// Claim is what a machine asks to be enrolled with. Its machine comes from attestation alone (J1).
+// Claim is what a machine asks to be enrolled with. The machine ID comes from attestation only (J1).
 type Claim struct {
 	Machine   attest.MachineID
 	Node      string
@@ -36,7 +36,7 @@ type Claim struct {
 	Disk      string
 	DiskMode  v1alpha1.DiskMode
 	Addresses []netip.Addr
-	// Boot is what the evidence says of the machine's boot.
+	// Boot is the machine's boot, from the evidence.
 	Boot Boot
 	// AK is the name of the attestation key that the machine attested with, in hexadecimal digits.
 	AK string
@@ -50,20 +50,20 @@ func (c Claim) spec() v1alpha1.AttestedNodeSpec {
 	return s
 }
 
-// Check says whether the claim fits all enrollments, Nodes, Services, API servers and disks that are
-// known. Its errors are refusals; it changes nothing.
+// Check checks the claim against all known enrollments, Nodes, Services, API servers and disks. Errors are refusals; it
+// changes nothing.
 func (k *Kube) Check(ctx context.Context, c Claim) error {
 	if err := k.check(c, k.cluster.Nodes.ByName(c.Node)); err != nil {
 		return err
 	}
 	if owner := k.disks.of(c.Disk); owner == "" || owner == c.Machine.String() {
-		return nil // ClaimDisk decides; this is for before anything is written
+		return nil // ClaimDisk decides; this check runs before anything is written
 	}
 	_, _, err := k.holdsDisk(ctx, c) // J2
 	return err
 }
 
-// check takes the enrollment of the node by hand, since a caller may know a newer one.
+// check takes the node's enrollment as an argument, since a caller may know a newer one.
 func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	if k.reserved(c.Node) {
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%q is a name of the API server, for which a node gets no certificate", c.Node)
@@ -86,7 +86,7 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 		if c.Role == v1alpha1.RoleControlPlane {
 			return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "control planes are enrolled by the owner: `muster enroll %s --role control-plane --machine-id %s`", c.Node, c.Machine)
 		}
-		if e, _ := k.access.entry(c.Node); e.Unattested { // J4: certificates that nobody attested for write under it
+		if e, _ := k.access.entry(c.Node); e.Unattested { // J4: unattested certificates can write under it
 			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "%q was a node before Muster was here, and its certificates live on; `muster forget %s` retires them", c.Node, c.Node)
 		}
 		if k.nodes.has(c.Node) {
@@ -109,7 +109,7 @@ func (k *Kube) check(c Claim, own *v1alpha1.AttestedNode) error {
 	return k.checkNumber(c, own)
 }
 
-// checkNumber bounds how many addresses a machine can keep from others by giving them up.
+// checkNumber bounds how many addresses a machine can block for others by releasing them.
 func (k *Kube) checkNumber(c Claim, own *v1alpha1.AttestedNode) error {
 	if own == nil {
 		return nil
@@ -121,7 +121,8 @@ func (k *Kube) checkNumber(c Claim, own *v1alpha1.AttestedNode) error {
 	return nil
 }
 
-// checkTPM refuses a machine whose TPM is known as another one: it has shown another of its endorsement keys (A8).
+// checkTPM refuses a machine whose TPM is known under another ID, because it has shown another of its endorsement keys
+// (A8).
 func (k *Kube) checkTPM(c Claim) error {
 	for _, other := range k.cluster.Nodes.ByAK(c.AK) {
 		if other.Spec.MachineID != c.Machine.String() && !k.vacant(other) {
@@ -131,8 +132,8 @@ func (k *Kube) checkTPM(c Claim) error {
 	return nil
 }
 
-// givenUp gives the addresses of an enrollment that are not among those it has next, and until when others may not have
-// them: certificates for those it has now may be as young as now.
+// givenUp returns the addresses of an enrollment that are not in next, and until when others may not have them:
+// certificates for the present addresses may have been issued just now.
 func (k *Kube) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.Time {
 	out, now := clusterview.Former(n), k.now()
 	for _, a := range n.Spec.Addresses {
@@ -146,8 +147,8 @@ func (k *Kube) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.
 	return out
 }
 
-// checkShutOut refuses everything to the machine of an enrollment that is banned or being deleted. From its deletion on it does not
-// count until its certificates are retired: what it got meanwhile would outlive it (J4).
+// checkShutOut refuses all requests of a machine whose enrollment is banned or being deleted. A deletion counts from its
+// start, before the certificates are revoked: what the machine gets meanwhile would be valid after it (J4).
 func checkShutOut(n *v1alpha1.AttestedNode) error {
 	switch {
 	case n.Leaving():
@@ -193,8 +194,8 @@ func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) 
 		}
 		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s belongs to %s %q", ip, o.kind, o.name)
 	}
-	// The API servers themselves are on control planes, whose addresses are Nodes', and behind the
-	// Service default/kubernetes. The endpoint may also be the address of one of them.
+	// The API servers run on control planes, whose addresses belong to Nodes and to the Service default/kubernetes. The
+	// endpoint may also be the address of one of them.
 	mine := own != nil && own.Spec.Role == v1alpha1.RoleControlPlane && slices.Contains(own.Spec.Addresses, ip.String())
 	if !mine && k.isControlPlaneEndpoint(ip) {
 		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is the control-plane endpoint", ip)
@@ -202,8 +203,8 @@ func (k *Kube) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) 
 	return nil
 }
 
-// settledAddresses says whether the node's addresses stand in its enrollment. What its kubelet writes
-// into its Node then keeps no address from anybody: else one node could block those of all others.
+// settledAddresses reports whether the node's addresses are in its enrollment. Then addresses that its kubelet writes into
+// its Node are ignored: otherwise one node could block the addresses of all others.
 func (k *Kube) settledAddresses(node string) bool {
 	n := k.cluster.Nodes.ByName(node)
 	return n != nil && !k.vacant(n) && len(n.Spec.Addresses) > 0
@@ -211,23 +212,23 @@ func (k *Kube) settledAddresses(node string) bool {
 
 // Enrollment is a claim that was written.
 //
-// A ticket that fails after that takes nothing back: its machine was accepted, gets the same name and disk at its next attempt, and could have
-// held them by succeeding. What never becomes a node is removed by rule, see [Kube.vacant].
+// If the ticket fails afterwards, the claim stays: the machine was accepted, gets the same name and disk at its next
+// attempt, and could have kept them by succeeding. A claim that never becomes a node is removed later, see [Kube.vacant].
 type Enrollment struct {
 	kube *Kube
 	node *v1alpha1.AttestedNode
-	// before is what the claim changed; nil: it made the enrollment.
+	// before is the enrollment before the claim; nil if the claim created it.
 	before *v1alpha1.AttestedNode
 }
 
-// Enroll writes the claim. If another machine claims the same machine ID, TPM, disk or address at the same time, at least the later one of the
-// two gives up. Its errors are refusals.
+// Enroll writes the claim. If another machine claims the same machine ID, TPM, disk or address at the same time, at least
+// the later one is refused. Errors are refusals.
 func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 	e, err := k.write(ctx, c)
 	if err != nil {
 		return nil, err
 	}
-	// Whoever asks may go away: what it has claimed meanwhile must not stay if it is another machine's.
+	// If the caller disconnects, its claim must still be removed when it conflicts with another machine's.
 	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	if err := k.cluster.Nodes.Await(ctx, e.node.Name, e.node.UID, e.node.ResourceVersion); err != nil {
@@ -240,8 +241,9 @@ func (k *Kube) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
 	return e, nil
 }
 
-// giveUp removes the enrollment that lost a race for a value that must be unique, or gives it back what it had. Nothing was issued for it yet. If somebody has changed
-// it meanwhile, or the API server does not answer, it stays: another machine can't get the value before the owner has decided.
+// giveUp removes an enrollment that lost a race for a unique value, or restores its previous state. Nothing was issued for
+// it yet. If it was changed meanwhile, or the API server does not answer, it stays: another machine cannot get the value
+// before the owner has decided.
 func (e *Enrollment) giveUp(ctx context.Context) {
 	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
@@ -273,7 +275,7 @@ func (k *Kube) write(ctx context.Context, c Claim) (*Enrollment, error) {
 		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) && !apierrors.IsNotFound(err) {
 			return nil, clusterview.Unavailable("write AttestedNode "+c.Node, err)
 		}
-		// Somebody was faster: look at what is really there, and decide again.
+		// Another writer was first: read the present state, and decide again.
 		own = &v1alpha1.AttestedNode{}
 		if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
 			own = nil
@@ -302,13 +304,13 @@ func (k *Kube) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNod
 		return &Enrollment{kube: k, node: n}, nil
 	}
 	n := own.DeepCopy()
-	// J4: addresses that the machine does not ask for any more are kept from others for as long as its certificates for them live, and it can have them
-	// back at any time.
+	// J4: addresses that the machine no longer asks for are blocked for others while its certificates for them are valid.
+	// The machine can have them back at any time.
 	clusterview.SetFormer(n, k.givenUp(own, c.spec().Addresses), k.now())
-	n.Spec = c.spec() // not banned: check has seen to that, and the swap would notice a change
+	n.Spec = c.spec() // not banned: check ensures that, and the compare-and-swap would detect a change
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
-	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, utc(k.now())) // J4: and so that another ticket of the machine finds that it was changed
-	if !n.Retires() {                                                           // J4: before any certificate is asked for, so that none outlives the enrollment without being revoked
+	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, utc(k.now())) // J4: and so that another ticket of the machine detects the change
+	if !n.Retires() {                                                           // J4: before any certificate is requested, so that none is valid after the enrollment without being revoked
 		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
 	}
 	if err := k.cluster.Client.Update(ctx, n); err != nil {
@@ -322,9 +324,10 @@ func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 	return a.MachineID == b.MachineID && a.Role == b.Role && a.DiskID == b.DiskID && a.DiskMode == b.DiskMode && a.Banned == b.Banned && slices.Equal(x, y)
 }
 
-// Record writes down the ticket and what it is given for, by compare-and-swap, before anything of it leaves: of a machine and its copy, the second finds what the first has
-// written (J11). clientCert and servingCert are the node's certificates: where older ones of the name are revoked, the first may write (J4). Its errors are refusals; a ban or a
-// removal since [Kube.Enroll] makes it fail.
+// Record records the ticket and its basis by compare-and-swap, before any part of it is sent: of a machine and its copy,
+// the second finds what the first has written (J11). clientCert and servingCert are the node's certificates: if older ones
+// of the name are revoked, the first is allowed to write (J4). Errors are refusals; it fails after a ban or a removal since
+// [Kube.Enroll].
 func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, clientCert, servingCert *x509.Certificate) error {
 	k := e.kube
 	if status.Ticket == nil {
@@ -336,21 +339,22 @@ func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.Attest
 		}
 		s.Ticket, s.ReleasedAt = status.Ticket.DeepCopy(), nil
 		s.Ticket.CertificateID = nodeaccess.ID(clientCert)
-		judged(s, status)
+		takeVerdict(s, status)
 		withExpiry(s, expiry{clientCert.NotAfter, servingCert.NotAfter})
 		return nil
 	}); err != nil {
 		return err
 	}
 	if !k.needsAccess(e.node.Name, e.node) {
-		return nil // if that is an old view, the Enforcer sees to it
+		return nil // with an outdated view, the Enforcer does it
 	}
 	return k.settle(ctx, e.node.Name)
 }
 
-// vacant says whether an enrollment that a ticket made holds nothing any more: nothing came of it for so long that every certificate which may have been
-// issued for it has expired. Then its name is anybody's (J4), and [Sweeper] removes it. The disk is not, once it was claimed (J2). A ban stays, and a
-// removal is not over before the certificates are revoked.
+// vacant reports whether an enrollment that a ticket created holds nothing any more: it has been unused for so long that
+// every certificate that may have been issued for it has expired. Then its name is free (J4), and [Sweeper] removes it. A
+// claimed disk does not become free (J2). A banned enrollment stays, and one that is being removed stays until its
+// certificates are revoked.
 func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
 	if n == nil || n.ShutOut() || !enrollment.ByTicket(n) {
 		return false
@@ -358,7 +362,8 @@ func (k *Kube) vacant(n *v1alpha1.AttestedNode) bool {
 	return (n.Status.ReleasedAt != nil || k.begun(n)) && k.clock().Earliest.Sub(lastAsked(n)) > k.life+holdMargin
 }
 
-// lastAsked returns when the machine of an enrollment last asked for a ticket, or returned one. A certificate may have been issued for it until then, whatever came of the ticket.
+// lastAsked returns when the machine of an enrollment last asked for a ticket, or returned one. A certificate may have been
+// issued for it until then, whatever the result.
 func lastAsked(n *v1alpha1.AttestedNode) time.Time {
 	last := n.CreationTimestamp.Time
 	if t := n.Status.ReleasedAt; t != nil {
@@ -370,19 +375,20 @@ func lastAsked(n *v1alpha1.AttestedNode) time.Time {
 	return last
 }
 
-// begun says whether a ticket made the enrollment and was not issued. Either it is being made, or it failed. The enrollment of a node that was
-// restored from a backup without its status is none, nor is that of a machine that has attested since.
+// begun reports whether a ticket created the enrollment and was not issued: it is in progress or has failed. It is false
+// for a node that was restored from a backup without its status, and for a machine that has attested since.
 func (k *Kube) begun(n *v1alpha1.AttestedNode) bool {
 	return enrollment.ByTicket(n) && !enrollment.Certified(n) && n.Status.ReleasedAt == nil && !k.nodes.has(n.Name)
 }
 
-// holds says whether a machine has had something by a ticket for longer than another has claimed it: what that one has only begun keeps nothing from it.
+// holds reports whether a machine got something by a ticket before another one claimed it: an unfinished claim of the other
+// does not take it away.
 func (k *Kube) holds(own, other *v1alpha1.AttestedNode) bool {
 	return own != nil && enrollment.Certified(own) && k.begun(other)
 }
 
-// delete removes that very state of n and no later one. It is for enrollments of which no certificate lives, so there is nothing
-// to revoke. If it is cut off in the middle, the finalizer is missing: the next ticket or sweep puts it back.
+// delete removes exactly this state of n, no later one. It is for enrollments without valid certificates, so there is
+// nothing to revoke. If it is interrupted, the finalizer is missing: the next ticket or sweep adds it again.
 func (k *Kube) delete(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if err := k.deleteRequests(ctx, k.requests.of(n.Name)); err != nil {
 		return err

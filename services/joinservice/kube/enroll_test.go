@@ -26,8 +26,8 @@ func elsewhere(c Claim) Claim {
 	return c
 }
 
-// Certificates that were asked for may be signed, and be read by any node. A name that was anybody's
-// then would be written under by two machines (J4).
+// Certificates that were requested may be signed, and any node can read them. If the name were free then, two machines
+// would write under it (J4).
 func TestAFailedTicketKeepsNameAndDiskForItsMachine(t *testing.T) {
 	now := &clock{at: time.Now()}
 	a, _ := replica(t, func(k *Kube) { k.now = now.now })
@@ -60,7 +60,7 @@ func TestAFailedTicketKeepsNameAndDiskForItsMachine(t *testing.T) {
 	}
 }
 
-// What a failed ticket wrote is what the next one of the machine finds.
+// The next ticket of the machine finds what a failed one wrote.
 func TestATicketAfterAFailedOneIsIssued(t *testing.T) {
 	a, _ := replica(t)
 	b, _ := replica(t)
@@ -73,8 +73,8 @@ func TestATicketAfterAFailedOneIsIssued(t *testing.T) {
 	stays(t, "b")
 }
 
-// J4: an address that a machine gives up is nobody else's while a certificate for it can live, and until then the machine
-// can have it back.
+// J4: an address that a machine releases is blocked for others while a certificate for it may be valid, and until then the
+// machine can have it back.
 func TestAnAddressIsAnybodysOnceNoCertificateForItLives(t *testing.T) {
 	now := &clock{at: time.Now()}
 	at := func(k *Kube) { k.now = now.now }
@@ -113,7 +113,7 @@ func TestAnAddressIsAnybodysOnceNoCertificateForItLives(t *testing.T) {
 	enroll(t, b, other, "e")
 }
 
-// A machine can't collect addresses by asking for others again and again.
+// A machine cannot collect addresses by asking for others repeatedly.
 func TestTheAddressesThatAMachineGivesUpAreBounded(t *testing.T) {
 	now := &clock{at: time.Now()}
 	k, _ := replica(t, func(k *Kube) { k.now = now.now })
@@ -138,9 +138,9 @@ func TestTheAddressesThatAMachineGivesUpAreBounded(t *testing.T) {
 	enroll(t, k, c, "later")
 }
 
-// A node that was in the cluster before Muster keeps its access, and its name, until the owner lets go of it.
+// A node that is older than Muster keeps its access and its name until the owner removes it.
 func TestAnUnattestedNodeGoesOnUntilTheOwnerForgetsIt(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	unattested := func(e nodeaccess.Entry) nodeaccess.Entry {
 		e.Unattested = true
 		return e
@@ -157,7 +157,7 @@ func TestAnUnattestedNodeGoesOnUntilTheOwnerForgetsIt(t *testing.T) {
 	}
 }
 
-// A ticket can't be recorded for a machine that was banned, or whose name was taken, since it was enrolled.
+// A ticket cannot be recorded for a machine that was banned, or whose name was removed, since it was enrolled.
 func TestATicketThatMeetsABanIsNotIssued(t *testing.T) {
 	a, _ := replica(t)
 	for name, meanwhile := range map[string]func(*v1alpha1.AttestedNode){
@@ -182,7 +182,7 @@ func TestATicketThatMeetsABanIsNotIssued(t *testing.T) {
 				shared.Enroll(t, "w1", n.Spec)
 			}
 			if err := e.Record(t.Context(), claim(1), ticket("a"), signed("a"), signed("a")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
-				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is judged anew", err)
+				t.Errorf("%v, want API_UNAVAILABLE: its next attempt is checked again", err)
 			}
 			if n := shared.Node(t, "w1"); n.Status.Ticket != nil {
 				t.Errorf("the ticket is recorded: %+v", n.Status)
@@ -221,7 +221,7 @@ func TestABannedMachineReturnsNothing(t *testing.T) {
 	a, _ := replica(t)
 	enroll(t, a, claim(1), "a")
 	seen(t, a, holds("a"))
-	ban(t, true) // which may not have reached the replica
+	ban(t, true) // the replica may not have seen it
 	if _, err := a.Withdraw(t.Context(), claim(1).Machine, "a"); err == nil {
 		t.Error("it was returned")
 	}
@@ -230,7 +230,7 @@ func TestABannedMachineReturnsNothing(t *testing.T) {
 	}
 }
 
-// Whatever the list says, it ends as the enrollment says, also while several replicas write it.
+// Whatever the list has, it ends as in the enrollment, also if several replicas write it.
 func TestTheListFollowsTheEnrollment(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
@@ -253,8 +253,8 @@ func TestTheListFollowsTheEnrollment(t *testing.T) {
 	is(false)
 }
 
-// Connections of a banned machine end though the API server answers nothing, neither to the ban's
-// own request nor to others'.
+// Connections of a banned machine are closed even if the API server answers nothing, neither to the ban's own request nor
+// to others'.
 func TestABanCutsConnectionsBeforeAnyRequest(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
@@ -262,7 +262,7 @@ func TestABanCutsConnectionsBeforeAnyRequest(t *testing.T) {
 	seen(t, a, holds("a"))
 	a.cluster.Client = hanging{a.cluster.Client, t.Context()}
 	e.mu.Lock()
-	e.add("other") // from before, and hangs
+	e.add("other") // from before; it hangs
 	e.mu.Unlock()
 	cut := enforce(t, e)
 	ban(t, true)
@@ -276,7 +276,7 @@ func TestABanCutsConnectionsBeforeAnyRequest(t *testing.T) {
 	}
 }
 
-// A kubelet writes its Node's addresses itself, and could keep those of others from them.
+// A kubelet writes its Node's addresses itself, and could block the addresses of others with them.
 func TestAnEnrolledNodeBlocksNoAddressThroughItsNode(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -308,18 +308,18 @@ func TestAnEnrolledNodeBlocksNoAddressThroughItsNode(t *testing.T) {
 	if err := a.Check(t.Context(), w2); err != nil {
 		t.Errorf("w1 has taken the address of w2: %v", err)
 	}
-	// What Muster did not enroll has no other place where its addresses stand.
+	// For a node that Muster did not enroll, its Node is the only place of its addresses.
 	object("legacy")
 	refused()
 	shared.Enroll(t, "legacy", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane})
 	membertest.Eventually(t, func() error {
 		return membertest.Want(a.cluster.Nodes.ByName("legacy") != nil, "the replica does not see the enrollment")
 	})
-	refused() // nor has one whose enrollment names none yet
+	refused() // the same for one whose enrollment has none yet
 }
 
-// The replica that issues a ticket may not have seen yet that older certificates of the name were revoked: whichever it sees first, the
-// ticket's certificate may write in the end (J4).
+// The replica that issues a ticket may not have seen yet that older certificates of the name were revoked: whichever it
+// sees first, the ticket's certificate may finally write (J4).
 func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 	for name, unseen := range map[string]bool{"seen": false, "not seen yet": true} {
 		t.Run(name, func(t *testing.T) {
@@ -353,7 +353,7 @@ func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 	}
 }
 
-// before does something just before the first update of a list.
+// before runs a function just before the first update of a list.
 type before struct {
 	client.Client
 	once *sync.Once
@@ -367,7 +367,7 @@ func (b before) Update(ctx context.Context, o client.Object, opts ...client.Upda
 	return b.Client.Update(ctx, o, opts...)
 }
 
-// Between reading the enrollment and writing the list, the owner bans the machine: the list is written anew.
+// Between the read of the enrollment and the write of the list, the owner bans the machine: the list is written again.
 func TestABanWhileTheListIsWrittenCounts(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -389,14 +389,14 @@ func TestABanWhileTheListIsWrittenCounts(t *testing.T) {
 	}
 }
 
-// Two machines claim one address at two replicas in the same moment: at least one of them gives up, and leaves nothing.
+// Two machines claim one address at two replicas at the same time: at least one of them is refused, and leaves nothing.
 func TestTheLoserOfARaceForAnAddressLeavesNothing(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
 	b, _ := replica(t)
 	other := claim(2)
 	other.Node, other.Disk = "w2", diskTwo
-	late, err := a.writeOver(t.Context(), other, nil) // each has looked, and nobody had the address
+	late, err := a.writeOver(t.Context(), other, nil) // each has checked, and the address was free
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -412,7 +412,7 @@ func TestTheLoserOfARaceForAnAddressLeavesNothing(t *testing.T) {
 	}
 }
 
-// A changed enrollment that loses gets back what it had.
+// A changed enrollment that loses the race is restored.
 func TestAnEnrollmentThatLosesARaceIsAsItWas(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)

@@ -19,15 +19,15 @@ const (
 	maxEventMessage = 1024
 )
 
-// tell makes a Kubernetes Event of an enrollment. What several replicas say at once has one name, and stands there
-// once. Events are for people: a lost one is a line in the log.
-func (k *Kube) tell(ctx context.Context, n *v1alpha1.AttestedNode, kind, reason, message string) {
+// emit creates a Kubernetes Event for an enrollment. Equal events of several replicas have the same name, so one is stored.
+// Events are for people: a failure is only logged.
+func (k *Kube) emit(ctx context.Context, n *v1alpha1.AttestedNode, kind, reason, message string) {
 	now := metav1.NewTime(k.now())
-	said := fnv.New64a()
-	_, _ = fmt.Fprint(said, n.UID, reason, message)
+	hash := fnv.New64a()
+	_, _ = fmt.Fprint(hash, n.UID, reason, message)
 	e := &corev1.Event{
-		// The API wants the events of objects without a namespace in this one.
-		ObjectMeta:     metav1.ObjectMeta{Name: fmt.Sprintf("%s.%016x", n.Name, said.Sum64()), Namespace: metav1.NamespaceDefault},
+		// The API requires this namespace for events of objects without one.
+		ObjectMeta:     metav1.ObjectMeta{Name: fmt.Sprintf("%s.%016x", n.Name, hash.Sum64()), Namespace: metav1.NamespaceDefault},
 		InvolvedObject: corev1.ObjectReference{APIVersion: v1alpha1.GroupVersion.String(), Kind: "AttestedNode", Name: n.Name, UID: n.UID},
 		Type:           kind, Reason: reason, Message: message[:min(len(message), maxEventMessage)],
 		Source: corev1.EventSource{Component: "muster-joinservice"}, FirstTimestamp: now, LastTimestamp: now, Count: 1,

@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// kubelet is a client with a certificate of w1 that the cluster's authority signed, and that certificate.
+// kubelet returns a client with a certificate of w1 signed by the cluster's CA, and that certificate.
 func kubelet(t *testing.T) (client.Client, *x509.Certificate) {
 	t.Helper()
 	cfg, err := shared.AsUser("system:node:w1", nodecert.Organization)
@@ -41,21 +41,22 @@ func kubelet(t *testing.T) (client.Client, *x509.Certificate) {
 	return out, c
 }
 
-// nextOfName is another machine that asks for the first one's name, with a disk of its own.
+// nextOfName returns the claim of another machine that asks for the first one's name, with its own disk.
 func nextOfName() Claim {
 	next := claim(2)
 	next.Disk, next.Addresses = diskTwo, elsewhere(claim(2)).Addresses
 	return next
 }
 
-// J4: each attempt at a ticket may have got certificates, which any node can read. So the name is held from the last one on, and not from the first.
+// J4: each attempt at a ticket may have got certificates, which any node can read. So the name is held from the last
+// attempt on, not from the first.
 func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
-	for name, before := range map[string]func(*testing.T, *broom){
-		"a ticket that was never issued": func(t *testing.T, b *broom) {
+	for name, before := range map[string]func(*testing.T, *sweepFixture){
+		"a ticket that was never issued": func(t *testing.T, b *sweepFixture) {
 			half(t, b.Kube, claim(1))
 			seen(t, b.Kube, b.begun)
 		},
-		"one that was returned": func(t *testing.T, b *broom) {
+		"one that was returned": func(t *testing.T, b *sweepFixture) {
 			enroll(t, b.Kube, claim(1), "a")
 			seen(t, b.Kube, holds("a"))
 			if _, err := b.Withdraw(t.Context(), claim(1).Machine, "a"); err != nil {
@@ -64,7 +65,7 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			before(t, b)
 			b.current(t)
 			b.clock.pass(DefaultCertificateLife)
@@ -91,9 +92,9 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 	}
 }
 
-// The same of the rule by which the enrollment of a vanished worker ends.
+// The same for the rule that ends the enrollment of a vanished worker.
 func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	seen(t, b.Kube, holds("a"))
 	b.after(t, 0)
@@ -107,9 +108,9 @@ func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
 	}
 }
 
-// J4: what a kubelet has asked for ends with its enrollment, by whichever rule that ends.
+// J4: requests of a kubelet end with its enrollment, by whichever rule that ends.
 func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	old, _ := kubelet(t)
 	enroll(t, b.Kube, claim(1), "a")
 	seen(t, b.Kube, holds("a"))
@@ -134,20 +135,20 @@ func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 	}
 }
 
-// And one that was seen by nobody is older than the enrollment of the machine that has the name next.
+// A request that no replica has seen is older than the enrollment of the next machine of the name.
 func TestARequestOfBeforeTheEnrollmentIsDenied(t *testing.T) {
 	now := time.Now()
 	o := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: metav1.NewTime(now.Add(-2 * time.Hour))}}
 	o.Spec.Username = nodecert.UserPrefix + "w1"
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1", CreationTimestamp: metav1.NewTime(now)}}
-	if err := (&Approver{}).judge(o, n); attest.ReasonOf(err) != attestv1.Reason_REASON_CERTIFICATE_RETIRED {
+	if err := (&Approver{}).check(o, n); attest.ReasonOf(err) != attestv1.Reason_REASON_CERTIFICATE_RETIRED {
 		t.Errorf("%v, want CERTIFICATE_RETIRED", err)
 	}
 }
 
-// A node that was restored without its status, and has attested since, is no ticket that failed.
+// A node that was restored without its status, and has attested since, is not a failed ticket.
 func TestANodeThatAttestsIsNotVacant(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket, s.LastVerdict, s.Certificates = nil, nil, nil }) // as restored
@@ -161,7 +162,7 @@ func TestANodeThatAttestsIsNotVacant(t *testing.T) {
 	}
 }
 
-// Whoever claims what a node has, and goes away before its claim is looked at again, keeps nothing from the node.
+// A client that claims values of a node, and disconnects before its claim is checked again, blocks nothing of the node.
 func TestAClaimThatWasOnlyBegunKeepsNothingFromANode(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -175,7 +176,7 @@ func TestAClaimThatWasOnlyBegunKeepsNothingFromANode(t *testing.T) {
 	membertest.Eventually(t, seen2)
 	thief := claim(1)
 	thief.Addresses, thief.Disk = victim.Addresses, victim.Disk
-	// As if its replica had not heard of w2 when it wrote, and had died then.
+	// This is as if its replica had not seen w2 when it wrote, and had then crashed.
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{
 		Name: "w1", Finalizers: []string{v1alpha1.RetireCertificates},
 		Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true", v1alpha1.AttestationKey: thief.AK, v1alpha1.AskedAt: utc(time.Now())},
@@ -192,7 +193,7 @@ func TestAClaimThatWasOnlyBegunKeepsNothingFromANode(t *testing.T) {
 	}
 }
 
-// Enroll ends what it has begun although whoever asked has gone away.
+// Enroll removes an unfinished claim although its caller has disconnected.
 func TestAClaimIsLookedAtAgainWhoeverGoesAway(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -205,7 +206,7 @@ func TestAClaimIsLookedAtAgainWhoeverGoesAway(t *testing.T) {
 	}
 }
 
-// after ends the caller once something was created.
+// after cancels the caller's context after an object was created.
 type after struct {
 	client.Client
 	end func()
@@ -217,7 +218,7 @@ func (a after) Create(ctx context.Context, o client.Object, opts ...client.Creat
 	return err
 }
 
-// controlPlane lists a control plane, and returns a function that renews its Lease by a clock that is off by that much.
+// controlPlane lists a control plane, and returns a function that renews its Lease by a clock that differs by off.
 func controlPlane(t *testing.T, name string, off time.Duration) func() {
 	t.Helper()
 	shared.SetAccess(t, name, func(e nodeaccess.Entry) nodeaccess.Entry {
@@ -243,7 +244,7 @@ func controlPlane(t *testing.T, name string, off time.Duration) func() {
 	return renew
 }
 
-// looks has the replica look at the clocks anew.
+// looksAgain makes the replica read the clocks again.
 func (k *Kube) looksAgain(t *testing.T) {
 	t.Helper()
 	k.clocks.mu.Lock()
@@ -252,7 +253,8 @@ func (k *Kube) looksAgain(t *testing.T) {
 	k.lookAtClocks(t.Context())
 }
 
-// J4: a control plane whose clock is wrong neither ends a revocation nor makes one that ends early, as long as another one's is right.
+// J4: a control plane with a wrong clock neither ends a revocation nor creates one that ends early, while the clock of
+// another one is right.
 func TestOneWrongClockEndsNoRevocation(t *testing.T) {
 	for name, off := range map[string]time.Duration{"ahead": 25 * time.Hour, "behind": -24 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -285,7 +287,7 @@ func TestOneWrongClockEndsNoRevocation(t *testing.T) {
 			if e := shared.Access(t).Entry("w1"); e.Revoked == nil {
 				t.Error("the revocation is gone")
 			}
-			// A control plane that is down says nothing.
+			// A control plane that is down does not count.
 			k.clocks.mu.Lock()
 			is := k.clocks.of["cp2"]
 			is.seen = is.seen.Add(-clockRuns)

@@ -25,17 +25,18 @@ import (
 const (
 	// signTimeout bounds the wait for Kubernetes' signer, which takes about 0.1 s.
 	signTimeout = 15 * time.Second
-	// retrySigner is what a machine is told to wait for a signer that was too slow.
+	// retrySigner is the pause that is sent to a machine if the signer was too slow.
 	retrySigner = 2 * time.Second
-	// windowFormat makes a label of the minute in which a request is filed for a ticket: those of one minute are deleted by one request to the API server.
+	// windowFormat is the label for the minute in which a request is filed for a ticket: all those of one minute are
+	// deleted by one request to the API server.
 	windowFormat = "2006-01-02T15.04"
-	// requestPrefix begins the name of each request that is filed for a ticket.
+	// requestPrefix starts the name of each request that is filed for a ticket.
 	requestPrefix = "muster-"
-	// approvedReason stands in the condition of each request that we approve.
+	// approvedReason is the reason in the condition of each request that joinservice approves.
 	approvedReason = "AttestedMachine"
 )
 
-// usagesOf are exactly what is asked for with an ECDSA key.
+// usagesOf are exactly the usages that are requested with an ECDSA key.
 var usagesOf = map[nodecert.Kind][]certificatesv1.KeyUsage{
 	nodecert.Client:  {certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
 	nodecert.Serving: {certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
@@ -46,7 +47,7 @@ var signerOf = map[nodecert.Kind]string{
 	nodecert.Serving: certificatesv1.KubeletServingSignerName,
 }
 
-// Certificate is what a signer made of a request.
+// Certificate is a signed certificate.
 type Certificate struct {
 	// PEM is the chain, leaf first.
 	PEM []byte
@@ -54,9 +55,9 @@ type Certificate struct {
 	Leaf *x509.Certificate
 }
 
-// Issue gets a certificate for a request that was checked: it creates a CertificateSigningRequest,
-// approves it, and waits for the signer. [Kube.ServeRecords] has the request deleted afterwards, with others of its minute. Its errors are
-// refusals: API_UNAVAILABLE, CERTIFICATE_PENDING.
+// Issue gets a certificate for a checked request: it creates a CertificateSigningRequest, approves it, and waits for the
+// signer. [Kube.ServeRecords] deletes the request afterwards, with others of its minute. Errors are refusals:
+// API_UNAVAILABLE, CERTIFICATE_PENDING.
 func (k *Kube) Issue(ctx context.Context, r *nodecert.Request) (Certificate, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))
 	defer cancel()
@@ -94,8 +95,7 @@ func requestName(r *nodecert.Request) string {
 	return fmt.Sprintf(requestPrefix+"%s-%s-%s", r.Node, r.Kind, hex.EncodeToString(b))
 }
 
-// certificateOf does not take the signer's word: the certificate must be for the key and subject
-// that were checked.
+// certificateOf does not trust the signer: it checks that the certificate has the key and subject that were checked.
 func certificateOf(object *certificatesv1.CertificateSigningRequest, r *nodecert.Request) (Certificate, error) {
 	for _, c := range object.Status.Conditions {
 		if c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied {

@@ -1,11 +1,10 @@
-// Package kube is joinservice's hand in the Kubernetes API: it knows who owns which name and
-// address, writes enrollments, and gets certificates signed.
+// Package kube is joinservice's access to the Kubernetes API: it tracks the owners of names and addresses, writes
+// enrollments, and gets certificates signed.
 //
-// Replicas of joinservice share nothing but that API, and their views of it are a little behind.
-// What must be unique among enrollments (machine, disk, address) is therefore checked twice: before
-// anything is written, and again once the own write has come back through the informer. By then
-// everything that was written earlier has come back too, so of two contenders at least the later one
-// sees the other and gives up.
+// Replicas of joinservice share only that API, and their views of it are slightly out of date. Values that must be unique
+// among enrollments (machine, disk, address) are therefore checked twice: before anything is written, and again when the
+// informer has returned the own write. By then it has also returned everything that was written earlier, so of two
+// competing claims at least the later one sees the other and is refused.
 package kube
 
 import (
@@ -34,7 +33,7 @@ import (
 
 const ()
 
-// Kube reads and writes for joinservice. Make it before [clusterview.Cluster.Serve] runs.
+// Kube reads and writes for joinservice. Create it before [clusterview.Cluster.Serve] runs.
 type Kube struct {
 	cluster   *clusterview.Cluster
 	audit     *audit.Log
@@ -48,37 +47,37 @@ type Kube struct {
 	clocks    clocks
 	waits     leaseWaits
 	services  serviceAddresses
-	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen begin, and not end
-	// life is how long a node's certificate lives.
+	evicting  sync.Map // UIDs of enrollments whose eviction this replica has seen start, and not end
+	// life is how long a node's certificate is valid.
 	life   time.Duration
 	leases Leases
-	// now is the clock of all that waits for hours.
+	// now is the clock for all waits of hours.
 	now func() time.Time
 }
 
-// Leases are the waits for kubelets' Leases, by which a running machine is told from one that has gone down (J11).
+// Leases are the waits for kubelets' Leases, which distinguish a running machine from one that has stopped (J11).
 type Leases struct {
-	// First is how long a machine may take from its ticket, or from the key of its disk, to the first Lease of its kubelet: until then no later boot of it is
-	// believed. 0: one is believed at once.
+	// First is the maximum time from a machine's ticket, or from the key of its disk, to the first Lease of its kubelet:
+	// until then no later boot of it is accepted. 0: one is accepted at once.
 	First time.Duration
-	// Watch is how long the Lease is watched of a node whose machine has booted anew, at least: longer than its kubelet waits between two renewals, which is 10 s by
-	// default. A Lease that says that it lasts longer is watched longer.
+	// Watch is how long at least the Lease of a node is watched after its machine has booted again: longer than its
+	// kubelet's renewal interval, which is 10 s by default. A Lease with a longer duration is watched longer.
 	Watch time.Duration
 }
 
 // DefaultLeases fit kubelets with their default settings.
 var DefaultLeases = Leases{First: 2 * time.Minute, Watch: 15 * time.Second}
 
-// DefaultCertificateLife is how long a node's certificate lives unless the owner wants it otherwise,
-// MinCertificateLife the least that Kubernetes' signer gives.
+// DefaultCertificateLife is how long a node's certificate is valid unless the owner sets another value, MinCertificateLife
+// the minimum of Kubernetes' signer.
 const (
 	DefaultCertificateLife = nodeaccess.CertificateLife
 	MinCertificateLife     = 10 * time.Minute
 )
 
-// New registers the informers that joinservice needs beside those of c. records gets what is done to machines that are shut out. life is how long a node's
-// certificate lives: what is asked for with a ticket, and at least what the cluster's signer gives when
-// a kubelet renews (--cluster-signing-duration of kube-controller-manager).
+// New registers the informers that joinservice needs beside those of c. records gets the actions on machines that are shut
+// out. life is how long a node's certificate is valid: the value that a ticket requests, and at least the value that the
+// cluster's signer gives when a kubelet renews (--cluster-signing-duration of kube-controller-manager).
 func New(c *clusterview.Cluster, records *audit.Log, log *slog.Logger, life time.Duration, leases Leases) (*Kube, error) {
 	if c == nil || records == nil || log == nil {
 		return nil, errors.New("kube: cluster, audit log and log are required")
@@ -104,23 +103,23 @@ func New(c *clusterview.Cluster, records *audit.Log, log *slog.Logger, life time
 	)
 }
 
-// tellAuditor records what was done to a machine, after it was done: a disk that is full must not keep a banned machine in.
+// audited records an action on a machine after it was done: a full disk must not delay a ban.
 func (k *Kube) audited(ctx context.Context, event, node, machine string, reason attestv1.Reason) {
 	if err := k.audit.Write(audit.Record{Service: "joinservice", Event: event, Reason: attest.ReasonName(reason), Node: node, Machine: machine}); err != nil {
 		k.log.ErrorContext(ctx, "an audit record cannot be written", "event", event, "node", node, "machine", machine, "err", err)
 	}
 }
 
-// names are the Nodes that there are, by name.
+// names are the existing Nodes, by name.
 type names struct {
 	mu  sync.RWMutex
 	set map[string]present
 }
 
-// present is what is known of a Node.
+// present is the known state of a Node.
 type present struct {
 	uid types.UID
-	// controlPlane is whether it is labeled as a control plane, which no kubelet may do (NodeRestriction).
+	// controlPlane is whether it is labeled as a control plane, which a kubelet may not do (NodeRestriction).
 	controlPlane bool
 	// serves is whether pods of joinservice can run there: it is Ready, and labeled as a control plane.
 	serves bool
@@ -145,14 +144,14 @@ func (n *names) remove(name string) {
 
 func (n *names) has(name string) bool { return n.get(name) != present{} }
 
-// get gives the zero value for a Node that is not there.
+// get returns the zero value for a Node that does not exist.
 func (n *names) get(name string) present {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.set[name]
 }
 
-// owner is who has an address beside enrollments.
+// owner is the owner of an address outside of enrollments.
 type owner struct {
 	kind ownerKind
 	name string
@@ -165,7 +164,7 @@ const (
 	ownerService ownerKind = "Service"
 )
 
-// addresses knows the owners of addresses.
+// addresses maps addresses to their owners.
 type addresses struct {
 	mu      sync.RWMutex
 	owners  map[netip.Addr]map[owner]bool
@@ -176,8 +175,8 @@ func newAddresses() *addresses {
 	return &addresses{owners: map[netip.Addr]map[owner]bool{}, byOwner: map[owner][]netip.Addr{}}
 }
 
-// put replaces all addresses of o; none: o is gone. What is no address is left out: a
-// Service's IP may be "None".
+// put replaces all addresses of o; without texts, o is removed. Texts that are not addresses are ignored: a Service's IP
+// may be "None".
 func (a *addresses) put(o owner, texts ...string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -202,7 +201,7 @@ func (a *addresses) put(o owner, texts ...string) {
 	}
 }
 
-// of lists the owners of an address.
+// of returns the owners of an address.
 func (a *addresses) of(ip netip.Addr) []owner {
 	a.mu.RLock()
 	defer a.mu.RUnlock()
@@ -239,17 +238,17 @@ func (k *Kube) removeService(s *corev1.Service) {
 	k.addresses.put(owner{ownerService, s.Namespace + "/" + s.Name})
 }
 
-// reserved says whether clients use the name for the API server, so that a node's serving certificate
-// for it could stand in for the API server's: kubeadm puts the first two into that one's SANs.
+// reserved reports whether clients use the name for the API server. A node's serving certificate for it could then be used
+// to impersonate the API server: kubeadm puts the first two into the API server's SANs.
 func (k *Kube) reserved(node string) bool {
-	first := func(host string) bool { // a resolver's search list makes a name of its first label
+	first := func(host string) bool { // a resolver's search list can complete the first label
 		label, _, _ := strings.Cut(host, ".")
 		return label == node
 	}
 	return node == "kubernetes" || node == "localhost" || slices.ContainsFunc(k.apiServers(), first)
 }
 
-// isControlPlaneEndpoint says whether machines reach the API server at ip.
+// isControlPlaneEndpoint reports whether machines reach the API server at ip.
 func (k *Kube) isControlPlaneEndpoint(ip netip.Addr) bool {
 	return slices.ContainsFunc(k.apiServers(), func(host string) bool {
 		a, err := netip.ParseAddr(host)
@@ -257,11 +256,11 @@ func (k *Kube) isControlPlaneEndpoint(ip netip.Addr) bool {
 	})
 }
 
-// apiServers are the names and addresses that clients may know the API server by.
+// apiServers returns the names and addresses by which clients may reach the API server.
 func (k *Kube) apiServers() []string {
 	info, err := k.cluster.Info()
 	if err != nil {
-		return nil // no ticket is issued then
+		return nil // then no ticket is issued
 	}
 	out := slices.Clone(info.APIServerSANs)
 	if host, _, err := net.SplitHostPort(info.ControlPlaneEndpoint); err == nil {

@@ -34,8 +34,7 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// replica is what one joinservice knows and does, with the rights that it has. Its Enforcer does not
-// run yet.
+// replica returns the view of one joinservice, with the rights of a joinservice. Its Enforcer does not run yet.
 func replica(t *testing.T, with ...func(*Kube)) (*Kube, *Enforcer) {
 	t.Helper()
 	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
@@ -78,7 +77,7 @@ func serve(t *testing.T, f func(context.Context) error) {
 	})
 }
 
-// enforce runs an Enforcer until the test ends, and tells whom it cut.
+// enforce runs an Enforcer until the test ends, and reports the machines whose connections it cut.
 func enforce(t *testing.T, e *Enforcer) <-chan attest.MachineID {
 	t.Helper()
 	cut := make(chan attest.MachineID, 16)
@@ -118,10 +117,10 @@ func holds(id string) func(*v1alpha1.AttestedNode) bool {
 	return func(n *v1alpha1.AttestedNode) bool { return n.Status.Ticket != nil && n.Status.Ticket.ID == id }
 }
 
-// signed is the certificate of the ticket with that ID, as far as anything here looks at it.
+// signed returns the certificate of the ticket with that ID, as far as these tests use it.
 func signed(id string) *x509.Certificate { return &x509.Certificate{Raw: []byte(id)} }
 
-// join is what the service does with a ticket, without what comes between.
+// join does what the service does for a ticket, without the steps between.
 func join(ctx context.Context, k *Kube, c Claim, id string) error {
 	e, err := k.Enroll(ctx, c)
 	if err != nil {
@@ -137,7 +136,7 @@ func enroll(t *testing.T, k *Kube, c Claim, id string) {
 	}
 }
 
-// half is a ticket that has written its claim, and fails then.
+// half is a ticket that writes its claim and then fails.
 func half(t *testing.T, k *Kube, c Claim) *Enrollment {
 	t.Helper()
 	e, err := k.Enroll(t.Context(), c)
@@ -156,7 +155,7 @@ func ban(t *testing.T, banned bool) {
 	})
 }
 
-// suspend writes the list past all replicas.
+// suspend writes the list, not through a replica.
 func suspend(t *testing.T, node string, suspended bool) {
 	t.Helper()
 	shared.SetAccess(t, node, func(e nodeaccess.Entry) nodeaccess.Entry {
@@ -171,7 +170,7 @@ func suspended(t *testing.T, node string) bool {
 	return shared.Access(t).Entry(node).Suspended
 }
 
-// revoked is the list's entry of a name whose certificates so far are revoked.
+// revoked returns the list's entry of a name whose present certificates are revoked.
 func revoked(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{}.Revoke(time.Now()) }
 
 // stays fails the test unless w1 has that ticket and may write.

@@ -21,11 +21,11 @@ import (
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
 
-// podsAtOnce bounds what is read of a node's pods at a time: their authors choose how large their metadata is.
+// podsAtOnce bounds how many of a node's pods are read at a time: their authors choose the size of their metadata.
 const podsAtOnce = 8
 
-// mark puts the finalizer on an enrollment: before any certificate is asked for it, so that none outlives it without being
-// retired (J4). Its errors are refusals.
+// mark adds the finalizer to an enrollment before any certificate is requested for it, so that none stays valid after the
+// enrollment without being revoked (J4). Errors are refusals.
 func (k *Kube) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	what, uid := "write AttestedNode "+n.Name, n.UID
 	for range writeAttempts {
@@ -53,8 +53,8 @@ func (k *Kube) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	return clusterview.Unavailable(what, fmt.Errorf("it changed %d times meanwhile", writeAttempts))
 }
 
-// evictions work on the nodes that are shut out, one after another: writes are refused before that, by [Enforcer.pass]. Nothing is
-// evicted before all informers have synced.
+// evictions evicts the nodes that are shut out, one after another; [Enforcer.pass] has made admission refuse their writes
+// before. It evicts nothing before all informers have synced.
 func (e *Enforcer) evictions(ctx context.Context) {
 	if e.kube.cluster.Await(ctx) != nil {
 		return // ctx has ended
@@ -67,7 +67,7 @@ func (e *Enforcer) evictions(ctx context.Context) {
 		e.leaving = map[string]bool{}
 		e.mu.Unlock()
 		failed := false
-		for node := range nodes { // in no order, so replicas begin with different ones
+		for node := range nodes { // in random order, so replicas start with different ones
 			if err := e.kube.leave(ctx, node); err != nil && ctx.Err() == nil {
 				failed = true
 				e.kube.log.ErrorContext(ctx, "a node that is shut out could not be evicted; trying again", "node", node, "err", err)
@@ -91,7 +91,7 @@ func (e *Enforcer) evictions(ctx context.Context) {
 	}
 }
 
-// stillThere looks again at what an eviction should have ended: it may have had to wait for another control plane.
+// stillThere checks again what an eviction should have ended: it may have had to wait for another control plane.
 func (e *Enforcer) stillThere() {
 	for _, n := range e.kube.cluster.Nodes.All() {
 		if n.ShutOut() && (n.Leaving() || e.kube.nodes.has(n.Name)) {
@@ -107,10 +107,10 @@ func (e *Enforcer) evict(node string) {
 	wake(e.kickLeave)
 }
 
-// leave evicts a node that is shut out, and ends its enrollment if that is being deleted. Each step may be done again, and
-// by several replicas at once. Every replica asks the API server before each step whether the enrollment is
-// still there and shut out, after it has chosen what to delete: so none takes anything of the name's next machine, or of one
-// whose ban was lifted.
+// leave evicts a node that is shut out, and ends its enrollment if that is being deleted. Each step may be repeated, also
+// by several replicas at the same time. Before each step, after it has chosen what to delete, every replica reads from the
+// API server whether the enrollment still exists and is shut out: so it deletes nothing of the name's next machine, or of
+// one whose ban was lifted.
 func (k *Kube) leave(ctx context.Context, node string) error {
 	n, err := k.shutOut(ctx, node, "")
 	if n == nil || err != nil {
@@ -118,14 +118,14 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 	}
 	if k.lastControlPlane(n) {
 		k.log.WarnContext(ctx, "a control plane is shut out and joinservice can run on no other one: its Node stays until then", "node", node)
-		k.tell(ctx, n, eventWarning, "NotEvicted", "no other control plane is Ready and has the label node-role.kubernetes.io/control-plane, so its Node stays: without it no joinservice would run")
+		k.emit(ctx, n, eventWarning, "NotEvicted", "no other control plane is Ready and has the label node-role.kubernetes.io/control-plane, so its Node stays: without it no joinservice would run")
 		return nil
 	}
 	if n.Leaving() {
 		if err := k.revoke(ctx, n); err != nil {
-			return errors.Join(err, k.settle(ctx, node)) // a list that has no room for a revocation has some for a suspension
+			return errors.Join(err, k.settle(ctx, node)) // a list without room for a revocation has room for a suspension
 		}
-	} else if err := k.settle(ctx, node); err != nil { // before its Node is deleted: its kubelet must not make it anew
+	} else if err := k.settle(ctx, node); err != nil { // before its Node is deleted: its kubelet must not create it again
 		return err
 	}
 	if n.Leaving() || n.Annotations[v1alpha1.KeepNode] == "" {
@@ -139,14 +139,14 @@ func (k *Kube) leave(ctx context.Context, node string) error {
 	return nil
 }
 
-// keepsNode reports whether an enrollment that is not shut out has what `muster replace` was interrupted with: somebody has lifted the ban by hand. The
-// annotation would keep the next ban from evicting.
+// keepsNode reports whether an enrollment that is not shut out has the annotation of an interrupted `muster replace`: its
+// ban was lifted by hand. The annotation would keep the next ban from evicting.
 func keepsNode(n *v1alpha1.AttestedNode) bool {
 	_, keep := n.Annotations[v1alpha1.KeepNode]
 	return keep && !n.ShutOut()
 }
 
-// shutOut reads an enrollment that is shut out; nil: there is none any more. An empty uid fits each.
+// shutOut reads an enrollment that is shut out; nil if there is none any more. An empty uid matches any.
 func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}
 	err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n)
@@ -159,17 +159,17 @@ func (k *Kube) shutOut(ctx context.Context, node string, uid types.UID) (*v1alph
 	return n, nil
 }
 
-// lastControlPlane says whether joinservice can run on no other control plane that is not shut out. The Node of one whose ban was lifted is made by its
-// kubelet, which may not label it as a control plane.
+// lastControlPlane reports whether joinservice can run on no other control plane that is not shut out. After a ban is
+// lifted, the kubelet creates the Node, and may not label it as a control plane.
 func (k *Kube) lastControlPlane(n *v1alpha1.AttestedNode) bool {
 	return n.Spec.Role == v1alpha1.RoleControlPlane && !slices.ContainsFunc(k.cluster.Nodes.All(), func(o *v1alpha1.AttestedNode) bool {
 		return o.Name != n.Name && o.Spec.Role == v1alpha1.RoleControlPlane && !o.ShutOut() && k.nodes.get(o.Name).serves
 	})
 }
 
-// evict deletes the Node, and then its pods: with them end the tokens that are bound to them and what the node authorizer lets
-// their node read. Without a Node nothing runs new ones there, and admission takes none that names it (muster-pods-of-nodes). It returns an error as long as one
-// of them is there (J10).
+// evict deletes the Node, and then its pods: this ends the tokens that are bound to them, and what the node authorizer lets
+// their node read. Without a Node no new pods run there, and admission refuses those that name it (muster-pods-of-nodes).
+// It returns an error as long as one of them exists (J10).
 func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if o := k.nodes.get(n.Name); o.uid != "" {
 		if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
@@ -183,7 +183,8 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 			k.evicting.Store(n.UID, nil)
 		}
 	}
-	// Pods that have tokens and Secrets first. Mirrors of static pods have neither, and the node itself has made them, in any number. One pod that can't be deleted keeps no other one there.
+	// Pods with tokens and Secrets come first. Mirror pods of static pods have neither, and the node itself creates them,
+	// in any number. A pod that cannot be deleted does not prevent the deletion of others.
 	var failed error
 	for _, mirrors := range []bool{false, true} {
 		if err := k.podsOf(ctx, n.Name, func(pods []metav1.PartialObjectMetadata) error {
@@ -206,13 +207,13 @@ func (k *Kube) evict(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if failed != nil {
 			held = fmt.Sprintf("%v; %s", failed, held)
 		}
-		k.tell(ctx, n, eventWarning, "NotEvicted", held)
+		k.emit(ctx, n, eventWarning, "NotEvicted", held)
 		return fmt.Errorf("its Node or pods on it are still there: %s", held)
 	}
 	if _, begun := k.evicting.LoadAndDelete(n.UID); begun {
 		k.log.InfoContext(ctx, "the Node of a machine that is shut out is deleted, with its pods", "node", n.Name, "machine", n.Spec.MachineID)
 		k.audited(ctx, "node evicted", n.Name, n.Spec.MachineID, attestv1.Reason_REASON_BANNED)
-		k.tell(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
+		k.emit(ctx, n, eventWarning, "Evicted", "its machine is shut out: its Node and the pods on it are deleted")
 	}
 	return nil
 }
@@ -232,10 +233,11 @@ func (k *Kube) podsOf(ctx context.Context, node string, do func([]metav1.Partial
 	return nil
 }
 
-// background also takes away the finalizers by which whoever deleted an object before had it wait for others.
+// background also removes the finalizers of an earlier deletion that waits for dependents.
 const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
 
-// deletePods deletes pods, each whatever becomes of the others, and returns the first error of those that can't be deleted as why.
+// deletePods deletes pods, each independently of the others, and returns the first error of those that cannot be deleted as
+// why.
 func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []metav1.PartialObjectMetadata, mirrors bool) (why, err error) {
 	if now, err := k.shutOut(ctx, n.Name, n.UID); now == nil || err != nil {
 		return nil, err
@@ -257,8 +259,8 @@ func (k *Kube) deletePods(ctx context.Context, n *v1alpha1.AttestedNode, pods []
 	return g.Wait(), nil
 }
 
-// held says what keeps a Node or its pods there although they were deleted; empty: nothing is there. As long as they are, their tokens are good, and the node's
-// certificate reads their Secrets.
+// held returns what keeps a Node or its pods from being deleted; empty if none exists. As long as they exist, their tokens
+// are valid, and the node's certificate reads their Secrets.
 func (k *Kube) held(ctx context.Context, node string) (string, error) {
 	nodes := &metav1.PartialObjectMetadataList{}
 	nodes.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("NodeList"))
@@ -287,7 +289,7 @@ func (k *Kube) held(ctx context.Context, node string) (string, error) {
 	return fmt.Sprintf("%s; %d in all. Remove finalizers that nobody acts on: kubectl patch --type merge -p '{\"metadata\":{\"finalizers\":null}}'", first, count), nil
 }
 
-// ignoreGone is nil for an object that another replica has deleted, also if there is one of its name by now.
+// ignoreGone returns nil for an object that another replica has deleted, also if a new one has its name.
 func ignoreGone(err error) error {
 	if apierrors.IsConflict(err) {
 		return nil
@@ -295,7 +297,7 @@ func ignoreGone(err error) error {
 	return client.IgnoreNotFound(err)
 }
 
-// deleteRequests deletes what a kubelet asked for: the machine that has its name next must not get it (J4).
+// deleteRequests deletes the requests of a kubelet: the next machine of its name must not get the certificates (J4).
 func (k *Kube) deleteRequests(ctx context.Context, asked []kubelets) error {
 	for _, o := range asked {
 		if err := k.cluster.Client.Delete(ctx, o.DeepCopy(), client.Preconditions{UID: &o.UID}); ignoreGone(err) != nil {
@@ -305,8 +307,7 @@ func (k *Kube) deleteRequests(ctx context.Context, asked []kubelets) error {
 	return nil
 }
 
-// finish lets an enrollment go whose certificates are retired. What its kubelet asked for is nobody
-// else's (J4).
+// finish removes an enrollment whose certificates are revoked. The requests of its kubelet are deleted (J4).
 func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	asked := k.requests.of(n.Name)
 	now, err := k.shutOut(ctx, n.Name, n.UID)
@@ -317,7 +318,7 @@ func (k *Kube) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		return err
 	}
 	if !now.Retires() {
-		return nil // somebody else's finalizer
+		return nil // the finalizer of another program
 	}
 	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
 	if err := k.cluster.Client.Update(ctx, now); client.IgnoreNotFound(err) != nil {

@@ -27,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// pod binds a pod to a node, with its Node, and gives the pod and a token of it.
+// pod creates a Node and a pod bound to it, and returns the pod and a token of it.
 func pod(t *testing.T, account, node string) (*corev1.Pod, string) {
 	t.Helper()
 	err := shared.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: account}})
@@ -45,7 +45,7 @@ func pod(t *testing.T, account, node string) (*corev1.Pod, string) {
 	return p, token
 }
 
-// knows says whether the API server believes the token.
+// knows reports whether the API server accepts the token.
 func knows(t *testing.T, token string) bool {
 	t.Helper()
 	transport, err := rest.TransportFor(&rest.Config{BearerToken: token, TLSClientConfig: rest.TLSClientConfig{CAData: shared.Admin.CAData}})
@@ -75,7 +75,7 @@ func exists(t *testing.T, o client.Object) bool {
 
 func object(name string) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}} }
 
-// makeReady makes a Node, and has it report.
+// makeReady creates a Node and makes it Ready.
 func makeReady(t *testing.T, k *Kube, name string) {
 	t.Helper()
 	n := object(name)
@@ -97,7 +97,7 @@ func remove(t *testing.T, name string) {
 	}
 }
 
-// Tokens that were taken from a node end with its ban, and so does what it may read: its Node goes, and the pods on it.
+// A ban ends the tokens that were taken from a node, and what it may read: its Node and the pods on it are deleted.
 func TestABanEvicts(t *testing.T) {
 	shared.Reset(t)
 	a, one := replica(t)
@@ -121,7 +121,7 @@ func TestABanEvicts(t *testing.T) {
 	if !exists(t, other) || !exists(t, object("w2")) || !knows(t, others) {
 		t.Error("another node's pod, token or Node is gone")
 	}
-	// Whoever makes the Node anew, it is not there for long, and gets no pods.
+	// If the Node is created again, by any client, it is soon deleted, and gets no pods.
 	if err := shared.Client.Create(t.Context(), object("w1")); err != nil {
 		t.Fatal(err)
 	}
@@ -143,7 +143,7 @@ func TestABanEvicts(t *testing.T) {
 	}
 }
 
-// A Node that anybody makes under a name that is shut out is evicted as soon as it is seen.
+// A Node that any client creates under a name that is shut out is evicted as soon as it is seen.
 func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
@@ -155,7 +155,7 @@ func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 			defer e.mu.Unlock()
 			is := e.leaving["w1"]
 			e.leaving = map[string]bool{} // Serve does not run
-			return membertest.Want(is, "nobody evicts w1")
+			return membertest.Want(is, "w1 is not evicted")
 		})
 	}
 	ban(t, true)
@@ -164,7 +164,7 @@ func TestANodeThatComesDuringABanIsNoticed(t *testing.T) {
 	noticed()
 }
 
-// The list comes first: a kubelet that may still write makes its Node anew.
+// The list is written first: a kubelet that may still write would create its Node again.
 func TestANodeIsDeletedOnceItMayNotWrite(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -181,7 +181,7 @@ func TestANodeIsDeletedOnceItMayNotWrite(t *testing.T) {
 	}
 }
 
-// deletes says what is about to be deleted.
+// deletes reports what is about to be deleted.
 type deletes struct {
 	client.Client
 	before func(client.Object)
@@ -192,7 +192,7 @@ func (d deletes) Delete(ctx context.Context, o client.Object, opts ...client.Del
 	return d.Client.Delete(ctx, o, opts...)
 }
 
-// What comes under the name once the ban was lifted is not what was banned.
+// Objects that appear under the name after the ban was lifted are not those that were banned.
 func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -200,7 +200,7 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 	makeReady(t, a, "w1")
 	p, _ := pod(t, "proxy", "w1")
 	ban(t, true)
-	renew := func(o client.Object) { // between the last look and the deletion
+	renew := func(o client.Object) { // between the last check and the deletion
 		if err := shared.Client.Delete(t.Context(), o.DeepCopyObject().(client.Object), client.GracePeriodSeconds(0)); err != nil {
 			t.Error(err)
 		}
@@ -218,17 +218,17 @@ func TestANodeThatComesWhileTheBanIsLiftedStays(t *testing.T) {
 			p, _ = pod(t, "proxy", "w1")
 		}
 	}}
-	uid := func() types.UID { // of the Node that is there
+	uid := func() types.UID { // of the existing Node
 		n := object("w1")
 		exists(t, n)
 		return n.UID
 	}
-	if err := a.leave(t.Context(), "w1"); uid() != next.UID || !exists(t, p) { // as the ban stands, it is an error that they are there
+	if err := a.leave(t.Context(), "w1"); uid() != next.UID || !exists(t, p) { // while the ban lasts, it is an error that they exist
 		t.Errorf("the next Node or pod is gone: %v", err)
 	}
 }
 
-// A name that nobody holds any more is nobody else's while its deletion lasts: what is retired is not known to be over.
+// A name without a holder is not free while its deletion lasts: the certificates may not be revoked yet.
 func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 	k := &Kube{life: DefaultCertificateLife, now: time.Now, nodes: newNames(), access: &accessView{}}
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}}, Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
@@ -245,7 +245,7 @@ func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
 	}
 }
 
-// What users do: the name is free once the certificates are retired, and not before, also while no joinservice runs (J4).
+// As users do it: the name is free when the certificates are revoked, and not before, also while no joinservice runs (J4).
 func TestADeletedEnrollmentIsRetiredBeforeItsNameIsFree(t *testing.T) {
 	shared.Reset(t)
 	a, e := replica(t)
@@ -289,7 +289,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 	held := shared.Node(t, "w1")
 	seen(t, a, holds("a"))
 	b, _ := replica(t)
-	stale := b.cluster.Nodes.ByName("w1") // what a replica knows that is behind
+	stale := b.cluster.Nodes.ByName("w1") // the view of a replica that is behind
 	remove(t, "w1")
 	for name, try := range map[string]func(k *Kube) error{
 		"a ticket": func(k *Kube) error { return join(t.Context(), k, claim(1), "b") },
@@ -301,7 +301,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 		"new certificates": func(k *Kube) error { _, err := k.Renewable(t.Context(), claim(1), ticket("b")); return err },
 		"a return":         func(k *Kube) error { _, err := k.Withdraw(t.Context(), claim(1).Machine, "a"); return err },
 		"a renewal": func(k *Kube) error {
-			return (&Approver{kube: k}).judge(&certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: nodecert.UserPrefix + "w1"}}, shared.Node(t, "w1"))
+			return (&Approver{kube: k}).check(&certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: nodecert.UserPrefix + "w1"}}, shared.Node(t, "w1"))
 		},
 		"a certificate": func(*Kube) error { return a.allow(t.Context(), held, signed("b")) },
 	} {
@@ -326,7 +326,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 	}
 }
 
-// The work is done, and the name another machine's. A replica that comes late with the rest takes nothing of that.
+// The work is done, and another machine has the name. A replica that does the rest late deletes nothing of that machine.
 func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -360,7 +360,7 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	a.nodes.remove("w1") // its view of Nodes may be behind
+	a.nodes.remove("w1") // its view of Nodes may be out of date
 	if err := a.evict(t.Context(), old); err != nil {
 		t.Error(err)
 	}
@@ -370,13 +370,13 @@ func TestAReplicaThatIsLateTakesNothingFromTheNextMachine(t *testing.T) {
 	if n := shared.Node(t, "w1"); !exists(t, p) || !exists(t, object("w1")) || n == nil || n.Leaving() {
 		t.Error("the next machine's enrollment, Node or pod is gone")
 	}
-	remove(t, "w1") // whose certificates nobody has retired yet
+	remove(t, "w1") // whose certificates are not revoked yet
 	if err := a.finish(t.Context(), old); err != nil || shared.Node(t, "w1") == nil {
 		t.Errorf("the deletion of the next machine's enrollment is ended: %v", err)
 	}
 }
 
-// A ticket of the next machine that comes between reading and writing the list keeps its certificate.
+// A ticket of the next machine between read and write of the list keeps its certificate.
 func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 	shared.Reset(t)
 	a, _ := replica(t)
@@ -408,9 +408,9 @@ func TestARetirementIsWrittenByCompareAndSwap(t *testing.T) {
 	}
 }
 
-// Enrollments that the owner or an earlier version made are retired when they are deleted, like those of tickets.
+// Enrollments of the owner or of an earlier version are revoked when they are deleted, like those of tickets.
 func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.after(t, 0)
 	if n := shared.Node(t, "w1"); !n.Retires() {

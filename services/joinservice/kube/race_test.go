@@ -24,18 +24,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// schedule lets one of several tickets make one request at a time, in an order that a seed gives.
-// Informers and enforcers run beside it as they like.
+// schedule lets one of several tickets make one request at a time, in an order that follows from a seed. Informers and
+// enforcers run concurrently, without an order.
 type schedule struct {
 	rng    *rand.Rand
-	faults float64 // share of requests that fail, before or after the API server has done them
+	faults float64 // share of requests that fail, before or after the API server has executed them
 	ready  chan *actor
 	done   chan *actor
 }
 
 type actor struct {
 	s    *schedule
-	turn chan fault
+	slot chan fault
 	dead bool
 }
 
@@ -45,18 +45,18 @@ const (
 	noFault fault = iota
 	requestLost
 	answerLost
-	killed // with the request done, and nothing after it
+	killed // after the request was executed
 )
 
 type actorKey struct{}
 
 var errLost = errors.New("the connection broke")
 
-// run runs the tickets to their ends.
+// run runs the tickets until they end.
 func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 	s.ready, s.done = make(chan *actor), make(chan *actor)
 	for _, f := range tickets {
-		a := &actor{s: s, turn: make(chan fault)}
+		a := &actor{s: s, slot: make(chan fault)}
 		go func() {
 			f(context.WithValue(ctx, actorKey{}, a))
 			s.done <- a
@@ -64,7 +64,7 @@ func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 	}
 	var waiting []*actor
 	for busy, alive := len(tickets), len(tickets); alive > 0; {
-		// One that waits for an informer makes no request meanwhile; the others go on then.
+		// A ticket that waits for an informer makes no request meanwhile; the others go on then.
 		for patience := time.After(50 * time.Millisecond); busy > 0; {
 			select {
 			case a := <-s.ready:
@@ -88,12 +88,12 @@ func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 		if s.rng.Float64() < s.faults {
 			f = fault(1 + s.rng.IntN(3))
 		}
-		waiting[next].turn <- f
+		waiting[next].slot <- f
 		waiting, busy = slices.Delete(waiting, next, next+1), busy+1
 	}
 }
 
-// scheduled is a client whose requests wait for their turn, if a ticket makes them.
+// scheduled is a client whose requests wait for their slot, if a ticket makes them.
 type scheduled struct{ client.Client }
 
 func gate(ctx context.Context, request func() error) error {
@@ -105,7 +105,7 @@ func gate(ctx context.Context, request func() error) error {
 		return errLost
 	}
 	a.s.ready <- a
-	switch <-a.turn {
+	switch <-a.slot {
 	case requestLost:
 		return errLost
 	case answerLost:
@@ -148,7 +148,7 @@ func (c scheduledStatus) Update(ctx context.Context, o client.Object, opts ...cl
 	return gate(ctx, func() error { return c.SubResourceWriter.Update(ctx, o, opts...) })
 }
 
-// trial is one ticket of a race and what became of it.
+// trial is one ticket of a race and its result.
 type trial struct {
 	id      string
 	claim   Claim
@@ -182,7 +182,7 @@ func (r *trial) run(ctx context.Context) {
 	}
 }
 
-// race is a random set of tickets, of names, machines and disks of that seed alone.
+// race returns a random set of tickets, with names, machines and disks of that seed only.
 func race(rng *rand.Rand, seed uint64, replicas []*Kube) []*trial {
 	var out []*trial
 	for i := range 2 + rng.IntN(4) {
@@ -206,7 +206,7 @@ func race(rng *rand.Rand, seed uint64, replicas []*Kube) []*trial {
 	return out
 }
 
-// state is what the API server has of the names of one seed.
+// state is the API server's state of the names of one seed.
 type state struct {
 	nodes     map[string]*v1alpha1.AttestedNode
 	suspended map[string]bool
@@ -229,14 +229,14 @@ func stateOf(t *testing.T, trials []*trial) state {
 	return s
 }
 
-// consistent is what holds after any race, whatever failed in it: nothing belongs to two (J2, J4), an
-// issued ticket is recorded, and nodes whose tickets were returned may not write.
+// consistent checks what holds after any race, whatever failed in it: no value has two owners (J2, J4), an issued ticket is
+// recorded, and nodes whose tickets were returned may not write.
 func (s state) consistent(trials []*trial) error {
 	owners := map[string]string{}
 	want := map[string]bool{}
 	var errs []error
 	for _, n := range s.nodes {
-		if n.Status.Ticket == nil && n.Status.ReleasedAt == nil { // nobody got anything for it
+		if n.Status.Ticket == nil && n.Status.ReleasedAt == nil { // no machine got anything for it
 			continue
 		}
 		for _, unique := range append([]string{"machine " + n.Spec.MachineID, "disk " + n.Spec.DiskID}, n.Spec.Addresses...) {
@@ -271,7 +271,7 @@ func returnedBy(trials []*trial, m attest.MachineID) bool {
 	return slices.ContainsFunc(trials, func(r *trial) bool { return r.issued && r.returns && r.claim.Machine == m })
 }
 
-// failed reports whether an enrollment is left of which no ticket came.
+// failed reports whether an enrollment without an issued ticket is left.
 func (s state) failed() bool {
 	for _, n := range s.nodes {
 		if n.Status.Ticket == nil && n.Status.ReleasedAt == nil {
@@ -281,7 +281,7 @@ func (s state) failed() bool {
 	return false
 }
 
-// seeds are those of MUSTER_SEED, one, or n new ones.
+// seeds returns that of MUSTER_SEED, or n new ones.
 func seeds(t *testing.T, n int) []uint64 {
 	t.Helper()
 	if text := os.Getenv("MUSTER_SEED"); text != "" {
@@ -321,7 +321,7 @@ func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
 			tickets = append(tickets, r.run)
 		}
 		(&schedule{rng: rng}).run(t.Context(), tickets...)
-		membertest.Eventually(t, func() error { // the enforcers may be on their way
+		membertest.Eventually(t, func() error { // the enforcers may be at work
 			s := stateOf(t, trials)
 			if err := s.consistent(trials); err != nil {
 				return fmt.Errorf("MUSTER_SEED=%d: %w", seed, err)
@@ -340,8 +340,8 @@ func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
 	}
 }
 
-// Requests get lost, answers too, and replicas are killed between any two of them: nothing belongs to two
-// then either, and the rest is cleaned by rule.
+// Requests and answers get lost, and replicas are killed between any two of them: even then no value has two owners, and
+// the rest is removed later.
 func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 	hand := &clock{at: time.Now()}
 	replicas := racing(t, hand.now)
@@ -387,7 +387,7 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 		all = append(all, trials...)
 	}
 	t.Logf("after %d of the races there was something to clean", left)
-	membertest.Eventually(t, func() error { // no Node ever comes
+	membertest.Eventually(t, func() error { // no Node ever appears
 		sweep(13 * time.Hour)
 		if s := stateOf(t, all); len(s.nodes) > 0 || len(s.suspended) > 0 {
 			return fmt.Errorf("left: %v, suspended %v", slices.Collect(maps.Keys(s.nodes)), s.suspended)

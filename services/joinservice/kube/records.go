@@ -20,23 +20,23 @@ import (
 )
 
 const (
-	// recordEvery is how often what was noted is written. It also keeps these writes, which nothing
-	// depends on, out of the way of a ticket's own and of its return.
+	// recordEvery is how often the noted entries are written. It also keeps these writes, on which nothing depends, from
+	// delaying a ticket or its return.
 	recordEvery = 5 * time.Second
-	// refreshAfter is how old an entry may grow before the same refusal is written again.
+	// refreshAfter is the age at which an entry of the same refusal is written again.
 	refreshAfter = time.Minute
-	// sweepEvery is how often entries that have expired are looked for.
+	// sweepEvery is how often expired entries are searched.
 	sweepEvery = 10 * time.Minute
-	// usedAfter is how long after it was first seen a request for a ticket is of no use any more: its signer had [signTimeout].
+	// usedAfter is how long after it was first seen a request for a ticket is no longer needed: its signer had
+	// [signTimeout].
 	usedAfter = 2 * signTimeout
 )
 
-// records is what the owner is shown and nothing depends on: who waits, and when nodes'
-// certificates end. It is noted in memory, at most one entry for each machine and node, and written
-// in the background.
+// records is data for the owner on which nothing depends: waiting machines, and when nodes' certificates end. It is kept in
+// memory, at most one entry for each machine and node, and written in the background.
 type records struct {
 	mu    sync.Mutex
-	wait  map[string]*waiting.Entry // by machine; nil: it was admitted
+	wait  map[string]*waiting.Entry // by machine; nil: the machine was admitted
 	certs map[string]expiry         // by node
 }
 
@@ -46,8 +46,8 @@ func newRecords() *records {
 	return &records{wait: map[string]*waiting.Entry{}, certs: map[string]expiry{}}
 }
 
-// Refused notes that a machine with genuine evidence was refused. The caller says nothing else of it
-// than what it asked for and where it came from.
+// Refused notes that a machine with genuine evidence was refused. The only other data from the caller are what it asked for
+// and its address.
 func (k *Kube) Refused(e waiting.Entry) {
 	if e.Node == "" {
 		if id, err := attest.ParseMachineID(e.Machine); err == nil {
@@ -74,7 +74,7 @@ func (k *Kube) Admitted(m attest.MachineID, node string, clientEnd, servingEnd t
 	r.certs[node] = expiry{clientEnd, servingEnd}
 }
 
-// Rejoined notes that a machine got its disk's key after a reboot: it waits no more.
+// Rejoined notes that a machine got its disk's key after a reboot: it is removed from the list.
 func (k *Kube) Rejoined(m attest.MachineID) {
 	r := k.records
 	r.mu.Lock()
@@ -82,8 +82,8 @@ func (k *Kube) Rejoined(m attest.MachineID) {
 	r.wait[m.String()] = nil
 }
 
-// discardRequests deletes the requests of tickets that are over, used or not. Those of a minute are one request to the API server, or two. What it does not
-// delete, Kubernetes does after an hour.
+// discardRequests deletes the requests of finished tickets, used or not. Those of one minute take one or two requests to
+// the API server. Kubernetes deletes the rest after an hour.
 func (k *Kube) discardRequests(ctx context.Context) {
 	for window, last := range k.requests.windows() {
 		if k.now().Sub(last) < usedAfter {
@@ -95,8 +95,8 @@ func (k *Kube) discardRequests(ctx context.Context) {
 	}
 }
 
-// ServeRecords writes what was noted until ctx ends, and deletes used certificate requests. What fails is tried again with what is noted
-// next; a record that is lost costs a line of `muster status`.
+// ServeRecords writes the noted entries until ctx ends, and deletes used certificate requests. After a failure it tries
+// again with the next entries; a lost record only affects a line of `muster status`.
 func (k *Kube) ServeRecords(ctx context.Context) error {
 	if err := k.cluster.Await(ctx); err != nil {
 		return err
@@ -130,8 +130,8 @@ func (k *Kube) ServeRecords(ctx context.Context) error {
 	}
 }
 
-// writeWaiting brings the ConfigMap up to date with one read and at most one write. A merge patch of
-// some keys cannot lose another replica's.
+// writeWaiting updates the ConfigMap with one read and at most one write. A merge patch of some keys cannot overwrite
+// another replica's.
 func (k *Kube) writeWaiting(ctx context.Context, news map[string]*waiting.Entry, now time.Time) error {
 	m := &corev1.ConfigMap{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: waiting.ConfigMap}, m); err != nil {
@@ -148,7 +148,7 @@ func (k *Kube) writeWaiting(ctx context.Context, news map[string]*waiting.Entry,
 	return k.cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, b))
 }
 
-// waitingPatch says which keys change, nil for those that go.
+// waitingPatch returns the keys that change, nil for those to delete.
 func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now time.Time) map[string]any {
 	patch := map[string]any{}
 	entries, bad := waiting.Parse(have)
@@ -171,11 +171,11 @@ func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now ti
 			delete(known, machine)
 		case e == nil:
 		case !listed && len(known) >= waiting.Max:
-			// Who is listed stays: else many machines could push out the one that the owner looks for.
+			// Listed machines stay: otherwise many machines could displace the one that the owner looks for.
 		default:
 			next := *e
 			next.Since = e.Last
-			if next.Node == "" { // it was refused before it could say, and has said it before
+			if next.Node == "" { // it was refused before it sent its name, and has sent it before
 				next.Node, next.Role = old.Node, old.Role
 			}
 			if listed && old.Reason == next.Reason {
@@ -192,8 +192,7 @@ func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now ti
 	return patch
 }
 
-// writeExpiry puts the ends into the node's status, unless they are there: each replica sees the same
-// certificates.
+// writeExpiry writes the ends into the node's status, unless they are there: each replica sees the same certificates.
 func (k *Kube) writeExpiry(ctx context.Context, node string, e expiry) error {
 	n := k.cluster.Nodes.ByName(node)
 	if n == nil || !withExpiry(n.Status.DeepCopy(), e) {
@@ -205,7 +204,8 @@ func (k *Kube) writeExpiry(ctx context.Context, node string, e expiry) error {
 	})
 }
 
-// withExpiry sets what is later than what stands, and says whether anything was. What the machine itself reports then takes its place.
+// withExpiry sets the values that are later than the present ones, and reports whether any was. Values that the machine
+// itself reports replace them.
 func withExpiry(s *v1alpha1.AttestedNodeStatus, e expiry) (changed bool) {
 	set := func(to **metav1.Time, end time.Time) {
 		if !end.IsZero() && (*to == nil || end.Unix() > (*to).Unix()) {

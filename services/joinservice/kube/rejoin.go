@@ -12,13 +12,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Rejoin says whether the claim, whose addresses are ignored, is what the machine is enrolled as. The
-// enrollment is read from the API, so that a name that the owner has just given away opens no disk any
-// more, whichever replica is asked. An enrollment that was released counts for as long as it is held
-// for its machine, which could get the same key by joining. A disk without an AttestedDisk has no salt, and so no key that could
-// open it. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED, ROLE_REFUSED, DISK_MISMATCH,
-// DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes nothing: [Rejoining.Record] has to come
-// before the key leaves.
+// Rejoin checks that the claim, whose addresses are ignored, matches the machine's enrollment. It reads the enrollment from
+// the API, so that a name that the owner has just given away opens no disk any more, at any replica. A released enrollment
+// counts while it is held for its machine, which could get the same key by joining. A disk without an AttestedDisk has no
+// salt, and so no key that could open it. Errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED,
+// ROLE_REFUSED, DISK_MISMATCH, DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes
+// nothing: [Rejoining.Record] must be called before the key is sent.
 func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	own := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
@@ -32,7 +31,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	if own == nil || own.Spec.MachineID != c.Machine.String() {
 		return nil, k.notAs(c, own)
 	}
-	if own.Spec.DiskID == "" && !own.ShutOut() { // J2: its disk is not known, so none is its own
+	if own.Spec.DiskID == "" && !own.ShutOut() { // J2: its disk is not known, so it has none
 		return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled, but has not joined with a disk yet; it asks for the key of %s", c.Disk)
 	}
 	if err := checkOwn(c, own); err != nil { // J2
@@ -44,7 +43,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 		}
 	}
 	salt, held, err := k.holdsDisk(ctx, c) // J2
-	if err == nil && !held {               // K4: a new salt would lead to a key that opens nothing
+	if err == nil && !held {               // K4: the key of a new salt would open nothing
 		err = attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s has no AttestedDisk, so its salt is gone; your known.json may have it", c.Disk)
 	}
 	if err != nil {
@@ -53,7 +52,7 @@ func (k *Kube) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	return &Rejoining{kube: k, node: own, claim: c, Salt: salt}, nil
 }
 
-// notAs refuses a machine that is not enrolled under the name; own is whoever is, or nil.
+// notAs refuses a machine that is not enrolled under the name; own is the enrollment of the name, or nil.
 func (k *Kube) notAs(c Claim, own *v1alpha1.AttestedNode) error {
 	for _, other := range k.cluster.Nodes.ByMachine(c.Machine) {
 		if other.Name != c.Node && !k.vacant(other) && !k.begun(other) {

@@ -12,20 +12,20 @@ import (
 )
 
 const (
-	// returnWithin is how old a ticket may be that is returned: a machine that loses the race for its
-	// node lock knows at once.
+	// returnWithin is the maximum age of a ticket that is returned: a machine that loses the race for its node lock knows
+	// at once.
 	returnWithin = 10 * time.Minute
-	// holdMargin is how much longer than its certificates a returned or failed ticket keeps what it enrolled: for
-	// clocks that differ, and a renewal that was under way.
+	// holdMargin is how much longer than its certificates a returned or failed ticket holds what it enrolled: for clocks
+	// that differ, and for a renewal in progress.
 	holdMargin = 10 * time.Minute
 )
 
-// Withdraw marks the enrollment of a returned ticket as released. The machine must be the ticket's own
-// (J1), and no Node may have come of it; else TICKET_UNKNOWN.
+// Withdraw marks the enrollment of a returned ticket as released. The ticket must be that of the machine (J1), and no Node
+// may exist for it; otherwise it returns TICKET_UNKNOWN.
 //
-// The ticket's certificate and disk key are out, whatever the machine says. So its node may not write
-// at once, but name and disk stay the machine's own until the certificate
-// has expired: else one machine could collect names and keys of disks (J2, J4).
+// The machine may still have the ticket's certificate and disk key. So its node may not write from now on, but name and
+// disk stay the machine's until the certificate has expired: otherwise one machine could collect names and keys of disks
+// (J2, J4).
 func (k *Kube) Withdraw(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
 	unknown := attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it is older than %s, or it was used", m, returnWithin)
 	for _, n := range k.cluster.Nodes.ByMachine(m) {

@@ -15,17 +15,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Renewal is an enrollment whose machine may have new certificates, as it stood when that was decided.
+// Renewal is the decision that a machine may have new certificates, with its enrollment as it was then.
 type Renewal struct {
 	kube *Kube
 	node *v1alpha1.AttestedNode
 }
 
-// Renewable says whether the claim, of which role and disk are ignored, is what the machine is enrolled as, and records
-// the verdict of now that the certificates will be given on (J7). The enrollment is read from the API, so that a ban or a name
-// that the owner has just taken counts at whichever replica. Its errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH,
-// BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, BUSY, API_UNAVAILABLE. It takes some 20 s at the most if the machine has
-// booted since it was last looked at, longer if the API server is slow.
+// Renewable checks that the claim, whose role and disk are ignored, matches the machine's enrollment, and records the
+// current verdict on which the certificates will be issued (J7). It reads the enrollment from the API, so that a ban, or a
+// name that the owner has just removed, counts at every replica. Errors are refusals: NOT_ENROLLED, NAME_TAKEN,
+// NAME_MISMATCH, BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, BUSY, API_UNAVAILABLE. It takes at
+// most about 20 s if the machine has booted since it was last checked, longer if the API server is slow.
 func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
 	own := &v1alpha1.AttestedNode{}
 	if err := k.cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
@@ -43,7 +43,7 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 		return nil, err
 	}
 	switch {
-	case own.Status.ReleasedAt != nil: // J4: nothing that outlives what is held for its machine
+	case own.Status.ReleasedAt != nil: // J4: nothing that is valid longer than the name is held for its machine
 		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "the enrollment of node %q is released", c.Node)
 	case own.Status.Ticket == nil && own.Status.LastVerdict == nil:
 		return nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "node %q has not joined yet: it gets its first certificates with a ticket", c.Node)
@@ -60,7 +60,7 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 		if err := c.Boot.record(own, s, true); err != nil { // J11
 			return err
 		}
-		judged(s, status)
+		takeVerdict(s, status)
 		return nil
 	}); err != nil {
 		return nil, err
@@ -68,8 +68,8 @@ func (k *Kube) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedN
 	return &Renewal{kube: k, node: own}, nil
 }
 
-// Allow checks that the machine may still have the certificate, which was signed meanwhile, and lets it write where older ones of the node's name
-// are revoked (J4). Its errors are refusals.
+// Allow checks that the machine may still have the certificate, which was signed meanwhile, and lets it write if older ones
+// of the node's name are revoked (J4). Errors are refusals.
 func (r *Renewal) Allow(ctx context.Context, c *x509.Certificate) error {
 	return r.kube.allow(ctx, r.node, c)
 }

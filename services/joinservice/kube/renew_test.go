@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// J4, J7: what the owner does while the certificate is being signed counts, also where no older one is retired.
+// J4, J7: what the owner does while the certificate is being signed counts, also if no older one is revoked.
 func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -75,7 +75,7 @@ func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 	}
 }
 
-// lookingAtLease does something when a Lease is read for the first time.
+// lookingAtLease runs a function when a Lease is read for the first time.
 type lookingAtLease struct {
 	client.Client
 	once *sync.Once
@@ -89,7 +89,7 @@ func (l lookingAtLease) Get(ctx context.Context, key client.ObjectKey, o client.
 	return l.Client.Get(ctx, key, o, opts...)
 }
 
-// J11: while a replica looks whether the boot before has ended, another boot is recorded by another one.
+// J11: while one replica checks whether the previous boot has ended, another replica records another boot.
 func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	shared.Reset(t)
 	k, other := replicaOf(t), replicaOf(t)
@@ -110,7 +110,7 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	if b := shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
 		t.Errorf("recorded is %+v", b)
 	}
-	if _, err := k.Renewable(t.Context(), later, ticket("b")); err != nil { // once it has looked again
+	if _, err := k.Renewable(t.Context(), later, ticket("b")); err != nil { // after it has checked again
 		t.Error(err)
 	}
 	if b := shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {

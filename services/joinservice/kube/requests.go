@@ -12,13 +12,13 @@ import (
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 )
 
-// requests is the view of the certificate requests of nodes: what kubelets filed, by node, and what tickets wait for.
-// The objects are without what is asked for, see [clusterview.WatchRequests].
+// requests is the view of the certificate requests of nodes: those that kubelets filed, by node, and those of tickets. The
+// objects lack the request itself, see [clusterview.WatchRequests].
 type requests struct {
 	now func() time.Time
 
 	mu      sync.Mutex
-	follow  func(node string)               // called for each node whose requests are to be looked at, or nil
+	follow  func(node string)               // called for each node whose requests are to be checked, or nil
 	byNode  map[string]map[string]*kubelets // by kubelets, by name
 	filed   map[string]filed                // by joinservices for tickets
 	waiting map[string]chan *certificatesv1.CertificateSigningRequest
@@ -33,9 +33,9 @@ type filed struct {
 // kubelets is a request that a kubelet filed.
 type kubelets struct {
 	*certificatesv1.CertificateSigningRequest
-	// decided is when it was first seen decided; zero: it is open.
+	// decided is when a decision was first seen; zero if it is open.
 	decided time.Time
-	// waits is why it was last found to wait, listed whether its certificate needs to be listed no more.
+	// waits is why it was last found to wait, listed whether its certificate is already in the list.
 	waits  string
 	listed bool
 }
@@ -47,7 +47,7 @@ func newRequests() *requests {
 	}
 }
 
-// await gives a channel that gets the request once it is signed or has failed.
+// await returns a channel that gets the request when it is signed or has failed.
 func (r *requests) await(name string) (<-chan *certificatesv1.CertificateSigningRequest, func()) {
 	c := make(chan *certificatesv1.CertificateSigningRequest, 1)
 	r.mu.Lock()
@@ -66,7 +66,7 @@ func (r *requests) set(o *certificatesv1.CertificateSigningRequest) {
 	if c, ok := r.waiting[o.Name]; ok && concluded(o) {
 		select {
 		case c <- o:
-		default: // it was told already
+		default: // it was already sent
 		}
 	}
 	if window := o.Labels[clusterview.TicketWindow]; window != "" && isOurs(o.Name, o.Spec.Username) {
@@ -104,7 +104,7 @@ func (r *requests) remove(o *certificatesv1.CertificateSigningRequest) {
 	}
 }
 
-// of gives what a node's kubelet filed, the newest first.
+// of returns the requests of a node's kubelet, the newest first.
 func (r *requests) of(node string) []kubelets {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -121,7 +121,7 @@ func (r *requests) of(node string) []kubelets {
 	return out
 }
 
-// note changes what is remembered of a request, if it is still there.
+// note changes the stored data of a request, if it still exists.
 func (r *requests) note(o kubelets, change func(*kubelets)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -130,7 +130,8 @@ func (r *requests) note(o kubelets, change func(*kubelets)) {
 	}
 }
 
-// windows are the minutes in which requests were filed for tickets that are still there, each with when its latest one was first seen.
+// windows returns the minutes in which existing requests for tickets were filed, each with when its latest one was first
+// seen.
 func (r *requests) windows() map[string]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -143,8 +144,8 @@ func (r *requests) windows() map[string]time.Time {
 	return out
 }
 
-// look has f called with each node whose requests are to be looked at from now on, and at once with all that have any;
-// nil ends that.
+// look makes f be called for each node whose requests are to be checked from now on, and at once for all nodes with
+// requests; nil ends that.
 func (r *requests) look(f func(node string)) {
 	r.mu.Lock()
 	r.follow = f
@@ -160,7 +161,7 @@ func (r *requests) wakeAll() {
 	}
 }
 
-// wakeOne is for whoever doesn't hold r.mu.
+// wakeOne is for callers that do not hold r.mu.
 func (r *requests) wakeOne(node string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -181,26 +182,26 @@ func filer(o *certificatesv1.CertificateSigningRequest) string {
 	return strings.TrimPrefix(o.Spec.Username, nodecert.UserPrefix)
 }
 
-// concluded says whether the signer has finished with o.
+// concluded reports whether the signer has finished with o.
 func concluded(o *certificatesv1.CertificateSigningRequest) bool {
 	return len(o.Status.Certificate) > 0 || refused(o)
 }
 
-// refused says whether o will never have a certificate.
+// refused reports whether o will never have a certificate.
 func refused(o *certificatesv1.CertificateSigningRequest) bool {
 	return slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
 		return c.Type == certificatesv1.CertificateFailed || c.Type == certificatesv1.CertificateDenied
 	})
 }
 
-// decided says whether o was approved or denied.
+// decided reports whether o was approved or denied.
 func decided(o *certificatesv1.CertificateSigningRequest) bool {
 	return concluded(o) || slices.ContainsFunc(o.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
 		return c.Type == certificatesv1.CertificateApproved
 	})
 }
 
-// isKubelets says whether a node filed o for one of the two node signers.
+// isKubelets reports whether a node filed o for one of the two node signers.
 func isKubelets(o *certificatesv1.CertificateSigningRequest) bool {
 	return (o.Spec.SignerName == signerOf[nodecert.Client] || o.Spec.SignerName == signerOf[nodecert.Serving]) &&
 		strings.HasPrefix(o.Spec.Username, nodecert.UserPrefix) && slices.Contains(o.Spec.Groups, nodecert.Organization)

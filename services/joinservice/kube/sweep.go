@@ -22,27 +22,27 @@ import (
 )
 
 const (
-	// lookEvery is the pause between two looks at all enrollments.
+	// lookEvery is the pause between two passes over all enrollments.
 	lookEvery = time.Minute
-	// ticketTime is more than any ticket takes: what is older is on its way no more.
+	// ticketTime is longer than any ticket takes: an older one is no longer in progress.
 	ticketTime = 5 * time.Minute
 )
 
-// The ways to vanish: reasons of the condition, and of the metric's series.
+// How a node can vanish: reasons of the condition, and of the metric's series.
 const (
-	vanishedNeverCame = "NeverCame" // a ticket was given, or begun, and no Node came of it
+	vanishedNeverCame = "NeverCame" // a ticket was issued, or begun, and no Node appeared
 	vanishedNodeGone  = "NodeGone"  // the Node was deleted
-	vanishedSilent    = "Silent"    // there is a Node whose machine attests no more
+	vanishedSilent    = "Silent"    // the Node exists, but its machine no longer attests
 )
 
-// SweepConfig says when nodes count as vanished.
+// SweepConfig defines when nodes count as vanished.
 type SweepConfig struct {
-	// VanishedAfter is how long a node may show no sign of life before it is reported.
+	// VanishedAfter is how long a node may show no activity before it is reported.
 	VanishedAfter time.Duration
-	// ReleaseAfter is how much later the enrollment of a worker whose Node is gone is deleted, unless the
-	// owner made it; more than certificates live, or 0 for never.
+	// ReleaseAfter is how much later the enrollment of a worker whose Node was deleted is deleted, unless the owner created
+	// it; longer than certificates are valid, or 0 for never.
 	ReleaseAfter time.Duration
-	// VerdictMaxAge is how old the verdict may be on which a certificate is renewed.
+	// VerdictMaxAge is the maximum age of the verdict on which a certificate is renewed.
 	VerdictMaxAge time.Duration
 	// Audit keeps the records of releases.
 	Audit *audit.Log
@@ -50,27 +50,27 @@ type SweepConfig struct {
 	Metrics prometheus.Registerer
 }
 
-// Sweeper reports nodes that vanished, and cleans what nobody will use any more:
+// Sweeper reports nodes that vanished, and removes what is no longer used:
 //
-//   - an enrollment that a ticket made, of a worker that has vanished without a Node for long, is deleted once the last
-//     certificate of its machine must have expired. What the owner enrolled, control planes and bans are reported at most;
-//   - so is one that was released, because its machine returned the ticket, and one whose ticket failed, once every certificate that may
-//     have been issued for it has expired;
-//   - an enrollment that the owner or an earlier version made gets the finalizer, so that its removal revokes its certificates;
-//   - the list of who may not write is made to say what the enrollments say, without what has lapsed.
+//   - an enrollment that a ticket created, of a worker that vanished without a Node long ago, is deleted when the last
+//     certificate of its machine must have expired. Enrollments of the owner, control planes and bans are only reported;
+//   - an enrollment that was released, because its machine returned the ticket, and one whose ticket failed, are deleted
+//     when every certificate that may have been issued for them has expired;
+//   - an enrollment of the owner or of an earlier version gets the finalizer, so that its removal revokes its certificates;
+//   - the list of nodes that may not write is updated from the enrollments, without expired entries.
 //
-// Every replica does it. Each change is a compare-and-swap, so one of them makes it, and tells.
+// Every replica does this. Each change is a compare-and-swap, so one of them makes and reports it.
 type Sweeper struct {
 	kube     *Kube
 	cfg      SweepConfig
 	vanished *prometheus.GaugeVec
 	refused  *prometheus.GaugeVec
 	cloned   prometheus.Gauge
-	// missing is since when a node has no Node, as far as we have looked.
+	// missing is since when a node has no Node, as far as this process has seen.
 	missing map[string]time.Time
 }
 
-// NewSweeper returns a Sweeper, or says what is wrong with cfg.
+// NewSweeper returns a Sweeper, or an error that describes what is wrong with cfg.
 func (k *Kube) NewSweeper(cfg SweepConfig) (*Sweeper, error) {
 	switch {
 	case cfg.Audit == nil || cfg.Metrics == nil:
@@ -109,7 +109,7 @@ func (s *Sweeper) Serve(ctx context.Context) error {
 	}
 }
 
-// pass looks at everything once. What fails is tried again by the next.
+// pass checks all enrollments once. The next pass repeats what fails.
 func (s *Sweeper) pass(ctx context.Context) {
 	counts := map[string]float64{vanishedNeverCame: 0, vanishedNodeGone: 0, vanishedSilent: 0}
 	k, nodes := s.kube, s.kube.cluster.Nodes.All()
@@ -122,7 +122,7 @@ func (s *Sweeper) pass(ctx context.Context) {
 		}
 		known[n.Name] = true
 		if n.Leaving() {
-			continue // the Enforcer is at it
+			continue // the Enforcer works on it
 		}
 		n = n.DeepCopy()
 		err := k.mark(ctx, n)
@@ -133,7 +133,7 @@ func (s *Sweeper) pass(ctx context.Context) {
 		if how != "" {
 			counts[how]++
 		}
-		// A lost compare-and-swap means that somebody else has acted, or that the node is alive.
+		// A lost compare-and-swap means that another writer has acted, or that the node is alive.
 		if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
 			s.kube.log.ErrorContext(ctx, "a vanished node cannot be dealt with; trying again", "node", n.Name, "err", err)
 		}
@@ -152,8 +152,8 @@ func (s *Sweeper) pass(ctx context.Context) {
 	s.settle(ctx)
 }
 
-// settle makes the list of who may not write say what the enrollments say, without what has lapsed, and lets nodes file certificate requests again
-// whose requests have been deleted.
+// settle updates the list of nodes that may not write from the enrollments, without expired entries, and lets nodes file
+// certificate requests again when their requests have been deleted.
 func (s *Sweeper) settle(ctx context.Context) {
 	k := s.kube
 	if err := k.settle(ctx, k.unsettled()...); err != nil {
@@ -173,11 +173,12 @@ func (s *Sweeper) settle(ctx context.Context) {
 	}
 }
 
-// countRefused counts nodes that no longer fit, and those that were cloned. Whoever plays joinservice towards a node can have the node count refusals, but not this process.
+// countRefused counts nodes that no longer fit, and those that were cloned. An attacker that impersonates joinservice can
+// make a node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
 	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
-		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // none is a value too: without it nobody can tell that from a joinservice that does not count
+		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // 0 is a value too: it shows that this joinservice counts
 	}
 	cloned := 0.0
 	for _, n := range nodes {
@@ -191,7 +192,7 @@ func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.cloned.Set(cloned)
 }
 
-// look deals with one enrollment, and says how its node vanished; empty: it has not.
+// look handles one enrollment, and returns how its node vanished; empty if it has not.
 func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how string, err error) {
 	k, now := s.kube, s.kube.clock().Earliest
 	if now.IsZero() {
@@ -210,7 +211,7 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 	} else if s.missing[n.Name].IsZero() {
 		s.missing[n.Name] = now
 	}
-	how, why := s.judge(n, now)
+	how, why := s.howVanished(n, now)
 	if err := s.report(ctx, n, how, why); err != nil || how == "" {
 		return how, err
 	}
@@ -220,8 +221,8 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 	return how, nil
 }
 
-// judge says how a node vanished, and since when it shows no sign of life.
-func (s *Sweeper) judge(n *v1alpha1.AttestedNode, now time.Time) (how, why string) {
+// howVanished returns how a node vanished, and since when it shows no activity.
+func (s *Sweeper) howVanished(n *v1alpha1.AttestedNode, now time.Time) (how, why string) {
 	st := n.Status
 	if st.Ticket == nil && st.LastVerdict == nil {
 		return "", "" // the owner waits for its machine
@@ -235,7 +236,7 @@ func (s *Sweeper) judge(n *v1alpha1.AttestedNode, now time.Time) (how, why strin
 		case !joined && now.Sub(last) > s.cfg.VanishedAfter:
 			return vanishedNeverCame, fmt.Sprintf("no Node came of the ticket of %s", utc(last))
 		}
-		// What was reported is not taken back because we have begun to look anew.
+		// A report is not withdrawn because this process has just started to observe.
 		if c := meta.FindStatusCondition(st.Conditions, v1alpha1.ConditionVanished); c != nil && c.Status == metav1.ConditionTrue && c.Reason != vanishedSilent {
 			return c.Reason, c.Message
 		}
@@ -249,7 +250,7 @@ func (s *Sweeper) judge(n *v1alpha1.AttestedNode, now time.Time) (how, why strin
 
 func utc(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-// lastSign is when anything of the machine was last seen.
+// lastSign returns when any activity of the machine was last seen.
 func lastSign(n *v1alpha1.AttestedNode) time.Time {
 	last := lastAsked(n)
 	if t := n.Status.Ticket; t != nil && t.IssuedAt.After(last) {
@@ -261,7 +262,7 @@ func lastSign(n *v1alpha1.AttestedNode) time.Time {
 	return last
 }
 
-// report keeps the condition, and tells when it changes.
+// report updates the condition, and emits an event when it changes.
 func (s *Sweeper) report(ctx context.Context, n *v1alpha1.AttestedNode, how, why string) error {
 	was := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
 	vanished := was != nil && was.Status == metav1.ConditionTrue
@@ -275,19 +276,19 @@ func (s *Sweeper) report(ctx context.Context, n *v1alpha1.AttestedNode, how, why
 		next.Status, next.Reason, next.Message, kind = metav1.ConditionFalse, "Present", "the node is there and its machine attests", eventNormal
 	}
 	live := n.DeepCopy()
-	// Another way to vanish begins a time of its own.
+	// Another way to vanish starts a new period.
 	live.Status.Conditions = slices.DeleteFunc(live.Status.Conditions, func(c metav1.Condition) bool { return c.Type == next.Type })
 	live.Status.Conditions = append(live.Status.Conditions, next)
 	if err := k.cluster.Client.Status().Update(ctx, live); err != nil {
 		return err
 	}
 	k.log.WarnContext(ctx, "a node's signs of life changed", "node", n.Name, "machine", n.Spec.MachineID, "how", next.Reason, "why", next.Message)
-	k.tell(ctx, n, kind, next.Reason, next.Message)
+	k.emit(ctx, n, kind, next.Reason, next.Message)
 	return nil
 }
 
-// mayEnd is the rule by which enrollments are given up without their owner: none ends while a certificate of it can live (J4).
-// One is issued with a ticket, or renewed on a verdict of at most VerdictMaxAge.
+// mayEnd is the rule by which enrollments end without the owner: none ends while a certificate of it can be valid (J4). One
+// is issued with a ticket, or renewed on a verdict of at most VerdictMaxAge.
 func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	c := meta.FindStatusCondition(n.Status.Conditions, v1alpha1.ConditionVanished)
 	if s.cfg.ReleaseAfter == 0 || c == nil || c.Status != metav1.ConditionTrue || c.Reason == vanishedSilent {
@@ -298,7 +299,7 @@ func (s *Sweeper) mayEnd(n *v1alpha1.AttestedNode, now time.Time) bool {
 	}
 	since, last := c.LastTransitionTime.Time, lastSign(n)
 	if last.After(since) {
-		since = last // it has no Node, and yet its machine attests
+		since = last // it has no Node, but its machine attests
 	}
 	return now.Sub(since) > s.cfg.ReleaseAfter && now.Sub(last) > s.kube.life+s.cfg.VerdictMaxAge+holdMargin
 }
@@ -312,7 +313,7 @@ func (s *Sweeper) drop(ctx context.Context, n *v1alpha1.AttestedNode, why string
 		return err
 	}
 	s.kube.log.InfoContext(ctx, "an enrollment is deleted", "node", n.Name, "machine", n.Spec.MachineID, "why", why)
-	s.kube.tell(ctx, n, eventNormal, "Deleted", why)
+	s.kube.emit(ctx, n, eventNormal, "Deleted", why)
 	return s.kube.settle(ctx, n.Name)
 }
 
@@ -323,7 +324,7 @@ func (s *Sweeper) record(event string, n *v1alpha1.AttestedNode, why string) err
 	})
 }
 
-// isOurs says whether a joinservice filed the request for a ticket.
+// isOurs reports whether a joinservice filed the request for a ticket.
 func isOurs(name, username string) bool {
 	return strings.HasPrefix(name, requestPrefix) && strings.HasPrefix(username, "system:serviceaccount:") && strings.HasSuffix(username, ":joinservice")
 }

@@ -34,7 +34,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// clock is held by its test.
+// clock is set by its test.
 type clock struct {
 	mu sync.Mutex
 	at time.Time
@@ -52,21 +52,21 @@ func (c *clock) pass(d time.Duration) {
 	c.at = c.at.Add(d)
 }
 
-// broom is a replica whose Sweeper sweeps when its test says so.
-type broom struct {
+// sweepFixture is a replica whose Sweeper runs when its test calls it.
+type sweepFixture struct {
 	*Kube
 	*Sweeper
 	clock *clock
 	audit string
 }
 
-func newBroom(t *testing.T) *broom {
+func newSweepFixture(t *testing.T) *sweepFixture {
 	t.Helper()
 	shared.Reset(t)
 	if err := shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
 		t.Fatal(err)
 	}
-	b := &broom{clock: &clock{at: time.Now()}, audit: filepath.Join(t.TempDir(), "audit.jsonl")}
+	b := &sweepFixture{clock: &clock{at: time.Now()}, audit: filepath.Join(t.TempDir(), "audit.jsonl")}
 	var e *Enforcer
 	b.Kube, e = replica(t, func(k *Kube) { k.now = b.clock.now })
 	enforce(t, e)
@@ -81,8 +81,8 @@ func newBroom(t *testing.T) *broom {
 	return b
 }
 
-// after lets time pass and sweeps, once the replica's view of w1 is the API server's.
-func (b *broom) after(t *testing.T, d time.Duration) {
+// after advances the clock and sweeps, once the replica's view of w1 is the API server's.
+func (b *sweepFixture) after(t *testing.T, d time.Duration) {
 	t.Helper()
 	b.clock.pass(d)
 	b.current(t)
@@ -90,7 +90,7 @@ func (b *broom) after(t *testing.T, d time.Duration) {
 	b.current(t)
 }
 
-func (b *broom) current(t *testing.T) {
+func (b *sweepFixture) current(t *testing.T) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		live, view := shared.Node(t, "w1"), b.cluster.Nodes.ByName("w1")
@@ -100,7 +100,7 @@ func (b *broom) current(t *testing.T) {
 	})
 }
 
-func (b *broom) vanished(t *testing.T, how string) {
+func (b *sweepFixture) vanished(t *testing.T, how string) {
 	t.Helper()
 	c := meta.FindStatusCondition(shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionVanished)
 	switch {
@@ -123,7 +123,7 @@ func (b *broom) vanished(t *testing.T, how string) {
 	}
 }
 
-func (b *broom) event(t *testing.T, reason string) {
+func (b *sweepFixture) event(t *testing.T, reason string) {
 	t.Helper()
 	l := &corev1.EventList{}
 	if err := shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
@@ -137,7 +137,7 @@ func (b *broom) event(t *testing.T, reason string) {
 	t.Errorf("no event %s", reason)
 }
 
-func (b *broom) recorded(t *testing.T, event string) bool {
+func (b *sweepFixture) recorded(t *testing.T, event string) bool {
 	t.Helper()
 	text, err := os.ReadFile(b.audit)
 	if err != nil {
@@ -152,11 +152,11 @@ func (b *broom) recorded(t *testing.T, event string) bool {
 	return false
 }
 
-func (b *broom) attests(t *testing.T) {
+func (b *sweepFixture) attests(t *testing.T) {
 	t.Helper()
 	b.current(t)
 	v := v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(b.clock.now())}}
-	// A verdict of the future is put there by hand: the clock is the test's.
+	// A verdict of the future is written by hand: the clock is the test's.
 	n := shared.Node(t, "w1")
 	n.Status.LastVerdict = v.LastVerdict
 	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
@@ -164,7 +164,7 @@ func (b *broom) attests(t *testing.T) {
 	}
 }
 
-func (b *broom) object(t *testing.T, there bool) {
+func (b *sweepFixture) object(t *testing.T, there bool) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
 	var err error
@@ -182,7 +182,7 @@ func (b *broom) object(t *testing.T, there bool) {
 }
 
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	shared.GiveDisk(t, diskOne, claim(1).Machine)
 	b.object(t, true)
@@ -220,16 +220,16 @@ func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 }
 
 func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
-	for name, back := range map[string]func(t *testing.T, b *broom){
-		"as a Node":      func(t *testing.T, b *broom) { b.object(t, true); b.attests(t); b.after(t, 0); b.vanished(t, "") },
-		"with a verdict": func(t *testing.T, b *broom) { b.attests(t) },
-		"with another ticket": func(t *testing.T, b *broom) {
+	for name, back := range map[string]func(t *testing.T, b *sweepFixture){
+		"as a Node":      func(t *testing.T, b *sweepFixture) { b.object(t, true); b.attests(t); b.after(t, 0); b.vanished(t, "") },
+		"with a verdict": func(t *testing.T, b *sweepFixture) { b.attests(t) },
+		"with another ticket": func(t *testing.T, b *sweepFixture) {
 			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.now()) })
 		},
-		"banned, which stays a ban": func(t *testing.T, _ *broom) { ban(t, true) },
+		"banned, which stays a ban": func(t *testing.T, _ *sweepFixture) { ban(t, true) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			enroll(t, b.Kube, claim(1), "a")
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
@@ -243,7 +243,7 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 	}
 }
 
-func (b *broom) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) {
+func (b *sweepFixture) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) {
 	t.Helper()
 	n := shared.Node(t, "w1")
 	change(&n.Status)
@@ -252,24 +252,24 @@ func (b *broom) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) 
 	}
 }
 
-// What the owner made, and control planes, are reported and never cleaned.
+// Enrollments of the owner, and control planes, are reported and never removed.
 func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 	for name, role := range map[string]v1alpha1.Role{"a worker": v1alpha1.RoleWorker, "a control plane": v1alpha1.RoleControlPlane} {
 		t.Run(name, func(t *testing.T) {
-			b := newBroom(t)
+			b := newSweepFixture(t)
 			c := claim(1)
 			c.Role = role
 			shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
-			if role == v1alpha1.RoleControlPlane { // not even one that says a ticket made it
+			if role == v1alpha1.RoleControlPlane { // not even one that is marked as created by a ticket
 				n := shared.Node(t, "w1")
 				n.Annotations = map[string]string{v1alpha1.EnrolledByTicket: "true"}
 				n.Status.LastVerdict = nil
 				if err := shared.Client.Update(t.Context(), n); err != nil {
 					t.Fatal(err)
 				}
-				b.object(t, true) // else it counts as begun
+				b.object(t, true) // otherwise it counts as begun
 			}
-			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may come at any time
+			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may appear at any time
 			b.vanished(t, "")
 			enroll(t, b.Kube, c, "a")
 			if role == v1alpha1.RoleControlPlane {
@@ -287,13 +287,13 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 }
 
 func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.attests(t)
 	b.after(t, 61*time.Minute)
 	b.vanished(t, vanishedSilent)
-	b.after(t, 1000*time.Hour) // its Node is there: no rule cleans it
+	b.after(t, 1000*time.Hour) // its Node exists: no rule removes it
 	b.vanished(t, vanishedSilent)
 	if n := shared.Node(t, "w1"); n.Status.ReleasedAt != nil {
 		t.Errorf("released: %+v", n.Status)
@@ -304,9 +304,10 @@ func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 	b.event(t, "Present")
 }
 
-// A replica that ended between its two writes leaves an enrollment without a ticket. Certificates may have been signed for it.
+// A replica that stopped between its two writes leaves an enrollment without a ticket. Certificates may have been signed
+// for it.
 func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	half(t, b.Kube, claim(1))
 	b.after(t, DefaultCertificateLife)
 	if shared.Node(t, "w1") == nil {
@@ -316,9 +317,9 @@ func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
 	gone(t)
 }
 
-// A backup has no status. A restored enrollment of a node is still that node's.
+// A backup has no status. The restored enrollment of a node is still that node's.
 func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
@@ -332,9 +333,10 @@ func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 	}
 }
 
-// A name whose enrollment somebody has removed by hand, with the finalizer, stays shut out until its certificates have expired (J4).
+// If the enrollment of a name was removed by hand, with the finalizer, the name stays shut out until its certificates have
+// expired (J4).
 func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	suspend(t, "w1", true)
 	membertest.Eventually(t, func() error {
 		e := shared.Access(t).Entry("w1")
@@ -347,13 +349,13 @@ func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
 }
 
 func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	ours := &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{Name: "muster-w1-client-0011223344556677"},
 		Spec:       certificatesv1.CertificateSigningRequestSpec{Request: request(t), SignerName: signerOf[nodecert.Client], Usages: usagesOf[nodecert.Client]},
 	}
 	others := ours.DeepCopy()
-	others.Name, others.Spec.SignerName = "muster-of-somebody-else", "example.com/signer"
+	others.Name, others.Spec.SignerName = "muster-of-another-signer", "example.com/signer"
 	ours.Labels = map[string]string{clusterview.TicketWindow: b.now().UTC().Format(windowFormat)}
 	if err := b.cluster.Client.Create(t.Context(), ours); err != nil {
 		t.Fatal(err)
@@ -404,9 +406,9 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 	}
 }
 
-// Two replicas sweep at once: what one does the other leaves alone.
+// If two replicas sweep at the same time, one of them acts.
 func TestOneOfTwoSweepersActs(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	other := *b
 	var err error
 	other.Kube, _ = replica(t, func(k *Kube) { k.now = b.clock.now })
@@ -428,14 +430,14 @@ func TestOneOfTwoSweepersActs(t *testing.T) {
 	if err := shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
 		t.Fatal(err)
 	}
-	said := map[string]int{}
+	events := map[string]int{}
 	for _, e := range l.Items {
 		if e.InvolvedObject.Name == "w1" {
-			said[e.Reason]++
+			events[e.Reason]++
 		}
 	}
-	if said[vanishedNeverCame] != 1 || said["Deleted"] != 1 {
-		t.Errorf("events %v", said)
+	if events[vanishedNeverCame] != 1 || events["Deleted"] != 1 {
+		t.Errorf("events %v", events)
 	}
 }
 
@@ -452,10 +454,10 @@ func request(t *testing.T) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der})
 }
 
-// A machine that attests although its Node is gone may have renewed a certificate: nothing ends before that.
+// A machine that attests although its Node was deleted may have renewed a certificate: nothing ends before that expires.
 func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
-	b := newBroom(t)
-	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the life of certificates to less, and then to more
+	b := newSweepFixture(t)
+	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the certificate life to less, and then to more
 	enroll(t, b.Kube, claim(1), "a")
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
@@ -476,9 +478,9 @@ func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
 	gone(t)
 }
 
-// What keeps out certificates that have expired is of no use any more.
+// An entry that shuts out expired certificates is removed.
 func TestARevocationThatHasLapsedGoes(t *testing.T) {
-	b := newBroom(t)
+	b := newSweepFixture(t)
 	shared.SetAccess(t, "w1", revoked)
 	b.after(t, 24*time.Hour)
 	if shared.Access(t).Entry("w1").Revoked == nil {

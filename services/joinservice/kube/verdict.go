@@ -16,16 +16,16 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Reattest records a verdict of now on an enrolled machine, whose ID comes from attestation alone
-// (J1), and gives its node's name. What of status is not about evidence is ignored. Its errors are
-// refusals: NOT_ENROLLED, BANNED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
+// Reattest records a current verdict on an enrolled machine, whose ID comes from attestation only (J1), and returns its
+// node's name. Fields of status that are not about evidence are ignored. Errors are refusals: NOT_ENROLLED, BANNED,
+// MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
 func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, boot Boot, status v1alpha1.AttestedNodeStatus) (node string, err error) {
-	// Nothing has come of those that a ticket only began; its replica may have ended.
+	// Enrollments that a ticket only began do not count; their replica may have stopped.
 	own := slices.DeleteFunc(k.cluster.Nodes.ByMachine(m), k.begun)
 	switch {
 	case len(own) == 0:
 		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
-	case len(own) > 1: // two replicas' writes of one moment: one of them is about to give up
+	case len(own) > 1: // two replicas wrote at the same time: one of them is about to remove its own
 		return "", clusterview.Unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
 	}
 	if err := checkShutOut(own[0]); err != nil {
@@ -36,7 +36,7 @@ func (k *Kube) Reattest(ctx context.Context, m attest.MachineID, boot Boot, stat
 		if err := boot.record(n, s, false); err != nil { // J11
 			return err
 		}
-		judged(s, status)
+		takeVerdict(s, status)
 		return nil
 	})
 }
@@ -45,7 +45,7 @@ func clockWentBack(n *v1alpha1.AttestedNode, now, before int64) error {
 	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster replace %s --tpm %s` lets it go on", now, before, n.Name, n.Spec.MachineID)
 }
 
-// WriteVerdict puts a verdict into the status of a machine's AttestedNode, if it has one.
+// WriteVerdict writes a verdict into the status of a machine's AttestedNode, if it has one.
 func (k *Kube) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict) error {
 	for _, n := range k.cluster.Nodes.ByMachine(m) {
 		if err := k.writeStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
@@ -63,29 +63,29 @@ func (k *Kube) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.
 // maxSkew is how far the clocks of two control planes may differ.
 const maxSkew = time.Minute
 
-// newer says whether the verdict that stands was made after v. Replicas and queues may write out of
-// order; a verdict never gives way to an older one, unless it is of a time that is yet to come.
+// newer reports whether the stored verdict was made after v. Replicas and queues may write out of order; an older verdict
+// never replaces a newer one, unless the time of the newer one is in the future.
 func newer(stands *v1alpha1.Verdict, v v1alpha1.Verdict) bool {
-	// The API keeps whole seconds.
+	// The API stores whole seconds.
 	return stands != nil && stands.Time.Unix() > v.Time.Unix() && time.Until(stands.Time.Time) < maxSkew
 }
 
-// judged takes what next says of evidence into s, unless s has a newer verdict.
-func judged(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
+// takeVerdict copies the fields about evidence from next into s, unless s has a newer verdict.
+func takeVerdict(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatus) {
 	if next.LastVerdict == nil || newer(s.LastVerdict, *next.LastVerdict) {
 		return
 	}
 	n := next.DeepCopy()
 	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
 	s.EvidenceDigest, s.PCRs, s.AKName = n.EvidenceDigest, n.PCRs, n.AKName
-	if n.Certificates != nil { // those that its kubelet has, whatever was made for it
+	if n.Certificates != nil { // those of its kubelet, which may differ from those of the ticket
 		s.Certificates = n.Certificates
 	}
 }
 
-// writeStatus is a compare-and-swap on the enrollment that was checked: a ban between check and
-// write, or its deletion, makes it fail rather than pass. A status that another replica wrote meanwhile does not; change
-// is then called again, with that one. Its errors are refusals, among them those of change.
+// writeStatus is a compare-and-swap on the enrollment that was checked: after a ban between check and write, or its
+// deletion, it fails. After a concurrent status write of another replica it does not: it calls change again with the new
+// status. Errors are refusals, including those of change.
 func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {
 	spec, retires, what := n.Spec, n.Retires(), "write the status of AttestedNode "+n.Name
 	for range writeAttempts {
@@ -105,7 +105,7 @@ func (k *Kube) writeStatus(ctx context.Context, n *v1alpha1.AttestedNode, change
 		if err := k.cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
 			return clusterview.Unavailable(what, err)
 		}
-		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || retires && !n.Retires() { // J4: somebody is about to delete it
+		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || retires && !n.Retires() { // J4: it is about to be deleted
 			return clusterview.Unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
 		}
 	}

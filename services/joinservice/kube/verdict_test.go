@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// inForce gives a store whose policy has serial 4 and generation 2.
+// inForce returns a store whose policy has serial 4 and generation 2.
 func inForce(t *testing.T) *policy.Store {
 	t.Helper()
 	public, private, err := ed25519.GenerateKey(nil)
@@ -55,7 +55,7 @@ func TestARenewalNeedsARecentVerdictUnderThePolicyInForce(t *testing.T) {
 	for name, tt := range map[string]struct {
 		status v1alpha1.AttestedNodeStatus
 		policy *policy.Store
-		grace  time.Duration // what is left of it
+		grace  time.Duration // the rest of it
 		reason attestv1.Reason
 		waits  bool
 	}{
@@ -101,7 +101,7 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := v1alpha1.AttestedNodeStatus{LastVerdict: tt.stands, EvidenceDigest: "before"}
-			judged(&s, v1alpha1.AttestedNodeStatus{LastVerdict: tt.next, EvidenceDigest: "after"})
+			takeVerdict(&s, v1alpha1.AttestedNodeStatus{LastVerdict: tt.next, EvidenceDigest: "after"})
 			if got := s.EvidenceDigest == "after"; got != tt.taken {
 				t.Errorf("taken: %t", got)
 			}
@@ -109,7 +109,8 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 	}
 }
 
-// A node that booted something else is counted here, by those who saw its evidence: what it counts itself may be the word of anybody on the network.
+// A node that booted something else is counted here, by the services that saw its evidence: any network attacker may have
+// caused what the node counts itself.
 func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
 	s := &Sweeper{refused: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "refused"}, []string{"reason"}), cloned: prometheus.NewGauge(prometheus.GaugeOpts{Name: "cloned"})}
 	node := func(accepted bool, reason string, banned bool) *v1alpha1.AttestedNode {

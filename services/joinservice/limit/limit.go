@@ -1,7 +1,7 @@
-// Package limit bounds how often each machine gets something, and how much of it is made at one time.
+// Package limit bounds how often each machine is granted something, and how many requests are served at the same time.
 //
-// Think of it as one token bucket for each machine: so many at once, and one more every so often. What a joinservice grants
-// costs it a record that is kept, and writes in the cluster; one machine that asks without end gets BUSY, and the others get what they ask for.
+// Each machine has a token bucket: a burst, and one more token per interval. Each grant of a joinservice costs a permanent
+// record, and writes in the cluster; a machine that asks without end gets BUSY, and the others are served.
 package limit
 
 import (
@@ -15,17 +15,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Rate is Burst at once, and one more after every Every.
+// Rate allows Burst grants at once, and one more after every Every.
 type Rate struct {
 	Burst int
 	Every time.Duration
 }
 
-// Most returns how many of something one machine gets within d.
+// Most returns the maximum number of grants of one machine within d.
 func (r Rate) Most(d time.Duration) int { return r.Burst + int(d/r.Every) }
 
-// maxMachines bounds how many machines are remembered, about 1 MiB. Of more than that the one is forgotten that asked longest
-// ago, which may then begin anew: a policy that accepts so many machines has rates in proportion.
+// maxMachines bounds how many machines are remembered, about 1 MiB. Above that, the one that asked longest ago is
+// forgotten, and may start with a full burst: a policy that accepts so many machines has rates in proportion.
 const maxMachines = 4096
 
 // ByMachine keeps a Rate for each machine, by a machine ID or a node's name. It is safe for concurrent use.
@@ -41,8 +41,8 @@ func New[K comparable](r Rate) *ByMachine[K] {
 	return &ByMachine[K]{rate: r, machines: lru.New(maxMachines)}
 }
 
-// Take counts something that the machine is about to get at now, or refuses it with BUSY and the time after which the machine
-// gets it. What was refused is not counted.
+// Take counts a grant to the machine at now, or returns BUSY with the time until the machine may ask again. A refused
+// request is not counted.
 func (b *ByMachine[K]) Take(machine K, now time.Time) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -52,7 +52,7 @@ func (b *ByMachine[K]) Take(machine K, now time.Time) error {
 		return nil
 	}
 	r.CancelAt(now)
-	wait = (wait + time.Millisecond - 1).Truncate(time.Millisecond) // up, since the bucket counts in fractions
+	wait = (wait + time.Millisecond - 1).Truncate(time.Millisecond) // rounded up, since the bucket counts in fractions
 	return attest.RefuseFor(wait, attestv1.Reason_REASON_BUSY, "the machine had %d at once, and gets one more every %s", b.rate.Burst, b.rate.Every)
 }
 

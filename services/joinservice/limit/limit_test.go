@@ -15,8 +15,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// However a machine spreads its requests, it gets no more than its rate; who waits for as long as it is told gets
-// what it asks for then.
+// However a machine spreads its requests, it gets no more than its rate; after the pause of a refusal it is served.
 func TestOneMachineGetsNoMoreThanItsRate(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		r := Rate{Burst: rapid.IntRange(1, 20).Draw(rt, "burst"), Every: time.Duration(rapid.IntRange(1, 60).Draw(rt, "every")) * time.Second}
@@ -35,7 +34,7 @@ func TestOneMachineGetsNoMoreThanItsRate(t *testing.T) {
 				rt.Fatalf("refused with %v, to come again in %s", err, wait)
 			}
 			if now = now.Add(wait); b.Take("loud", now) != nil {
-				rt.Fatalf("it came again after %s, as it was told", wait)
+				rt.Fatalf("it came again after the pause of %s", wait)
 			}
 			got++
 		}

@@ -11,21 +11,21 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Work bounds how many requests use the Kubernetes API at one time. If more machines ask than the API server can serve, those that are
-// served are still served within their deadlines, and the others get BUSY early. Without the bound, all of them would exceed their
-// deadlines together, and be repeated. It is safe for concurrent use.
+// Work bounds how many requests use the Kubernetes API at the same time. If more machines ask than the API server can
+// serve, the served requests still meet their deadlines, and the others get BUSY early. Without the bound, all of them
+// would exceed their deadlines together, and be repeated. It is safe for concurrent use.
 type Work struct {
 	slots *semaphore.Weighted
 	wait  time.Duration
 }
 
-// NewWork returns a Work with that many slots. A request waits for a slot for wait at most, in the order in which requests came.
+// NewWork returns a Work with that many slots. A request waits for a slot for at most wait, in the order of arrival.
 func NewWork(slots int64, wait time.Duration) *Work {
 	return &Work{slots: semaphore.NewWeighted(slots), wait: wait}
 }
 
-// Begin waits for a slot, which the caller frees by end. It returns BUSY if no slot was free in time, with a random pause of one to
-// three times the wait, so that the machines that were refused in one moment do not come back in one moment; or ctx's error.
+// Begin waits for a slot, which the caller frees by end. It returns ctx's error, or BUSY if no slot was free in time, with
+// a random pause of one to three times the wait, so that machines that were refused together do not return together.
 func (w *Work) Begin(ctx context.Context) (end func(), err error) {
 	limited, cancel := context.WithTimeout(ctx, w.wait)
 	defer cancel()

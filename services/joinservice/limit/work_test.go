@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// A thousand requests of one moment, each of which takes a second: no more than the slots are served at one time, all those that are
-// refused are refused after the wait, with pauses that differ.
+// A thousand concurrent requests take a second each: no more than the slots are served at the same time, and all others are
+// refused after the wait, with different pauses.
 func TestOverloadIsRefusedEarly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const slots, wait = 16, 5 * time.Second
@@ -41,7 +41,7 @@ func TestOverloadIsRefusedEarly(t *testing.T) {
 				now++
 				served, most = served+1, max(most, now)
 				mu.Unlock()
-				time.Sleep(time.Second) // of the bubble's clock
+				time.Sleep(time.Second) // by the bubble's clock
 				mu.Lock()
 				now--
 				mu.Unlock()
@@ -49,7 +49,7 @@ func TestOverloadIsRefusedEarly(t *testing.T) {
 			})
 		}
 		all.Wait()
-		// Those that began at 0 s, 1 s … 4 s. At 5 s a slot becomes free in the very moment in which the others give up.
+		// These started at 0 s, 1 s … 4 s. At 5 s a slot becomes free at the moment when the others give up.
 		if most != slots || served < 5*slots || served > 6*slots {
 			t.Errorf("%d were served, %d at one time", served, most)
 		}

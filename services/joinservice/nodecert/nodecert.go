@@ -1,10 +1,9 @@
 // Package nodecert decides what a node's certificate requests may ask for.
 //
-// A kubelet needs two certificates: one to authenticate as its node, one to serve. Kubernetes'
-// signers copy what a request asks for, so a request is read here byte by byte, and whatever is
-// not known to be harmless is refused (CSR_INVALID): nothing is ignored because a parser has no
-// field for it. What is left is a node name, DNS names and addresses, which the caller compares with
-// the node's enrollment.
+// A kubelet needs two certificates: one to authenticate as its node, one to serve. Kubernetes' signers copy the contents of
+// a request, so this package reads a request byte by byte, and refuses everything that is not known to be harmless
+// (CSR_INVALID): it ignores nothing for lack of a field in a parser. The result is a node name, DNS names and addresses,
+// which the caller compares with the node's enrollment.
 package nodecert
 
 import (
@@ -59,9 +58,9 @@ func (k Kind) String() string {
 	return "unknown"
 }
 
-// Request is a request that asks for nothing but what a node's certificate has.
+// Request is a checked request, which asks only for the contents of a node's certificate.
 type Request struct {
-	// Kind is what it was checked as.
+	// Kind is the kind for which it was checked.
 	Kind Kind
 	// Node is the name after system:node: in the common name, a DNS label.
 	Node string
@@ -69,15 +68,15 @@ type Request struct {
 	DNS []string
 	// Addresses lists the IP addresses in the SAN, without duplicates; at least one in a serving request.
 	Addresses []netip.Addr
-	// DER is the request as it came in.
+	// DER is the request as it was received.
 	DER []byte
 }
 
 // Parse reads a PKCS#10 request (RFC 2986) in DER. Every error is a refusal with CSR_INVALID.
 //
-// Accepted is: an ECDSA key on P-256 or P-384 with a signature by it (SHA-2), a subject of exactly
-// O=system:nodes and CN=system:node:NAME, and for a serving request exactly one attribute with
-// exactly one extension, the SAN with DNS:NAME and 1 to 16 IP addresses.
+// It accepts only an ECDSA key on P-256 or P-384 with a signature by it (SHA-2), a subject of exactly O=system:nodes and
+// CN=system:node:NAME, and for a serving request exactly one attribute with exactly one extension, the SAN with DNS:NAME
+// and 1 to 16 IP addresses.
 func Parse(kind Kind, der []byte) (*Request, error) {
 	r, err := parse(kind, der)
 	if err != nil {
@@ -144,8 +143,7 @@ var (
 	oidSAN          = asn1.ObjectIdentifier{2, 5, 29, 17}
 )
 
-// nodeOf reads the subject from its bytes, since pkix.Name drops the order and repetition of
-// attributes.
+// nodeOf reads the subject from its bytes, since pkix.Name loses the order and repetition of attributes.
 func nodeOf(rawSubject []byte) (string, error) {
 	var rdns pkix.RDNSequence
 	if rest, err := asn1.Unmarshal(rawSubject, &rdns); err != nil || len(rest) > 0 {
@@ -179,8 +177,7 @@ func nodeOf(rawSubject []byte) (string, error) {
 	return node, nil
 }
 
-// IsName says whether s can be a node's name: a DNS label (RFC 1123, section 2.1) in lower case,
-// at most 63 characters.
+// IsName reports whether s can be a node's name: a DNS label (RFC 1123, section 2.1) in lower case, at most 63 characters.
 func IsName(s string) bool {
 	if s == "" || len(s) > 63 || s[0] == '-' || s[len(s)-1] == '-' {
 		return false
@@ -193,8 +190,8 @@ func IsName(s string) bool {
 	return true
 }
 
-// extensionsOf walks the attributes of a CertificationRequestInfo (RFC 2986, section 4.1): none, or
-// one extensionRequest with nothing but a SAN, whose content it gives.
+// extensionsOf reads the attributes of a CertificationRequestInfo (RFC 2986, section 4.1): none, or one extensionRequest
+// with only a SAN, whose content it returns.
 func extensionsOf(tbs []byte) (*cryptobyte.String, error) {
 	malformed := errors.New("the attributes do not parse")
 	in := cryptobyte.String(tbs)
@@ -230,8 +227,8 @@ func extensionsOf(tbs []byte) (*cryptobyte.String, error) {
 	return &san, nil
 }
 
-// readSAN reads GeneralNames (RFC 5280, section 4.2.1.6). It knows dNSName and iPAddress; any
-// other kind of name is refused, also those that crypto/x509 skips.
+// readSAN reads GeneralNames (RFC 5280, section 4.2.1.6). It accepts dNSName and iPAddress, and refuses all other kinds of
+// names, also those that crypto/x509 skips.
 func (r *Request) readSAN(san cryptobyte.String) error {
 	var names cryptobyte.String
 	if !san.ReadASN1(&names, cbasn1.SEQUENCE) || !san.Empty() {
@@ -268,8 +265,8 @@ func (r *Request) readSAN(san cryptobyte.String) error {
 	return nil
 }
 
-// usable refuses addresses that cannot be a node's alone, and IPv4 in IPv6's clothes, which would
-// give one address two spellings.
+// usable refuses addresses that cannot belong to one node, and IPv4-mapped IPv6 addresses, which would give one address two
+// spellings.
 func usable(a netip.Addr) bool {
 	return !a.Is4In6() && !a.IsUnspecified() && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast()
 }

@@ -30,7 +30,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 var key = must(ecdsa.GenerateKey(elliptic.P256(), rand.Reader))
 
-// good is a template that a serving request of node1 starts from.
+// good is the template of a valid serving request of node1.
 func good() *x509.CertificateRequest {
 	return &x509.CertificateRequest{
 		Subject:     pkix.Name{CommonName: "system:node:node1", Organization: []string{"system:nodes"}},
@@ -199,7 +199,7 @@ func TestARequestReadBackNeverAsksForMore(t *testing.T) {
 		}
 		der, err := x509.CreateCertificateRequest(rand.Reader, template, key)
 		if err != nil {
-			return // not even crypto/x509 makes it
+			return // crypto/x509 cannot make it
 		}
 		for _, kind := range []nodecert.Kind{nodecert.Client, nodecert.Serving} {
 			r, err := nodecert.Parse(kind, der)
@@ -222,7 +222,7 @@ func TestARequestReadBackNeverAsksForMore(t *testing.T) {
 	})
 }
 
-// What is accepted must say the same to crypto/x509, which Kubernetes' signers read it with.
+// crypto/x509, with which Kubernetes' signers read a request, must agree on what Parse accepts.
 func FuzzParse(f *testing.F) {
 	f.Add(must(x509.CreateCertificateRequest(rand.Reader, good(), key)))
 	f.Add(must(x509.CreateCertificateRequest(rand.Reader, client(), key)))

@@ -1,4 +1,5 @@
-// Package token makes the bootstrap tokens that tickets carry where kubeadm discovers the cluster by one, and deletes each once its node is Ready.
+// Package token makes the bootstrap tokens of tickets, where kubeadm discovers the cluster by one, and deletes each when
+// its node is Ready.
 package token
 
 import (
@@ -22,7 +23,7 @@ import (
 // tokenSecret is the length of a token's secret half, in characters.
 const tokenSecret = 16
 
-// Token is a bootstrap token. It prints as its name (K3).
+// Token is a bootstrap token. It prints as its type's name (K3).
 type Token struct{ id, secret string }
 
 // String keeps the secret out of logs.
@@ -31,7 +32,7 @@ func (Token) String() string { return "token.Token[secret]" }
 // GoString does the same for %#v.
 func (t Token) GoString() string { return t.String() }
 
-// Expose gives the token as kubeadm wants it: ID.SECRET.
+// Expose returns the token in the form that kubeadm needs: ID.SECRET.
 func (t Token) Expose() string { return t.id + "." + t.secret }
 
 const tokenAlphabet = "abcdefghijklmnopqrstuvwxyz234567" // 32 of the 36 characters that a token may have: no bias
@@ -44,8 +45,8 @@ func spell(b []byte) string {
 	return string(out)
 }
 
-// tokenID follows from the ticket, so that each replica can delete the token without having been told of it, and
-// without the right to list or read Secrets.
+// tokenID follows from the ticket, so that each replica can delete the token without stored state, and without the right to
+// list or read Secrets.
 func tokenID(ticket string) string {
 	sum := sha256.Sum256([]byte("muster/v1/token-id\x00" + ticket))
 	return spell(sum[:6])
@@ -60,8 +61,8 @@ type Issuer struct {
 // NewIssuer returns an Issuer.
 func NewIssuer(c *clusterview.Cluster, log *slog.Logger) *Issuer { return &Issuer{c, log} }
 
-// Issue creates a ticket's bootstrap token: a Secret of Kubernetes' own kind, which Kubernetes itself deletes after
-// [jointoken.Life]. Its errors are refusals.
+// Issue creates a ticket's bootstrap token: a Secret of Kubernetes' bootstrap-token type, which Kubernetes deletes after
+// [jointoken.Life]. Errors are refusals.
 func (k *Issuer) Issue(ctx context.Context, ticket string) (Token, error) {
 	b := make([]byte, tokenSecret)
 	_, _ = rand.Read(b) // never fails
@@ -83,8 +84,8 @@ func tokenObject(id string) *corev1.Secret {
 	return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: jointoken.Namespace, Name: "bootstrap-token-" + id}}
 }
 
-// Drop deletes a ticket's token, if it is there. It goes on when ctx has ended; what fails is in the log, since the
-// token ends by itself.
+// Drop deletes a ticket's token, if it exists. It also works after ctx has ended; a failure is only logged, since the token
+// expires.
 func (k *Issuer) Drop(ctx context.Context, ticket string) {
 	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
@@ -93,13 +94,13 @@ func (k *Issuer) Drop(ctx context.Context, ticket string) {
 	}
 }
 
-// Sweeper deletes the token of a ticket once its node is Ready. Each replica does so: the one that issued it may be
-// gone by then.
+// Sweeper deletes the token of a ticket when its node is Ready. Each replica does so: the one that issued it may no longer
+// run.
 type Sweeper struct {
 	issuer *Issuer
 	mu     sync.Mutex
-	due    map[string]bool      // tickets whose token goes now
-	seen   map[string]time.Time // tickets that were looked after, and when they were issued
+	due    map[string]bool      // tickets whose token is deleted next
+	seen   map[string]time.Time // tickets that were processed, and when they were issued
 	nodes  map[string]time.Time // since when a node is Ready
 	kick   chan struct{}
 }
@@ -139,7 +140,7 @@ func (s *Sweeper) setEnrollment(n *v1alpha1.AttestedNode) {
 	s.look(n)
 }
 
-// look is called with mu held. A node that was Ready before its ticket has yet to use the token.
+// look must be called with mu held. A node that was Ready before its ticket has not used the token yet.
 func (s *Sweeper) look(n *v1alpha1.AttestedNode) {
 	t := n.Status.Ticket
 	since, ready := s.nodes[n.Name]
@@ -157,11 +158,11 @@ func (s *Sweeper) look(n *v1alpha1.AttestedNode) {
 	s.seen[t.ID], s.due[t.ID] = t.IssuedAt.Time, true
 	select {
 	case s.kick <- struct{}{}:
-	default: // it is awake
+	default: // it is already awake
 	}
 }
 
-// Serve deletes until ctx ends.
+// Serve deletes tokens until ctx ends.
 func (s *Sweeper) Serve(ctx context.Context) error {
 	for {
 		s.mu.Lock()
@@ -179,18 +180,18 @@ func (s *Sweeper) Serve(ctx context.Context) error {
 	}
 }
 
-// Credential is what a ticket carries for `kubeadm join` to discover its cluster by.
+// Credential is what a ticket contains for `kubeadm join` to discover its cluster.
 type Credential string
 
 // The join credentials.
 const (
 	// CredentialCertificate is the kubelet's own certificate, which every ticket has. The default.
 	CredentialCertificate Credential = "certificate"
-	// CredentialToken is a bootstrap token beside it, for clusters that Muster did not initialise.
+	// CredentialToken is an additional bootstrap token, for clusters that Muster did not initialize.
 	CredentialToken Credential = jointoken.Credential
 )
 
-// ParseCredential reads one.
+// ParseCredential parses one.
 func ParseCredential(s string) (Credential, error) {
 	switch c := Credential(s); c {
 	case CredentialCertificate, CredentialToken:

@@ -33,7 +33,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// replica is a joinservice that runs by itself.
+// replica is a joinservice in a process of its own.
 type replica struct {
 	addr string
 	cmd  *exec.Cmd
@@ -41,7 +41,7 @@ type replica struct {
 	stop func()
 }
 
-func (s *stage) replica(t *testing.T) *replica {
+func (s *fixture) replica(t *testing.T) *replica {
 	t.Helper()
 	if *program == "" {
 		t.Fatal("-program names the joinservice to measure: make bench-scale")
@@ -88,7 +88,7 @@ func (s *stage) replica(t *testing.T) *replica {
 	return r
 }
 
-// newcomer is a machine with what it asks for, and an address of its own to ask from.
+// newcomer is a machine with its request, and an address of its own to ask from.
 type newcomer struct {
 	*attesttest.Machine
 	name, disk, address string
@@ -105,7 +105,7 @@ func (c *crowd) take(n int) []*newcomer {
 }
 
 // crowd makes machines; a thousand take a few seconds.
-func (s *stage) crowd(t *testing.T, n int) *crowd {
+func (s *fixture) crowd(t *testing.T, n int) *crowd {
 	t.Helper()
 	c := &crowd{all: make([]*newcomer, n)}
 	var all errgroup.Group
@@ -125,8 +125,8 @@ func (s *stage) crowd(t *testing.T, n int) *crowd {
 	return c
 }
 
-// ask opens a connection of the machine's own to a joinservice for one call.
-func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1connect.JoinServiceClient) error) error {
+// ask opens a separate connection of the machine to a joinservice for one call.
+func (s *fixture) ask(t *testing.T, m *newcomer, addr string, call func(joinv1connect.JoinServiceClient) error) error {
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: m.Attester(attest.PurposeMachine), Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
 		DialContext: (&net.Dialer{LocalAddr: &net.TCPAddr{IP: m.from}}).DialContext,
@@ -138,9 +138,9 @@ func (s *stage) ask(t *testing.T, m *newcomer, addr string, call func(joinv1conn
 	return call(joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...))
 }
 
-// again asks one joinservice after another until one of them answers as it should, with the pauses of a machine. It gives up once it was told five times
-// that something it asks for is another machine's.
-func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *discovery.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
+// again asks one joinservice after another until one of them answers without an error, with the pauses of a machine. It
+// gives up after five refusals because another machine has something that it asks for.
+func (s *fixture) again(t *testing.T, m *newcomer, services []*replica, pauses *discovery.Pauses, call func(joinv1connect.JoinServiceClient) error) error {
 	for i, taken := rand.N(len(services)), 0; ; i++ {
 		err := s.ask(t, m, services[i%len(services)].addr, call)
 		if err == nil {
@@ -157,14 +157,14 @@ func (s *stage) again(t *testing.T, m *newcomer, services []*replica, pauses *di
 	}
 }
 
-func (s *stage) joinOne(t *testing.T, m *newcomer, services []*replica) error {
+func (s *fixture) joinOne(t *testing.T, m *newcomer, services []*replica) error {
 	return s.again(t, m, services, discovery.NewPauses(provision.DefaultTiming.RetryMin, provision.DefaultTiming.RetryMax), func(c joinv1connect.JoinServiceClient) error {
 		_, err := c.IssueJoinTicket(t.Context(), m.joinRequest.IssueJoinTicketRequest)
 		return err
 	})
 }
 
-// cpu is the processor time in seconds that programs of that name have used which this process has started.
+// cpu returns the processor time in seconds of the programs of that name that this process has started.
 func cpu(t *testing.T, name string) float64 {
 	t.Helper()
 	total := 0.0
@@ -193,7 +193,7 @@ func cpu(t *testing.T, name string) float64 {
 	return total
 }
 
-// memory is the most that a process has had, in MiB.
+// memory returns the maximum memory of a process, in MiB.
 func memory(t *testing.T, pid int) float64 {
 	t.Helper()
 	for line := range strings.Lines(read(t, fmt.Sprintf("/proc/%d/status", pid))) {

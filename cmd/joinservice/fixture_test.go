@@ -61,7 +61,7 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// rights compares what the services may do with what all tests of this package have seen them do.
+// rights compares the services' rights with their requests in all tests of this package.
 func rights(ctx context.Context) error {
 	if flag.Lookup("test.run").Value.String() != "" {
 		return nil // some tests only
@@ -69,9 +69,9 @@ func rights(ctx context.Context) error {
 	return errors.Join(shared.CheckRights(ctx, "joinservice"), shared.CheckRights(ctx, "kms"))
 }
 
-// stage is a cluster with one control plane, cp1, that runs the attester, the key service and
-// joinservice, each as on a real machine: over sockets, with tokens, and with the chart's rights.
-type stage struct {
+// fixture is a cluster with one control plane, cp1, that runs the attester, the key service and joinservice, each as on a
+// real machine: over sockets, with tokens, and with the chart's rights.
+type fixture struct {
 	*membertest.Cluster
 	ca        *attesttest.CA
 	cp1       *attesttest.Machine
@@ -88,22 +88,22 @@ type stage struct {
 	apart     bool                  // no joinservice runs in this process
 	image     string                // that cp1 boots; empty: the usual one
 	listed    []*attesttest.Machine // the policy's control planes: cp1, and planned
-	planned   []*attesttest.Machine // those that controlMachine has not given away
+	planned   []*attesttest.Machine // those that controlMachine has not returned yet
 }
 
-type option func(*stage)
+type option func(*fixture)
 
-// auditAt puts the audit log somewhere else.
-func auditAt(path string) option { return func(s *stage) { s.audit = path } }
+// auditAt sets the path of the audit log.
+func auditAt(path string) option { return func(s *fixture) { s.audit = path } }
 
 // booting makes cp1 boot an image of that name.
-func booting(image string) option { return func(s *stage) { s.image = image } }
+func booting(image string) option { return func(s *fixture) { s.image = image } }
 
-func setUp(t *testing.T, options ...option) *stage {
+func setUp(t *testing.T, options ...option) *fixture {
 	t.Helper()
 	shared.Reset(t)
 	dir := t.TempDir()
-	s := &stage{
+	s := &fixture{
 		Cluster: shared, ca: attesttest.NewCA(t), audit: filepath.Join(dir, "audit.jsonl"), rootDir: filepath.Join(dir, "root"),
 		pki: filepath.Join(dir, "pki"), token: filepath.Join(dir, "token"), kubeconf: filepath.Join(dir, "kubeconfig"),
 	}
@@ -128,7 +128,7 @@ func setUp(t *testing.T, options ...option) *stage {
 }
 
 // policy puts a policy in force that accepts what cp1 booted.
-func (s *stage) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
+func (s *fixture) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
 	t.Helper()
 	changes = append([]func(*attestv1.Policy){attesttest.ControlPlanes(s.listed...), func(p *attestv1.Policy) {
 		p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
@@ -138,7 +138,7 @@ func (s *stage) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 {
 
 var pkiFiles = []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"}
 
-func (s *stage) writeFiles(t *testing.T) {
+func (s *fixture) writeFiles(t *testing.T) {
 	t.Helper()
 	files := map[string][]byte{filepath.Join(s.rootDir, "root"): s.Root[:], filepath.Join(s.rootDir, "salt"): s.Salt[:]}
 	for _, name := range pkiFiles {
@@ -167,7 +167,7 @@ func (s *stage) writeFiles(t *testing.T) {
 }
 
 // serveAttester runs cp1's attester on its sockets.
-func (s *stage) serveAttester(t *testing.T) {
+func (s *fixture) serveAttester(t *testing.T) {
 	t.Helper()
 	// The path of a socket has at most 108 bytes.
 	dir, err := os.MkdirTemp("", "muster")
@@ -195,7 +195,7 @@ func (s *stage) serveAttester(t *testing.T) {
 	})
 }
 
-func (s *stage) serveKMS(t *testing.T) {
+func (s *fixture) serveKMS(t *testing.T) {
 	t.Helper()
 	api, err := s.As(t.Context(), namespace, "kms")
 	if err != nil {
@@ -204,8 +204,8 @@ func (s *stage) serveKMS(t *testing.T) {
 	s.kms = s.keys(t, api)
 }
 
-// keys runs a key service that reaches the API server in that way.
-func (s *stage) keys(t *testing.T, api *rest.Config) *membertest.Service {
+// keys runs a key service that reaches the API server by that configuration.
+func (s *fixture) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	t.Helper()
 	client, err := attester.New(attester.Socket(s.sockets, attest.PurposeKMS))
 	if err != nil {
@@ -220,8 +220,8 @@ func (s *stage) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	})
 }
 
-// serveJoin runs the program itself, by its flags.
-func (s *stage) serveJoin(t *testing.T) {
+// serveJoin runs the program itself, with its flags.
+func (s *fixture) serveJoin(t *testing.T) {
 	t.Helper()
 	s.join = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		if err := errors.Join(rpcs.Close(), probes.Close()); err != nil {
@@ -231,8 +231,8 @@ func (s *stage) serveJoin(t *testing.T) {
 	})
 }
 
-// joinFlags are those of a joinservice on cp1.
-func (s *stage) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
+// joinFlags returns the flags of a joinservice on cp1.
+func (s *fixture) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 	t.Helper()
 	return append([]string{
 		"--listen=" + rpcs.String(), "--metrics=" + probes.String(), "--node-name=cp1",
@@ -242,20 +242,20 @@ func (s *stage) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 	}, s.flags...)
 }
 
-// machine is one that boots what cp1 did.
-func (s *stage) machine(t *testing.T) *attesttest.Machine {
+// machine returns a machine that boots what cp1 did.
+func (s *fixture) machine(t *testing.T) *attesttest.Machine {
 	t.Helper()
 	return attesttest.NewMachine(t, s.ca, attesttest.Options{})
 }
 
-// dial gives a joiner's client. It judges the joinservice by the policy that this presents, as a
-// machine does that knows its owner.
-func (s *stage) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
+// dial returns a joiner's client. It appraises the joinservice by the policy that this presents, as a machine does that
+// knows its owner.
+func (s *fixture) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
 	t.Helper()
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
 }
 
-func (s *stage) transport(t *testing.T, a attest.Attester) *atls.Transport {
+func (s *fixture) transport(t *testing.T, a attest.Attester) *atls.Transport {
 	t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
@@ -267,7 +267,7 @@ func (s *stage) transport(t *testing.T, a attest.Attester) *atls.Transport {
 	return transport
 }
 
-type presented struct{ s *stage }
+type presented struct{ s *fixture }
 
 func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
 	policy, err := attest.OpenPolicy(p.s.Public, c.SignedPolicy())
@@ -277,28 +277,28 @@ func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisa
 	return policy.AppraiseServer(c, attest.LockedTo(p.s.ID))
 }
 
-// wish is a request with the keys that stay on the machine.
+// joinRequest is a request with the keys that stay on the machine.
 type joinRequest struct {
 	*joinv1.IssueJoinTicketRequest
 	client, serving *ecdsa.PrivateKey
 }
 
-// oneSecret is the boot secret of all machines that are not copies: their TPMs tell their boots apart.
+// oneSecret is the boot secret of all machines that are not copies: their TPMs distinguish their boots.
 var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
 
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
-// worker is what a good worker w1 asks for; each change is made before its requests are signed.
-func worker(t *testing.T, changes ...func(*joinRequests)) *joinRequest {
+// worker returns a valid request of worker w1; each change is made before its requests are signed.
+func worker(t *testing.T, changes ...func(*requestOptions)) *joinRequest {
 	t.Helper()
-	w := &joinRequests{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
+	w := &requestOptions{name: "w1", disk: disk1, role: joinv1.Role_ROLE_WORKER, mode: joinv1.DiskMode_DISK_MODE_PLAIN, addresses: []string{"192.168.77.12"}}
 	for _, c := range changes {
 		c(w)
 	}
 	return w.sign(t)
 }
 
-type joinRequests struct {
+type requestOptions struct {
 	name, disk string
 	role       joinv1.Role
 	mode       joinv1.DiskMode
@@ -307,11 +307,11 @@ type joinRequests struct {
 	request    func(*joinv1.IssueJoinTicketRequest)
 }
 
-func named(name, disk string, addresses ...string) func(*joinRequests) {
-	return func(w *joinRequests) { w.name, w.disk, w.addresses = name, disk, addresses }
+func named(name, disk string, addresses ...string) func(*requestOptions) {
+	return func(w *requestOptions) { w.name, w.disk, w.addresses = name, disk, addresses }
 }
 
-func (w *joinRequests) sign(t *testing.T) *joinRequest {
+func (w *requestOptions) sign(t *testing.T) *joinRequest {
 	t.Helper()
 	out := &joinRequest{client: newKey(t), serving: newKey(t)}
 	subject := pkix.Name{CommonName: "system:node:" + w.name, Organization: []string{"system:nodes"}}
@@ -355,8 +355,8 @@ func csr(t *testing.T, template *x509.CertificateRequest, key *ecdsa.PrivateKey)
 	return der
 }
 
-// asNode gives the API as a node sees it with its ticket.
-func (s *stage) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTicketResponse) client.Client {
+// asNode returns a client with the credentials of a node's ticket.
+func (s *fixture) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTicketResponse) client.Client {
 	t.Helper()
 	der, err := x509.MarshalECPrivateKey(w.client)
 	if err != nil {
@@ -372,14 +372,14 @@ func (s *stage) asNode(t *testing.T, w *joinRequest, ticket *joinv1.IssueJoinTic
 	return c
 }
 
-// witnesses are joinservice's own.
-func (s *stage) witnesses(t *testing.T) refusaltest.Service {
+// observations returns joinservice's own.
+func (s *fixture) observations(t *testing.T) refusaltest.Service {
 	t.Helper()
-	return s.join.Witnesses(func() []byte { return s.auditSoFar(t) })
+	return s.join.Observations(func() []byte { return s.auditSoFar(t) })
 }
 
 // records reads the audit log.
-func (s *stage) records(t *testing.T) []audit.Record {
+func (s *fixture) records(t *testing.T) []audit.Record {
 	t.Helper()
 	b := s.auditText(t)
 	var out []audit.Record
@@ -393,7 +393,7 @@ func (s *stage) records(t *testing.T) []audit.Record {
 	return out
 }
 
-func (s *stage) recorded(t *testing.T, fits func(audit.Record) bool) bool {
+func (s *fixture) recorded(t *testing.T, fits func(audit.Record) bool) bool {
 	t.Helper()
 	for _, r := range s.records(t) {
 		if fits(r) {
@@ -416,8 +416,8 @@ func leaf(t *testing.T, chain []byte) *x509.Certificate {
 	return c
 }
 
-// ticketFor asks for a ticket that must be given.
-func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *joinv1.IssueJoinTicketResponse {
+// ticketFor requests a ticket that must be issued.
+func (s *fixture) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *joinv1.IssueJoinTicketResponse {
 	t.Helper()
 	ticket, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 	if err != nil {
@@ -426,9 +426,9 @@ func (s *stage) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *
 	return ticket
 }
 
-// heldFor fails the test unless a ticket that failed after certificates were asked for has left the name to
-// its machine (J2, J4).
-func (s *stage) heldFor(t *testing.T, m *attesttest.Machine, name string) {
+// heldFor fails the test unless a ticket that failed after certificates were requested has left the name to its machine
+// (J2, J4).
+func (s *fixture) heldFor(t *testing.T, m *attesttest.Machine, name string) {
 	t.Helper()
 	n := s.Node(t, name)
 	if n == nil || n.Spec.MachineID != m.ID().String() {
@@ -437,7 +437,7 @@ func (s *stage) heldFor(t *testing.T, m *attesttest.Machine, name string) {
 }
 
 // nothingOf fails the test if anything of a refused machine is left.
-func (s *stage) nothingOf(t *testing.T, m *attesttest.Machine) {
+func (s *fixture) nothingOf(t *testing.T, m *attesttest.Machine) {
 	t.Helper()
 	l := &v1alpha1.AttestedNodeList{}
 	if err := s.Client.List(t.Context(), l); err != nil {
@@ -450,8 +450,8 @@ func (s *stage) nothingOf(t *testing.T, m *attesttest.Machine) {
 	}
 }
 
-// filedNothing fails if certificate requests were filed since: a refused machine makes none.
-func (s *stage) filedNothing(t *testing.T, before []string) {
+// filedNothing fails if certificate requests were filed since: a refused machine causes none.
+func (s *fixture) filedNothing(t *testing.T, before []string) {
 	t.Helper()
 	if after := slices.DeleteFunc(s.CSRs(t), func(name string) bool { return slices.Contains(before, name) }); len(after) > 0 {
 		t.Errorf("certificate requests were filed: %v", after)
@@ -459,7 +459,7 @@ func (s *stage) filedNothing(t *testing.T, before []string) {
 }
 
 // forget deletes enrollments and frees their disks, and waits until joinservice has seen it.
-func (s *stage) forget(t *testing.T, nodes ...string) {
+func (s *fixture) forget(t *testing.T, nodes ...string) {
 	t.Helper()
 	for _, n := range nodes {
 		if have := s.Node(t, n); have != nil && have.Spec.DiskID != "" {
