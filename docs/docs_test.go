@@ -32,7 +32,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const root = ".."
 
-// files gives the paths of all files of the tree with one of the suffixes, relative to its
+// files returns the paths of all files of the tree with one of the suffixes, relative to its
 // root, without generated code and build results.
 func files(t *testing.T, suffixes ...string) []string {
 	t.Helper()
@@ -87,7 +87,7 @@ func outsideFences(text string) string {
 	return strings.Join(out, "")
 }
 
-// rows gives the cells of each table row whose first cell is a code word that matches.
+// rows returns the cells of each table row whose first cell is a code word that matches.
 func rows(text string, first *regexp.Regexp) [][]string {
 	var out [][]string
 	for line := range strings.Lines(text) {
@@ -167,7 +167,7 @@ const akMarker = "410ebcea952ee7b7bd710922aaa019a7b6b80404cf1b1a467b4bba477fbd05
 
 var metricName = regexp.MustCompile(`^muster_[a-z0-9_]+$`)
 
-// registered gives the metrics' names in shipped code: Prometheus options carry them as
+// registered returns the metrics' names in shipped code: Prometheus options carry them as
 // whole string literals.
 func registered(t *testing.T) map[string]string {
 	t.Helper()

@@ -22,7 +22,7 @@ var elsewhere = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_ACCEPTED:    "no refusal",
 }
 
-// asserted gives for each test function the reasons that it hears all witnesses for: those named in a
+// asserted returns for each test function the reasons that it hears all witnesses for: those named in a
 // test, or in a function that it hands them to, which calls refusaltest.Refused, Told or
 // EveryProcedure, itself or through functions of its package. A reason that is only compared with
 // something does not count.
@@ -53,7 +53,7 @@ func asserted(t *testing.T) map[string]map[string]bool {
 	return out
 }
 
-// hearing gives the names of the functions that hear the witnesses.
+// hearing returns the names of the functions that hear the witnesses.
 func hearing(list []*ast.File) map[string]bool {
 	calls := map[string][]string{}
 	hears := map[string]bool{}
@@ -93,7 +93,7 @@ func hearing(list []*ast.File) map[string]bool {
 	return hears
 }
 
-// reasonConstants gives the package's constants that stand for a reason.
+// reasonConstants returns the package's constants that stand for a reason.
 func reasonConstants(list []*ast.File) map[string]string {
 	out := map[string]string{}
 	for _, f := range list {

@@ -12,7 +12,7 @@ import (
 // completionTimeout is how long somebody who pressed the tab key waits at most.
 const completionTimeout = 2 * time.Second
 
-// completeNodes gives the names of the cluster's nodes and enrollments; none if it can't be asked soon.
+// completeNodes returns the names of the cluster's nodes and enrollments; none if it can't be asked soon.
 func (a *app) completeNodes(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 	none := cobra.ShellCompDirectiveNoFileComp
 	if len(args) > 0 {

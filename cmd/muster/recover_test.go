@@ -128,7 +128,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 	return path, secrets
 }
 
-// lock gives the machine's disk the key that follows from the secrets.
+// lock sets the key of the machine's disk: the one that follows from the secrets.
 func (w *waitingMachine) lock(t *testing.T, s ownerdir.Secrets) {
 	t.Helper()
 	k, err := keys.NewRoot(s.Root, s.Salt).Disk(w.disk, keys.DiskSalt{3})

@@ -130,7 +130,7 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	return nil
 }
 
-// report gives the reporter that --output asks for: lines for people go to standard error, lines
+// report returns the reporter that --output asks for: lines for people go to standard error, lines
 // for programs to standard output.
 func (a *app) report(steps int) progress.Reporter {
 	if a.output == outputJSON {

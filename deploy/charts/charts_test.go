@@ -39,7 +39,7 @@ func values() map[string]any {
 	}
 }
 
-// render gives the manifests by template name.
+// render returns the manifests by template name.
 func render(t *testing.T, vals map[string]any) (map[string]string, error) {
 	t.Helper()
 	c, err := charts.Muster()
@@ -176,7 +176,7 @@ func documents(t *testing.T) []map[string]any {
 	return docs
 }
 
-// decode gives all rendered objects of a kind.
+// decode returns all rendered objects of a kind.
 func decode[T any](t *testing.T, kind string) []T {
 	t.Helper()
 	var found []T

@@ -46,7 +46,7 @@ type object = map[string]any
 // source lets the reader choose the Prometheus.
 var source = object{"type": "prometheus", "uid": "${datasource}"}
 
-// render gives the dashboard in Grafana's JSON model, three panels in a row of 24 columns.
+// render returns the dashboard in Grafana's JSON model, three panels in a row of 24 columns.
 func (d dashboard) render() ([]byte, error) {
 	const width, height = 8, 8
 	panels := make([]object, 0, len(d.panels))

@@ -34,7 +34,7 @@ type imageSpec struct {
 	Entrypoint string // absolute path of it in the image
 }
 
-// buildImage gives an image of one layer with one file. Nothing in it depends on when or
+// buildImage returns an image of one layer with one file. Nothing in it depends on when or
 // where it is built.
 func buildImage(spec imageSpec) (v1.Image, error) {
 	binary, err := os.ReadFile(spec.Binary)
@@ -178,7 +178,7 @@ func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
 	return out.Bytes(), byDigest, err
 }
 
-// named gives a copy of d with the name that containerd reads, and the tag that others do.
+// named returns a copy of d with the name that containerd reads, and the tag that others do.
 func named(d v1.Descriptor, containerd, tag string) v1.Descriptor {
 	d.Annotations = map[string]string{"io.containerd.image.name": containerd}
 	if tag != "" {

@@ -98,7 +98,7 @@ func put(dir string, f file) error {
 	return os.WriteFile(to, f.content, f.mode)
 }
 
-// settle gives everything below dir its time, and the modes that a umask may have changed.
+// settle sets the time of everything below dir, and the modes that a umask may have changed.
 func settle(dir string, date time.Time) (err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

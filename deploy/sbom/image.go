@@ -56,7 +56,7 @@ func ParseStatus(status []byte) ([]Debian, error) {
 	return out, nil
 }
 
-// OfImage gives the document of an image, in JSON. Licenses are told of our own programs only:
+// OfImage returns the document of an image, in JSON. Licenses are told of our own programs only:
 // Debian's stand in each package's copyright file.
 func (c Config) OfImage(img Image) ([]byte, error) {
 	d := c.document("image", img.Name, img.SHA256)

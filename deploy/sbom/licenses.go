@@ -24,7 +24,7 @@ var classify = sync.OnceValues(assets.DefaultClassifier)
 // licenseFile is how files that hold a license are called.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
-// of gives the SPDX expression of a module's licenses: all that stand in the files of its top folder.
+// of returns the SPDX expression of a module's licenses: all that stand in the files of its top folder.
 func (l licenses) of(m *debug.Module) (string, error) {
 	if isOwn(m.Path) {
 		return ownLicense, nil

@@ -41,7 +41,7 @@ type Config struct {
 	Created time.Time
 }
 
-// Local gives the configuration of this machine's Go.
+// Local returns the configuration of this machine's Go.
 func Local(ctx context.Context, created time.Time) (Config, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOMODCACHE", "GOROOT").Output()
 	if err != nil {
@@ -54,7 +54,7 @@ func Local(ctx context.Context, created time.Time) (Config, error) {
 	return Config{ModuleCache: lines[0], GOROOT: lines[1], Created: created}, nil
 }
 
-// Of gives the document of a program, in JSON. version is the program's.
+// Of returns the document of a program, in JSON. version is the program's.
 func (c Config) Of(program, version string) ([]byte, error) {
 	binary, err := os.ReadFile(program)
 	if err != nil {
@@ -160,7 +160,7 @@ func isOwn(path string) bool { return path == own || strings.HasPrefix(path, own
 
 var notInRef = regexp.MustCompile(`[^A-Za-z0-9.-]`)
 
-// ref gives an element's ID, which SPDX restricts to letters, digits, dots and dashes.
+// ref returns an element's ID, which SPDX restricts to letters, digits, dots and dashes.
 func ref(kind, name string) common.ElementID {
 	return common.ElementID(kind + "-" + notInRef.ReplaceAllString(name, "-"))
 }

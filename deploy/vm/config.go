@@ -18,7 +18,7 @@ type configOptions struct {
 	plain, noOwner    bool // insecure: what is allowed
 }
 
-// make gives the image.yaml, which the bootstrapper would accept.
+// make returns the image.yaml, which the bootstrapper would accept.
 func (c configOptions) make() ([]byte, error) {
 	b, err := c.text()
 	if err != nil {

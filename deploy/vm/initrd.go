@@ -23,7 +23,7 @@ var modules = []string{
 	"crypto_user", "algif_skcipher", "algif_hash",
 }
 
-// moduleOrder gives the files of modules and of what they depend on, each after its own, with paths
+// moduleOrder returns the files of modules and of what they depend on, each after its own, with paths
 // below dir (modules.dep(5)).
 func moduleOrder(dir string, names []string) ([]string, error) {
 	dep, err := os.ReadFile(filepath.Join(dir, "modules.dep"))

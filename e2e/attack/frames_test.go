@@ -265,7 +265,7 @@ func (u narrow) Accept() (net.Conn, error) {
 	return shrink(c), err
 }
 
-// shrink gives a connection small buffers.
+// shrink sets small buffers on a connection.
 func shrink(c net.Conn) net.Conn {
 	if tc, ok := c.(*net.TCPConn); ok {
 		_ = tc.SetReadBuffer(64 << 10)

@@ -185,7 +185,7 @@ func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv
 	})
 }
 
-// machine gives the client machine's own attester.
+// machine returns the client machine's own attester.
 func (x *target) machine() attest.Attester { return x.client.Attester(attest.PurposeMachine) }
 
 // transport is an honest client of the target's; change may be nil.

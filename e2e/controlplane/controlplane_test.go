@@ -75,7 +75,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	c.show(t)
 }
 
-// servicesEverywhere gives nil once every control plane runs both services.
+// servicesEverywhere returns nil once every control plane runs both services.
 func (c *cluster) servicesEverywhere(ctx context.Context) error {
 	out, err := c.kubectl(ctx, "-n", "muster-system", "get", "daemonsets", "-o", `jsonpath={range .items[*]}{.metadata.name}={.status.numberReady}{"\n"}{end}`)
 	if err != nil {
@@ -235,7 +235,7 @@ func (c *cluster) alike(t *testing.T) {
 	}
 }
 
-// flags gives a static pod's command line and mounts, sorted, with the node's own address and name
+// flags returns a static pod's command line and mounts, sorted, with the node's own address and name
 // left open.
 func (c *cluster) flags(t *testing.T, number int, program string) []string {
 	t.Helper()

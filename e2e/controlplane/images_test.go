@@ -98,7 +98,7 @@ func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 	}
 }
 
-// runsListed gives nil once each of Kubernetes' pods names the listed digest, and runs it.
+// runsListed returns nil once each of Kubernetes' pods names the listed digest, and runs it.
 func (c *cluster) runsListed(ctx context.Context, listed versions.Images) error {
 	out, err := c.kubectl(ctx, "-n", "kube-system", "get", "pods", "-o", `jsonpath={range .items[*]}{.spec.containers[0].name}|{.spec.containers[0].image}|{.status.containerStatuses[0].imageID}|{.status.containerStatuses[0].ready}{"\n"}{end}`)
 	if err != nil {

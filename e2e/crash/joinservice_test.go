@@ -244,7 +244,7 @@ func (j *joinservice) ReturnJoinTicket(context.Context, *joinv1.ReturnJoinTicket
 	return &joinv1.ReturnJoinTicketResponse{}, nil
 }
 
-// counts gives how many tickets were issued and how many came back since the last call.
+// counts returns how many tickets were issued and how many came back since the last call.
 func (j *joinservice) counts() (issued, returned int) {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -12,10 +12,10 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// long says whether this is `make test-crash`, which makes more runs of the same tests.
+// long reports whether this is `make test-crash`, which makes more runs of the same tests.
 func long() bool { return os.Getenv("MUSTER_CRASH_LONG") != "" }
 
-// runs gives how many runs to make: few, or many for `make test-crash`.
+// runs returns how many runs to make: few, or many for `make test-crash`.
 func runs(few, many int) int {
 	if long() {
 		return many
@@ -23,7 +23,7 @@ func runs(few, many int) int {
 	return few
 }
 
-// seeded gives a source of chance whose seed is printed, and taken from MUSTER_CRASH_SEED if set.
+// seeded returns a source of chance whose seed is printed, and taken from MUSTER_CRASH_SEED if set.
 func seeded(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -99,7 +99,7 @@ func (h *host) bringUp(t *testing.T, kind journal.Kind, e ending) (kills int) {
 	return 0
 }
 
-// dead says whether the process is gone, or about to be: a connection is cut before its
+// dead reports whether the process is gone, or about to be: a connection is cut before its
 // end is known.
 func dead(l *life) bool {
 	select {
@@ -110,7 +110,7 @@ func dead(l *life) bool {
 	}
 }
 
-// pointsOf gives the effects of one life that nobody kills.
+// pointsOf returns the effects of one life that nobody kills.
 func pointsOf(t *testing.T, h *host, kind journal.Kind) []string {
 	t.Helper()
 	h.bringUp(t, kind, ending{})
@@ -215,7 +215,7 @@ func killEverywhere(t *testing.T, kind journal.Kind, id [32]byte, every int, new
 	}
 }
 
-// within gives a random time below limit.
+// within returns a random time below limit.
 func within(chance *rand.Rand, limit time.Duration) time.Duration {
 	return time.Duration(chance.Int64N(int64(limit)))
 }

@@ -75,7 +75,7 @@ func (r *realLab) victim(name string) *victim {
 	return &victim{r: r, name: name, init: m.Init.PID, log: filepath.Join(m.Log, "muster-bootstrapper.log")}
 }
 
-// pid gives the bootstrapper's process, a child of the machine's PID 1; 0: there is none.
+// pid returns the bootstrapper's process, a child of the machine's PID 1; 0: there is none.
 func (v *victim) pid() int {
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", v.init))
 	if err != nil {
@@ -106,7 +106,7 @@ type line struct {
 	RetryAfter               string `json:"retry_after"`
 }
 
-// news gives the log's lines since the last call.
+// news returns the log's lines since the last call.
 func (v *victim) news() []line {
 	b, err := os.ReadFile(v.log)
 	if err != nil || len(b) < v.read {
@@ -200,7 +200,7 @@ type point struct {
 	fits func(line) bool
 }
 
-// sample gives the points in their order: all of them in the long mode, else some by chance, one of
+// sample returns the points in their order: all of them in the long mode, else some by chance, one of
 // which is in kubeadm.
 func sample(t *testing.T, chance *rand.Rand, all []point) (some []point) {
 	t.Helper()

@@ -216,14 +216,14 @@ type boot struct {
 	killAt int // the effect of this boot, from 0; negative: none
 	// inUnlock and inRun name the file at whose first change, in the initramfs or later, it dies; empty: none.
 	inUnlock, inRun string
-	// goesOn says that the power does not fail when a process dies.
+	// goesOn reports that the power does not fail when a process dies.
 	goesOn bool
 	// whileLocked is called, once, with what the screen shows while the machine waits for its key, and says whether it is
 	// switched off then.
 	whileLocked func(line string) (off bool)
 }
 
-// errCut says that the power failed.
+// errCut reports that the power failed.
 var errCut = errors.New("the power has failed")
 
 // boots is one boot, from the initramfs to a node: nil. A machine that dies where b says is errCut, after which it is off.
@@ -356,7 +356,7 @@ func (e *encrypted) runs(l *life) error {
 	return l.end()
 }
 
-// console gives what the machine's screen has shown so far.
+// console returns what the machine's screen has shown so far.
 func (e *encrypted) console() []string {
 	e.t.Helper()
 	text, err := os.ReadFile(e.plan.beside("console"))

@@ -82,7 +82,7 @@ type meta struct {
 
 var initSecret = bytes.Repeat([]byte{0xEE}, 32)
 
-// newHost gives a machine that was just installed and booted: PCR 15 is zero. ownerKey is
+// newHost returns a machine that was just installed and booted: PCR 15 is zero. ownerKey is
 // the owner's public key in its image, nil for none; change may be nil.
 func (b *bench) newHost(t *testing.T, m meta, ownerKey []byte) *host {
 	t.Helper()
@@ -232,7 +232,7 @@ func (l *life) kill() {
 	<-l.over
 }
 
-// killed says whether the process was ended by SIGKILL. One that still runs was not.
+// killed reports whether the process was ended by SIGKILL. One that still runs was not.
 func (l *life) killed() bool {
 	select {
 	case <-l.over:
@@ -253,7 +253,7 @@ func (l *life) end() error {
 	}
 }
 
-// attributes gives those of the first line of the log with that message; nil: there is none.
+// attributes returns those of the first line of the log with that message; nil: there is none.
 func (l *life) attributes(msg string) map[string]any {
 	for line := range strings.Lines(l.log.String()) {
 		var a map[string]any
@@ -307,7 +307,7 @@ func (h *host) record() journal.Record {
 	return r
 }
 
-// effects gives the names of all effects so far, over all lives.
+// effects returns the names of all effects so far, over all lives.
 func (h *host) effects() []string {
 	b, err := os.ReadFile(h.plan.beside("effects"))
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// processes gives the processes of a program in a machine, its pods included, as the host
+// processes returns the processes of a program in a machine, its pods included, as the host
 // sees them.
 func (r *realLab) processes(machine, program string) []int {
 	r.t.Helper()
@@ -83,7 +83,7 @@ func (v *victim) refusedWith(reasons ...string) line {
 	return got
 }
 
-// lines gives the whole log.
+// lines returns the whole log.
 func (v *victim) lines() []line {
 	all := &victim{log: v.log}
 	return all.news()

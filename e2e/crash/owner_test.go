@@ -73,7 +73,7 @@ func newWire(t *testing.T) *wire {
 
 func (w *wire) addr() string { return w.listener.Addr().String() }
 
-// next gives what is to happen to the next connection.
+// next returns what is to happen to the next connection.
 func (w *wire) next() (cut, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -325,7 +325,7 @@ func TestAnInitWhoseConnectionIsCutIsResumed(t *testing.T) {
 	}
 }
 
-// cutsOf gives what happens to the first connections: one to three are cut, the first for sure, since an exchange
+// cutsOf returns what happens to the first connections: one to three are cut, the first for sure, since an exchange
 // takes about 6 KiB however fast it is.
 func cutsOf(chance *mathrand.Rand) []cut {
 	var out []cut

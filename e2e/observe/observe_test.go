@@ -81,7 +81,7 @@ func (w *world) alerts(ctx context.Context) ([]alert, error) {
 	return data.Alerts, err
 }
 
-// firing gives nil if an alert with these labels fires.
+// firing returns nil if an alert with these labels fires.
 func (w *world) firing(ctx context.Context, name, label, value string) error {
 	alerts, err := w.alerts(ctx)
 	if err == nil && !slices.ContainsFunc(alerts, fires(name, label, value)) {

@@ -155,7 +155,7 @@ func (s *seat) whoWaits(t *testing.T) {
 	}
 }
 
-// examine gives what doctor found but OK. Its exit code must be 1 exactly if something failed.
+// examine returns what doctor found but OK. Its exit code must be 1 exactly if something failed.
 func (s *seat) examine(t *testing.T) (failed []checkup.Finding) {
 	t.Helper()
 	text, err := s.muster(t.Context(), "doctor", "--output", "json")

@@ -72,7 +72,7 @@ func prepare(t *testing.T) *world {
 	return w
 }
 
-// line gives a file's only line.
+// line returns a file's only line.
 func line(t *testing.T, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -140,7 +140,7 @@ func (w *world) kubectl(ctx context.Context, args ...string) (string, error) {
 	return w.At(ctx, driver.Owner, "", append([]string{"kubectl", "--kubeconfig", filepath.Join("muster-"+clusterName, "admin.conf"), "--request-timeout=5s"}, args...)...)
 }
 
-// enrollments gives the cluster's, by node.
+// enrollments returns the cluster's, by node.
 func (w *world) enrollments(ctx context.Context) (map[string]v1alpha1.AttestedNode, error) {
 	text, err := w.kubectl(ctx, "get", "attestednodes", "-o", "json")
 	if err != nil {
@@ -167,7 +167,7 @@ func (w *world) known(t *testing.T) (out map[string]v1alpha1.AttestedNode) {
 	return out
 }
 
-// get gives a part of an object.
+// get returns a part of an object.
 func (w *world) get(t *testing.T, object, path string) (out string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) (err error) {

@@ -119,7 +119,7 @@ func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	return said
 }
 
-// debianKernel gives a folder with Debian's kernel for virtual machines. It is fetched once and kept.
+// debianKernel returns a folder with Debian's kernel for virtual machines. It is fetched once and kept.
 func debianKernel(t *testing.T) string {
 	t.Helper()
 	depends, err := exec.CommandContext(t.Context(), "apt-cache", "depends", "--important", "linux-image-cloud-amd64").Output()
@@ -160,7 +160,7 @@ func debianKernel(t *testing.T) string {
 	return dir
 }
 
-// moduleFiles gives the modules in the order in which they can be loaded.
+// moduleFiles returns the modules in the order in which they can be loaded.
 func moduleFiles(t *testing.T, root, version string) []string {
 	t.Helper()
 	base := filepath.Join("lib/modules", version)

@@ -65,7 +65,7 @@ func (c *cluster) answers(t *testing.T, token, status string) {
 	})
 }
 
-// watchTokens gives the bootstrap tokens that come and go until stop is called.
+// watchTokens returns the bootstrap tokens that come and go until stop is called.
 func (c *cluster) watchTokens(t *testing.T) (stop func() string) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -200,7 +200,7 @@ func (c *cluster) install(t *testing.T, more ...string) {
 	}, more...)...)
 }
 
-// alive gives when a node last said that it is; empty if it has yet to.
+// alive returns when a node last said that it is; empty if it has yet to.
 func (c *cluster) alive(t *testing.T, node string) string {
 	t.Helper()
 	return c.MustKubectl(t, "-n", "kube-node-lease", "get", "lease", node, "--ignore-not-found", "-o", "jsonpath={.spec.renewTime}")

@@ -190,7 +190,7 @@ func (w *world) completed(t *testing.T, node, name string, c corev1.Container, k
 	return out
 }
 
-// find gives where a text stands in a file, or -1.
+// find returns where a text stands in a file, or -1.
 func find(t *testing.T, path, text string) int64 {
 	t.Helper()
 	f, err := os.Open(path)
@@ -237,7 +237,7 @@ func (w *world) changed(t *testing.T, change func(*os.File) error) string {
 	return f.Name()
 }
 
-// partition gives the offset of a partition, in bytes (GUID partition table: UEFI 2.10, section 5.3).
+// partition returns the offset of a partition, in bytes (GUID partition table: UEFI 2.10, section 5.3).
 func partition(disk *os.File, name string) (int64, error) {
 	const sector, entry, entries = 512, 128, 128
 	table := make([]byte, entry*entries)

@@ -64,7 +64,7 @@ func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
 	t.Logf("power cut %.1f s after %q; the last line was: %s", moment.Seconds(), after, driver.CleanLine(lines[len(lines)-1]))
 }
 
-// boot gives a machine power, with an image.
+// boot powers a machine on with an image.
 func (w *world) boot(t *testing.T, name, image string) {
 	t.Helper()
 	if _, err := w.RebootVM(t.Context(), name, driver.Boot{Image: image}); err != nil {

@@ -94,7 +94,7 @@ func connect(ctx context.Context, address string, port int) (open, answered bool
 	return false, false
 }
 
-// closedUDP says whether the machine says that nothing takes what comes to a port (RFC 1122, section 4.1.3.1). Linux says so
+// closedUDP reports whether the machine says that nothing takes what comes to a port (RFC 1122, section 4.1.3.1). Linux says so
 // about once a second at most.
 func closedUDP(ctx context.Context, address string, port, rounds int) bool {
 	var d net.Dialer
@@ -158,7 +158,7 @@ func (w *world) reachable(t *testing.T, name, address, state string) {
 	}
 }
 
-// documented gives the ports that are what docs/image.md says by that word, in a state, which is a column of its table.
+// documented returns the ports that are what docs/image.md says by that word, in a state, which is a column of its table.
 func documented(t *testing.T, root, state, word string) (ports []int) {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(root, "docs", "image.md"))

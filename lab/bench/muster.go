@@ -92,7 +92,7 @@ type logLine struct {
 	Text  string    `json:"text"`
 }
 
-// log gives the lines of a machine's bootstrapper.
+// log returns the lines of a machine's bootstrapper.
 func (r *run) log(ctx context.Context, node string) ([]logLine, error) {
 	out, err := r.at(ctx, node, nil, "cat", "/var/log/muster-bootstrapper.log")
 	if err != nil {

@@ -46,7 +46,7 @@ type event struct {
 	text string
 }
 
-// split gives the duration of each stage in seconds, or says which one has no end.
+// split returns the duration of each stage in seconds, or says which one has no end.
 func split(start time.Time, events []event, stages []stage) (map[string]float64, error) {
 	out := map[string]float64{}
 	last := start

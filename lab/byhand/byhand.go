@@ -27,7 +27,7 @@ type Node struct {
 
 type object = map[string]any
 
-// Init gives the configuration of `kubeadm init`. image is the machine's
+// Init returns the configuration of `kubeadm init`. image is the machine's
 // /etc/muster/image.yaml, whose fragments say what the lab's machines need.
 func Init(image []byte, n Node) ([]byte, error) {
 	var conf struct {
@@ -69,7 +69,7 @@ func Init(image []byte, n Node) ([]byte, error) {
 	)
 }
 
-// Join gives the configuration of `kubeadm join` with a bootstrap token. ca is the
+// Join returns the configuration of `kubeadm join` with a bootstrap token. ca is the
 // cluster's CA certificate, PEM.
 func Join(ca []byte, n Node) ([]byte, error) {
 	block, _ := pem.Decode(ca)

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Connect gives a client for the cluster of an owner's folder.
+// Connect returns a client for the cluster of an owner's folder.
 func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	kubeconfig, err := d.Read(ownerdir.AdminConf)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -27,7 +27,7 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	return clusterapi.Connect(kubeconfig)
 }
 
-// Enroll gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
+// Enroll enrolls a machine under a name before it joins, as control planes need it. A control plane is listed in the owner's policy first (A7): from
 // the enrollment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
 func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
 	kube, err := Connect(d)

@@ -41,7 +41,7 @@ type listing struct {
 	remove []attest.MachineID
 }
 
-// done says whether p lists what the change wants.
+// done reports whether p lists what the change wants.
 func (l listing) done(p *attest.Policy) bool {
 	for _, c := range l.add {
 		if p.MayServe(c.Machine) != nil {

@@ -66,7 +66,7 @@ func (r *remedied) Unwrap() error { return r.err }
 
 func withRemedy(err error, remedy string) error { return &remedied{err, remedy} }
 
-// final says that to try again would not help: somebody decided, and will decide the same.
+// final reports whether to try again would not help: somebody decided, and will decide the same.
 func final(err error) bool {
 	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 		// Either ours, and then it is over, or a request's own, which the reasons below know.

@@ -226,7 +226,7 @@ func (i *initializer) request(ctx context.Context, target peerdial.Target) (stri
 	return "node " + result.GetNodeName(), i.keep(result)
 }
 
-// opened says whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
+// opened reports whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
 // all of the disk. A machine that doesn't say is asked for the init itself.
 func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
@@ -388,7 +388,7 @@ func again(ctx context.Context, report progress.Reporter, try func() error) erro
 	}
 }
 
-// phaseName gives a phase as people read it.
+// phaseName returns a phase as people read it.
 func phaseName(p initv1.Phase) string {
 	if name, ok := phases[p]; ok {
 		return name

@@ -123,7 +123,7 @@ func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (stri
 	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Say)
 }
 
-// Definitions gives the CustomResourceDefinitions that this program carries.
+// Definitions returns the CustomResourceDefinitions that this program carries.
 func Definitions() ([]*unstructured.Unstructured, error) {
 	var out []*unstructured.Unstructured
 	names, err := fs.Glob(crds.FS, "*.yaml")
@@ -261,7 +261,7 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 	return nil
 }
 
-// PublicKey gives what the services verify policies with.
+// PublicKey returns what the services verify policies with.
 func PublicKey(key ed25519.PrivateKey) (ed25519.PublicKey, error) {
 	public, ok := key.Public().(ed25519.PublicKey)
 	if !ok {

@@ -52,14 +52,14 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// dialTo gives a dialer for which every address is one.
+// dialTo returns a dialer for which every address is one.
 func dialTo(addr string) func(ctx, string, string) (net.Conn, error) {
 	return func(ctx ctx, network, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, network, addr)
 	}
 }
 
-// kube gives typed clients of a user.
+// kube returns typed clients of a user.
 func kube(t *testing.T, user string, groups ...string) *kubernetes.Clientset {
 	t.Helper()
 	cfg, err := shared.AsUser(user, groups...)

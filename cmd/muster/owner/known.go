@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// ErrBehind says that the cluster is older than what it said before.
+// ErrBehind is returned if the cluster is older than what it said before.
 var ErrBehind = errors.New("the cluster is older than what it said before")
 
 // Remember writes into the owner's folder what the cluster says now, for a recovery to be judged by. What the cluster says is taken only if the owner

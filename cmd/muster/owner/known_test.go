@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// serial gives a policy this one.
+// serial sets the serial of a policy.
 func serial(n uint64) func(*attestv1.Policy) { return func(p *attestv1.Policy) { p.Serial = n } }
 
 // remembers writes known.json as a command does that has talked to the cluster.

@@ -102,7 +102,7 @@ func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
 	}
 }
 
-// defined gives a client of the cluster, which knows Muster's objects then.
+// defined returns a client of the cluster, which knows Muster's objects then.
 func defined(t *testing.T) *clusterapi.Client {
 	t.Helper()
 	kube, err := clusterapi.Connect(kubeconfig(t))

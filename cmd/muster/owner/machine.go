@@ -26,7 +26,7 @@ import (
 // MachineStatus is what a machine that is in no cluster yet says of itself.
 type MachineStatus struct {
 	Endpoint string `json:"endpoint"`
-	// Proven says that the policy accepts the machine which says all this. Problem says why not; then
+	// Proven reports that the policy accepts the machine which says all this. Problem says why not; then
 	// what follows is anybody's word.
 	Proven  bool     `json:"proven"`
 	Problem *Problem `json:"problem,omitempty"`

@@ -52,13 +52,13 @@ type Recovery struct {
 	// Machine and DiskID say whose disk is open now.
 	Machine string `json:"machine"`
 	DiskID  string `json:"diskID"`
-	// Already says that it was open before this key was tried.
+	// Already reports that it was open before this key was tried.
 	Already bool `json:"already"`
 	// Revived is what a machine goes on with whose disk, open already, is an older copy; nil: it is the newest.
 	Revived *Revival `json:"revived,omitempty"`
 }
 
-// Recover gives a control plane that waits for its disk's key that key, and nothing that another would follow from. The
+// Recover sends a control plane that waits for its disk's key that key, and nothing that another would follow from. The
 // machine is judged first by the folder's policy, on the very connection that the key goes over (A6), and so is its disk by what the cluster said
 // last (J2).
 func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
@@ -102,7 +102,7 @@ type recoverer struct {
 	revival *Revival
 	// disk is the machine's as it named it last; empty: it did not.
 	disk string
-	// trying says that a key was on trial when the machine was heard of last.
+	// trying reports that a key was on trial when the machine was heard of last.
 	trying bool
 }
 
@@ -146,7 +146,7 @@ func (r *recoverer) load() error {
 	return nil
 }
 
-// dial tells that there is a connection; whether it leads to the right machine is judged next.
+// dial reports whether there is a connection; whether it leads to the right machine is judged next.
 func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	dial := r.DialContext
 	if dial == nil {

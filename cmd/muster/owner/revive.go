@@ -44,7 +44,7 @@ type Revival struct {
 	Forgotten          []string `json:"forgotten"`
 	// Erased are disks that were erased, and whose salts would be back (K4).
 	Erased []string `json:"erased"`
-	// Before says that the folder knows more nodes that were forgotten, or disks that were erased: it knew so before the disk's epoch.
+	// Before reports that the folder knows more nodes that were forgotten, or disks that were erased: it knew so before the disk's epoch.
 	Before bool `json:"before"`
 
 	nonce ownerorder.Nonce // the machine's of this boot

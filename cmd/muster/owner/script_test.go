@@ -40,7 +40,7 @@ type firstMachine struct {
 	*attesttest.Machine
 	addr string
 	drop func()
-	// adopted says that the machine is a control plane already: it is adopted, and not initialised.
+	// adopted reports that the machine is a control plane already: it is adopted, and not initialised.
 	adopted bool
 
 	mu       sync.Mutex

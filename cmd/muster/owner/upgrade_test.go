@@ -118,7 +118,7 @@ func (u *upgrades) to(digit string) UpgradeConfig {
 	return c
 }
 
-// history gives the states of the newest revisions, and the number of the newest.
+// history returns the states of the newest revisions, and the number of the newest.
 func (u *upgrades) history(t *testing.T, n int) (states []string, newest int) {
 	t.Helper()
 	found, err := storage.Init(driver.NewSecrets(u.admin.CoreV1().Secrets(clusterapi.Namespace))).History("muster")
@@ -314,7 +314,7 @@ func (u *upgrades) cutOff(t *testing.T) {
 	u.want(t, "superseded", "failed", "deployed")
 }
 
-// definition gives the one of AttestedNode, and a client for it.
+// definition returns the one of AttestedNode, and a client for it.
 func (u *upgrades) definition(t *testing.T) (client.Client, *apiextensionsv1.CustomResourceDefinition) {
 	t.Helper()
 	return u.definitionOf(t, "attestednodes")
@@ -447,7 +447,7 @@ func (u *upgrades) restored(t *testing.T) {
 	}
 }
 
-// diskOwner gives the machine that a disk belongs to; empty: none.
+// diskOwner returns the machine that a disk belongs to; empty: none.
 func diskOwner(t *testing.T, disk string) string {
 	t.Helper()
 	var d v1alpha1.AttestedDisk

@@ -44,7 +44,7 @@ func rootDisk(sys, dev string, want layout.Root) (data, tree string, err error) 
 	return "", "", fmt.Errorf("a disk with the partitions %s and %s of this image (%d and %d have these names): %w", layout.RootName, layout.TreeName, len(roots), len(trees), errNotYet)
 }
 
-// beginsWith says whether the first block of a disk has this hash.
+// beginsWith reports whether the first block of a disk has this hash.
 func beginsWith(name string, hash [sha256.Size]byte) bool {
 	f, err := os.Open(name)
 	if err != nil {

@@ -156,7 +156,7 @@ func (b *boot) root(ctx context.Context) error {
 	return nil
 }
 
-// errNotYet says that what is looked for isn't there so far.
+// errNotYet reports that what is looked for isn't there so far.
 var errNotYet = errors.New("it is not there")
 
 // await looks until something other than errNotYet comes out, or the time is over.

@@ -226,7 +226,7 @@ func mutable(at string) error {
 	return nil
 }
 
-// machineID gives the root the ID that systemd and the kubelet know this installation by
+// machineID writes the ID into the root that systemd and the kubelet know this installation by
 // (machine-id(5)): made once, then kept.
 func machineID(file, over string) error {
 	b, err := machineIDOf(file)

@@ -84,7 +84,7 @@ func resolv(servers []string) []byte {
 	return []byte(b.String())
 }
 
-// static gives interfaces what the medium says.
+// static configures interfaces as the medium says.
 func (b *boot) static(ctx context.Context, n *network) error {
 	for _, f := range n.Interfaces {
 		link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf(f.MAC) })

@@ -90,7 +90,7 @@ func TestFloods(t *testing.T) {
 	}
 }
 
-// of gives the machine that runs a service: a member of a cluster, or one that is none yet.
+// of returns the machine that runs a service: a member of a cluster, or one that is none yet.
 func of(service string, member, alone *stage) *stage {
 	if service == "init" || service == "unlock" {
 		return alone

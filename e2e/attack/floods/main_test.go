@@ -59,7 +59,7 @@ func TestMain(m *testing.M) {
 // shared is nil until a test needs a cluster.
 var shared *membertest.Cluster
 
-// cluster gives the control plane that tests share.
+// cluster returns the control plane that tests share.
 func cluster(t *testing.T) *membertest.Cluster {
 	t.Helper()
 	if shared == nil {

@@ -133,7 +133,7 @@ type Client struct {
 	http *http.Client
 }
 
-// ErrNotRunning says that no daemon answers.
+// ErrNotRunning is returned if no daemon answers.
 var ErrNotRunning = errors.New("this lab is not up; lab up brings it up")
 
 // NewClient returns a client for the lab in dir.

@@ -31,7 +31,7 @@ var Packages = []string{
 	"prometheus", // tests of alerts and dashboards
 }
 
-// ErrNotRoot says that the caller may not make namespaces.
+// ErrNotRoot is returned if the caller may not make namespaces.
 var ErrNotRoot = errors.New("the lab makes namespaces, mounts and cgroups: run it as root")
 
 // EnsurePackages installs what is missing of [Packages], and of more, with apt-get; progress goes to log.

@@ -54,7 +54,7 @@ type Config struct {
 // An Attempt is one try and what came of it.
 type Attempt struct {
 	What string `json:"what"`
-	// In says that it worked, which it never may.
+	// In reports that it worked, which it never may.
 	In bool `json:"in"`
 	// Reason is the reason code or HTTP status.
 	Reason string `json:"reason"`

@@ -143,7 +143,7 @@ func rebuild(ctx context.Context, source, cache string, with compiler, log io.Wr
 	return b, Prune(filepath.Dir(b.Dir))
 }
 
-// Pinned says whether the programs are those that sha256sums.json names.
+// Pinned reports whether the programs are those that sha256sums.json names.
 func (b Build) Pinned() bool { return b.pinned }
 
 // expected returns the build of a module, with the sums that the pin has for it. Another compiler leads to other programs: then only the

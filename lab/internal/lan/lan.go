@@ -89,7 +89,7 @@ func HardwareAddress(name string) net.HardwareAddr {
 	return append(net.HardwareAddr{0x02}, sum[:5]...) // locally administered (IEEE 802)
 }
 
-// Configure gives eth0 of the caller's network namespace its address and route.
+// Configure sets the address and the route of eth0 in the caller's network namespace.
 func Configure(ctx context.Context, address string) error {
 	return ip(ctx,
 		"link set lo up",

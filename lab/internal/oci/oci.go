@@ -324,7 +324,7 @@ func open(dir string) ([]v1.Descriptor, v1.ImageIndex, error) {
 	return m.Manifests, l, nil
 }
 
-// refOf gives an image's full name: containerd's annotation, which others may shorten to the
+// refOf returns an image's full name: containerd's annotation, which others may shorten to the
 // tag in RefAnnotation.
 func refOf(d v1.Descriptor) string {
 	if full := d.Annotations["io.containerd.image.name"]; full != "" {

@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// errPowerOff says that a machine lost its power while somebody waited for its console.
+// errPowerOff reports that a machine lost its power while somebody waited for its console.
 var errPowerOff = errors.New("the machine has gone off")
 
 // escapes are what terminals obey and people don't read: control sequences (ECMA-48, section 5.4) and carriage returns.

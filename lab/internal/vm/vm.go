@@ -42,10 +42,10 @@ const (
 // a host that is busy. 16 to 26 seconds were measured for Linux, 5 for a program of the firmware's.
 const FirmwareTimeout = 2 * time.Minute
 
-// ErrFirmware says that firmware was silent, or QEMU ended, before anything had booted, twice.
+// ErrFirmware is returned if firmware was silent, or QEMU ended, before anything had booted, twice.
 var ErrFirmware = errors.New("the firmware has not started what is on the boot disk")
 
-// ErrNothingBoots says that firmware has looked at all there is to start, and started none: the console says why.
+// ErrNothingBoots is returned if firmware has looked at all there is to start, and started none: the console says why.
 var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
 
 // A Config says what a machine is made of. Dir, Image, CA, Spawn and Log are required.
@@ -98,7 +98,7 @@ func VariablesPath(dir string) string { return filepath.Join(dir, variablesFile)
 // tpmOf is the TPM of the machine in dir.
 func tpmOf(dir string) vtpm.TPM { return vtpm.TPM{Dir: filepath.Join(dir, "tpm")} }
 
-// Start gives a machine power, and makes first what it doesn't have yet: a TPM, firmware variables, a
+// Start powers a machine on. It first makes what the machine does not have yet: a TPM, firmware variables, a
 // state disk. It returns when something other than firmware has written to the console. Firmware that
 // hangs is given one more chance, and the log says so.
 func Start(ctx context.Context, c Config) (*VM, error) {

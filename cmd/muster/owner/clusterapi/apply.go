@@ -125,7 +125,7 @@ func (c *Client) EnsureNamespace(ctx context.Context) error {
 	}))
 }
 
-// object gives an object to apply; body is merged over it.
+// object returns an object to apply; body is merged over it.
 func object(apiVersion, kind, namespace, name string, body map[string]any) *unstructured.Unstructured {
 	o := &unstructured.Unstructured{Object: body}
 	if o.Object["metadata"] == nil {

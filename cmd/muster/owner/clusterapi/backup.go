@@ -68,7 +68,7 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 	return files, err
 }
 
-// storedAs gives the kind of a definition's objects in the version that they are stored in.
+// storedAs returns the kind of a definition's objects in the version that they are stored in.
 func storedAs(crd *unstructured.Unstructured) (schema.GroupVersionKind, error) {
 	b, err := crd.MarshalJSON()
 	if err != nil {

@@ -44,7 +44,7 @@ type Values struct {
 	More map[string]any
 }
 
-// With gives v with one more of the chart's values, section.name.
+// With returns v with one more of the chart's values, section.name.
 func (v Values) With(section, name string, value any) Values {
 	more := maps.Clone(v.More)
 	if more == nil {
@@ -164,7 +164,7 @@ func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
 	return nil
 }
 
-// Release gives the newest revision of the release; nil if there is none.
+// Release returns the newest revision of the release; nil if there is none.
 func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
 	cfg, err := c.helm(log)
 	if err != nil {
@@ -177,7 +177,7 @@ func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
 // name, and plain helm would then find every field in somebody else's hands.
 var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })
 
-// helm gives helm's configuration as plain helm has it: the history is in Secrets of the namespace.
+// helm returns helm's configuration as plain helm has it: the history is in Secrets of the namespace.
 func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
 	asHelm()
 	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))

@@ -61,7 +61,7 @@ var values = Values{
 	JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
 }
 
-// start gives a control plane with a garbage collector and the namespace of Muster's services.
+// start returns a control plane with a garbage collector and the namespace of Muster's services.
 func start(t *testing.T) *envtest.Cluster {
 	t.Helper()
 	api, err := envtest.Start(t.Context(), "garbage-collector-controller")
@@ -79,7 +79,7 @@ func start(t *testing.T) *envtest.Cluster {
 	return api
 }
 
-// needs gives what has to be in the namespace before the chart, the list of nodes that may not write first.
+// needs returns what has to be in the namespace before the chart, the list of nodes that may not write first.
 func needs() []client.Object {
 	in := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: Namespace, Name: name} }
 	return []client.Object{

@@ -119,7 +119,7 @@ func once(ctx context.Context, try func(context.Context) error) error {
 	return until(ctx, func(ctx context.Context) (bool, error) { err := try(ctx); return err == nil, err })
 }
 
-// passes says whether an error may be gone a moment later: an API server that restarts, an
+// passes reports whether an error may be gone a moment later: an API server that restarts, an
 // etcd that elects, a kind whose definition is not yet served.
 func passes(err error) bool {
 	if meta.IsNoMatchError(err) || errors.Is(err, errPending) {
@@ -153,7 +153,7 @@ func (c *Client) Reachable(ctx context.Context) error {
 	})
 }
 
-// Absent says that an object, or its kind, is not in the cluster.
+// Absent reports whether an object, or its kind, is not in the cluster.
 func Absent(err error) bool {
 	return err != nil && (apierrors.IsNotFound(err) || meta.IsNoMatchError(err))
 }

@@ -19,7 +19,7 @@ type ControlPlane struct {
 	Addresses []string
 }
 
-// ControlPlanes gives the enrolled control planes that are nodes of the cluster and not banned.
+// ControlPlanes returns the enrolled control planes that are nodes of the cluster and not banned.
 func (c *Client) ControlPlanes(ctx context.Context) ([]ControlPlane, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {

@@ -13,10 +13,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ErrIncompatible says that a new definition would lose what the cluster has stored.
+// ErrIncompatible is returned if a new definition would lose what the cluster has stored.
 var ErrIncompatible = errors.New("the new definition would lose data")
 
-// tryDefinition gives the spec of a definition as it is and as applying d would make it. Nothing
+// tryDefinition returns the spec of a definition as it is and as applying d would make it. Nothing
 // is changed.
 func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured) (live, next map[string]any, err error) {
 	var have unstructured.Unstructured

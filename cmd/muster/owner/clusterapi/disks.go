@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// diskOf gives whose a disk is; nil: nobody's, or the cluster does not say so, since its version is older.
+// diskOf returns whose a disk is; nil: nobody's, or the cluster does not say so, since its version is older.
 func (c *Client) diskOf(ctx context.Context, disk string) (*v1alpha1.AttestedDisk, error) {
 	var d v1alpha1.AttestedDisk
 	if err := c.client.Get(ctx, types.NamespacedName{Name: disk}, &d); Absent(err) {

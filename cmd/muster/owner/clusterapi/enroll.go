@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enroll gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
+// Enroll assigns a name to a machine (J4), and the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
 // without one gets a new one. An enrollment that is there and says the same is left; one that says otherwise is an error and stays as it is.
 func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
@@ -62,7 +62,7 @@ func leaving(name string) error {
 	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
 }
 
-// same says whether an enrollment says what is wanted; what is wanted of disk and addresses
+// same reports whether an enrollment says what is wanted; what is wanted of disk and addresses
 // may be left open.
 func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	switch {
@@ -78,7 +78,7 @@ func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	return nil
 }
 
-// Free says whether name, machine and disk of an enrollment are not enrolled as something else, before anything is written
+// Free reports whether name, machine and disk of an enrollment are not enrolled as something else, before anything is written
 // for it: a clash found later would refuse the machine when it is already in the rack.
 func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
 	return once(ctx, func(ctx context.Context) error {
@@ -112,7 +112,7 @@ func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNo
 	})
 }
 
-// Present gives the names of all Nodes there are now, sorted.
+// Present returns the names of all Nodes there are now, sorted.
 func (c *Client) Present(ctx context.Context) ([]string, error) {
 	names := []string{}
 	err := once(ctx, func(ctx context.Context) error {
@@ -213,7 +213,7 @@ func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) e
 	}))
 }
 
-// Policy gives the cluster's policy object.
+// Policy returns the cluster's policy object.
 func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
 	var p v1alpha1.AttestationPolicy
 	err := once(ctx, func(ctx context.Context) error {

@@ -135,7 +135,7 @@ func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
 // maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
 const maxReported = 32
 
-// certificatesOf gives what a control plane's machine says of its certificates on its Node. No worker has such ones, whatever its Node says.
+// certificatesOf returns what a control plane's machine says of its certificates on its Node. No worker has such ones, whatever its Node says.
 func certificatesOf(n *corev1.Node) []Certificate {
 	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
 		return nil
@@ -165,7 +165,7 @@ func reported(annotation string) []Certificate {
 
 var certificateName = regexp.MustCompile(`^[a-z][a-z.-]{0,40}$`)
 
-// Expiry gives the end of the first certificate in PEM.
+// Expiry returns the end of the first certificate in PEM.
 func Expiry(text []byte) (time.Time, error) {
 	block, _ := pem.Decode(text)
 	if block == nil {

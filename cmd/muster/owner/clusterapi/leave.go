@@ -31,7 +31,7 @@ type Presence struct {
 	Name       string
 	Node       *corev1.Node
 	Enrollment *v1alpha1.AttestedNode
-	// Unattested says that the node was in the cluster before Muster, and goes on without attestation.
+	// Unattested reports that the node was in the cluster before Muster, and goes on without attestation.
 	Unattested bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
@@ -43,18 +43,18 @@ type Presence struct {
 	OtherControlPlanes []string
 }
 
-// Nothing says whether the cluster does not know the name.
+// Nothing reports whether the cluster does not know the name.
 func (p *Presence) Nothing() bool {
 	return p.Node == nil && p.Enrollment == nil && !p.Unattested && len(p.Requests) == 0
 }
 
-// Joined says whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
+// Joined reports whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
 // deleted its Node.
 func (p *Presence) Joined() bool {
 	return p.Node != nil || p.Enrollment != nil && (p.Enrollment.Status.Ticket != nil || p.Enrollment.Status.AKName != "")
 }
 
-// Ready says whether the Node reports in.
+// Ready reports whether the Node reports in.
 func (p *Presence) Ready() bool { return p.Node != nil && isReady(p.Node) }
 
 func isReady(n *corev1.Node) bool {
@@ -140,7 +140,7 @@ func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) 
 
 const nodeUser = "system:node:"
 
-// FreeFor says whether machine and disk of a change are not enrolled under another name, and the disk that the name
+// FreeFor reports whether machine and disk of a change are not enrolled under another name, and the disk that the name
 // will have is no third machine's.
 func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error {
 	name := p.Name
@@ -219,12 +219,12 @@ type Replacement struct {
 	DiskID    string // empty: the same
 }
 
-// of gives what the name has with the change: its disk, which may be none, and its machine.
+// of returns what the name has with the change: its disk, which may be none, and its machine.
 func (r Replacement) of(p *Presence) (disk, machine string) {
 	return cmp.Or(r.DiskID, p.Enrollment.Spec.DiskID), cmp.Or(r.MachineID, p.Enrollment.Spec.MachineID)
 }
 
-// Replace gives the name's enrollment another machine or disk in place, so that at no moment the name
+// Replace sets the name's enrollment to another machine or disk in place, so that at no moment the name
 // is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over. now and
 // retired are as with Forget.
 //
@@ -269,7 +269,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	return retired, nil
 }
 
-// HasBoots says whether anything is known of the boots of the enrollment's machine, or of a copy of it.
+// HasBoots reports whether anything is known of the boots of the enrollment's machine, or of a copy of it.
 func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 	return s.ResetCount != nil || s.Boot != nil || meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionCloned) != nil
 }

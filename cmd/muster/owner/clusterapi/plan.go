@@ -49,7 +49,7 @@ type ObjectChange struct {
 	Diff   string `json:"diff"`
 }
 
-// Empty says that the cluster is what the upgrade would make of it.
+// Empty reports whether the cluster is what the upgrade would make of it.
 func (p *Plan) Empty() bool {
 	return p.Status == string(common.StatusDeployed) && p.Chart.From == p.Chart.To && len(p.Values)+len(p.Definitions)+len(p.Objects) == 0
 }
@@ -131,7 +131,7 @@ func changes(path string, from, to map[string]any) []Change {
 	return out
 }
 
-// plain gives a value as YAML has it, so that 1 and 1.0 are the same.
+// plain returns a value as YAML has it, so that 1 and 1.0 are the same.
 func plain(v any) string {
 	if v == nil {
 		return ""
@@ -179,7 +179,7 @@ func byName(what, manifest string) (map[string]map[string]any, error) {
 	return out, nil
 }
 
-// diff gives a unified diff of two objects in YAML; empty if they are the same.
+// diff returns a unified diff of two objects in YAML; empty if they are the same.
 func diff(a, b map[string]any) (string, error) {
 	lines := func(o map[string]any) ([]string, error) {
 		if o == nil {

@@ -44,7 +44,7 @@ func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
 	return nil
 }
 
-// Service gives what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
+// Service returns what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
 func (c *Client) Service(ctx context.Context, name string) (waits string, images []string, err error) {
 	var ds appsv1.DaemonSet
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
@@ -103,7 +103,7 @@ func Printable(s string, most int) string {
 	return s[:min(len(s), most)]
 }
 
-// podWaits gives the first reason in the order in which a pod comes up, as [Printable] has it.
+// podWaits returns the first reason in the order in which a pod comes up, as [Printable] has it.
 func podWaits(p *corev1.Pod) string { return Printable(firstWait(p), maxWhy) }
 
 func firstWait(p *corev1.Pod) string {

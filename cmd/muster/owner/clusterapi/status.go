@@ -87,10 +87,10 @@ type Certificate struct {
 // NodeStatus is a Node with its enrollment.
 type NodeStatus struct {
 	Name string `json:"name"`
-	// Joined says that there is a Node of that name, Ready what it reports.
+	// Joined reports that there is a Node of that name, Ready what it reports.
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
-	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
+	// Enrolled reports that there is an AttestedNode. A Node without one was not let in by Muster.
 	Enrolled    bool       `json:"enrolled"`
 	Role        string     `json:"role,omitempty"`
 	MachineID   string     `json:"machineID,omitempty"`
@@ -100,7 +100,7 @@ type NodeStatus struct {
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
 	AppraisedAt *time.Time `json:"judgedAt,omitempty"`
-	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
+	// Cloned reports that a second machine has shown the TPM of this one, and where both are; empty: none has.
 	Cloned     string `json:"cloned,omitempty"`
 	Serial     int64  `json:"policySerial,omitempty"`
 	Generation int64  `json:"policyGeneration,omitempty"`

@@ -18,13 +18,13 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// ErrNoRelease says that Muster's chart is not installed.
+// ErrNoRelease is returned if Muster's chart is not installed.
 var ErrNoRelease = errors.New("the cluster has no release of Muster's chart")
 
-// ErrDowngrade says that the cluster runs a newer chart than this program carries.
+// ErrDowngrade is returned if the cluster runs a newer chart than this program carries.
 var ErrDowngrade = errors.New("the cluster runs a newer version of Muster")
 
-// RolledBack says that an upgrade failed and the release before it runs again.
+// RolledBack reports that an upgrade failed and the release before it runs again.
 type RolledBack struct {
 	// Failed is the revision that did not get ready, Now the one that runs.
 	Failed, Now int
@@ -36,7 +36,7 @@ func (e *RolledBack) Error() string {
 	return fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d: %v", e.Failed, e.Now, e.Cause)
 }
 
-// Unwrap gives the cause.
+// Unwrap returns the cause.
 func (e *RolledBack) Unwrap() error { return e.Cause }
 
 // Rollout is an upgrade of the release.
@@ -50,7 +50,7 @@ type Rollout struct {
 	Patience time.Duration
 }
 
-// NextValues gives the values that the release would get: those it has, those of v over them, and
+// NextValues returns the values that the release would get: those it has, those of v over them, and
 // v's images and key, where v has any. What an administrator set with plain helm stays.
 func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	have := chartutil.CoalesceTables(map[string]any{}, last.Config)
@@ -76,7 +76,7 @@ func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	return next
 }
 
-// Newest gives the newest revision of the release, whatever its state; [ErrNoRelease] if there is
+// Newest returns the newest revision of the release, whatever its state; [ErrNoRelease] if there is
 // none.
 func (c *Client) Newest(log *slog.Logger) (*releasev1.Release, error) {
 	r, err := c.Release(log)

@@ -118,7 +118,7 @@ func (d *doctor) bindings(ctx context.Context) error {
 	return nil
 }
 
-// usesTokens says whether this cluster's tickets have bootstrap tokens.
+// usesTokens reports whether this cluster's tickets have bootstrap tokens.
 func (d *doctor) usesTokens() bool {
 	if d.release == nil {
 		return false

@@ -284,7 +284,7 @@ type harm struct {
 	harm  func(t *testing.T) (repair func(t *testing.T))
 }
 
-// file gives a harm to a file of the folder.
+// file returns a harm to a file of the folder.
 func (p *patient) file(name string, do func(path string, content []byte) error) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -299,7 +299,7 @@ func (p *patient) file(name string, do func(path string, content []byte) error) 
 	}
 }
 
-// deleted gives a harm that deletes an object.
+// deleted returns a harm that deletes an object.
 func deleted(o *unstructured.Unstructured) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -315,7 +315,7 @@ func deleted(o *unstructured.Unstructured) func(*testing.T) func(*testing.T) {
 	}
 }
 
-// created gives a harm that creates one.
+// created returns a harm that creates one.
 func created(o client.Object) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -324,7 +324,7 @@ func created(o client.Object) func(*testing.T) func(*testing.T) {
 	}
 }
 
-// edited gives a harm that edits one; the repair takes back what it did.
+// edited returns a harm that edits one; the repair takes back what it did.
 func edited(o *unstructured.Unstructured, value any, path ...string) func(*testing.T) func(*testing.T) {
 	set := func(t *testing.T, v any) any {
 		t.Helper()
@@ -459,7 +459,7 @@ func (p *patient) harms() []harm {
 	}
 }
 
-// rolled says that the DaemonSet's pods follow a harm and its repair.
+// rolled reports whether the DaemonSet's pods follow a harm and its repair.
 func (p *patient) rolled(h func(*testing.T) func(*testing.T)) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()

@@ -28,7 +28,7 @@ const (
 
 const otherFolder = "Use the folder of this cluster, or your copy of it: with this one, no control plane could be recovered. Change nothing in the cluster: it is well, and its disks have the keys that follow from what it has."
 
-// unlessDrilled gives a remedy that takes the folder to be right. A drill does not: to follow it with another cluster's folder
+// unlessDrilled returns a remedy that takes the folder to be right. A drill does not: to follow it with another cluster's folder
 // would make this one what the drill should keep it from.
 func (d *doctor) unlessDrilled(remedy string) string {
 	if d.drill {
@@ -210,7 +210,7 @@ func (d *doctor) salt(n v1alpha1.AttestedNode) error {
 	return err
 }
 
-// knows says whether the folder knows the disk of an enrollment as its machine's: without that, a recovery wants it named.
+// knows reports whether the folder knows the disk of an enrollment as its machine's: without that, a recovery wants it named.
 func (d *doctor) knows(n v1alpha1.AttestedNode) bool {
 	known, err := d.dir.Known()
 	if err != nil {

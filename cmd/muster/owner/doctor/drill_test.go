@@ -26,7 +26,7 @@ import (
 
 const enrolledDisk = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
 
-// versions gives the resource versions of what a drill looks at: they change with every write.
+// versions returns the resource versions of what a drill looks at: they change with every write.
 func versions(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}

@@ -127,7 +127,7 @@ func (d *doctor) object(ctx context.Context, check string, want *unstructured.Un
 	return nil
 }
 
-// contains says whether everything in want is in have. Objects may have more in have, which the API
+// contains reports whether everything in want is in have. Objects may have more in have, which the API
 // server fills in; lists are the same in length and order.
 func contains(want, have any) bool {
 	switch w := want.(type) {

@@ -34,7 +34,7 @@ func (d *doctor) podTokens(ctx context.Context) error {
 	return nil
 }
 
-// neverExtends says whether that is the last word of a container's arguments.
+// neverExtends reports whether that is the last word of a container's arguments.
 func neverExtends(c corev1.Container) bool {
 	last := ""
 	for _, arg := range slices.Concat(c.Command, c.Args) {

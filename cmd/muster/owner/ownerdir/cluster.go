@@ -51,7 +51,7 @@ type Cluster struct {
 	// OwnerID is SHA-256 of the owner's public key.
 	OwnerID string `json:"ownerID"`
 
-	// Adopted says that the cluster was there before Muster, which muster install put into it.
+	// Adopted reports that the cluster was there before Muster, which muster install put into it.
 	Adopted bool `json:"adopted,omitempty"`
 
 	// Stage and what follows are set as init goes on.

@@ -314,7 +314,7 @@ func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
 // newest drops the oldest beyond [MaxGone].
 func newest[T any](all []T) []T { return all[max(0, len(all)-MaxGone):] }
 
-// hasSalt says whether there is a salt of a disk.
+// hasSalt reports whether there is a salt of a disk.
 func (k *Known) hasSalt(disk string) bool {
 	has := func(d KnownDisk) bool { return d.ID == disk && d.Salt != "" }
 	for _, n := range k.Nodes {

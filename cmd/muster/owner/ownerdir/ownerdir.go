@@ -46,7 +46,7 @@ const (
 	clusterFile         = "cluster.json"
 )
 
-// ErrOtherCluster says that a folder holds something else than what was asked for.
+// ErrOtherCluster is returned if a folder holds something else than what was asked for.
 var ErrOtherCluster = errors.New("the folder belongs to another cluster")
 
 // Secrets are what init sends. They print as nothing (K3).
@@ -84,13 +84,13 @@ type Dir struct {
 	cluster Cluster
 }
 
-// Path gives the folder's path.
+// Path returns the folder's path.
 func (d *Dir) Path() string { return d.path }
 
-// File gives the path of one of its files.
+// File returns the path of one of its files.
 func (d *Dir) File(name string) string { return filepath.Join(d.path, name) }
 
-// Cluster gives what cluster.json says.
+// Cluster returns what cluster.json says.
 func (d *Dir) Cluster() Cluster { return d.cluster.clone() }
 
 // New says what a folder is made with.
@@ -184,7 +184,7 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// same says whether the folder is that of the cluster that n asks for.
+// same reports whether the folder is that of the cluster that n asks for.
 func (d *Dir) same(n New) error {
 	if diff := d.cluster.differences(n.Cluster); len(diff) > 0 {
 		return fmt.Errorf("%w: %s was made with another %s; to resume, repeat the flags of then, or choose another --directory", ErrOtherCluster, d.path, join(diff))
@@ -264,7 +264,7 @@ func private(f *os.File, widest fs.FileMode) error {
 	return nil
 }
 
-// Close gives the lock back.
+// Close releases the lock.
 func (d *Dir) Close() error { return d.lock.Close() }
 
 // Write replaces a file: when it returns, the content is on the disk under its name, and at
@@ -294,7 +294,7 @@ func (d *Dir) Write(name string, content []byte) error {
 	return d.sync(d.lock)
 }
 
-// Read gives a file's content. One that others may read is refused.
+// Read returns a file's content. One that others may read is refused.
 func (d *Dir) Read(name string) ([]byte, error) {
 	f, err := os.Open(d.File(name))
 	if err != nil {

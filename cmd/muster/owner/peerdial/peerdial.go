@@ -92,7 +92,7 @@ func (s *Session) URL() string { return s.url }
 // Client sends requests to judged peers only.
 func (s *Session) Client() *http.Client { return s.client }
 
-// Result gives the latest judgement; false if no evidence was genuine so far.
+// Result returns the latest judgement; false if no evidence was genuine so far.
 func (s *Session) Result() (Result, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

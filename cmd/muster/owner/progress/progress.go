@@ -49,7 +49,7 @@ type Config struct {
 	Now func() time.Time
 }
 
-// New gives a reporter.
+// New returns a reporter.
 func New(cfg Config) Reporter {
 	if cfg.Now == nil {
 		cfg.Now = time.Now
