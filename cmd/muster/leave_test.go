@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
-// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder that
-// leads there. Machines are objects only: no kubelet and no joinservice runs.
+// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder for it. Machines
+// are only objects: no kubelet and no joinservice runs.
 func TestLeaving(t *testing.T) {
 	api, err := envtest.Start(t.Context())
 	if err != nil {

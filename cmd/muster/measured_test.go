@@ -138,8 +138,8 @@ func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
 	}
 }
 
-// S2: an image that changes after it was compared with the builder's signature is not measured. The key is read after that: from a pipe here, so that the
-// moment is certain.
+// S2: an image that changes after it was compared with the builder's signature is not measured. The key is read after
+// that: from a pipe here, so that the moment is certain.
 func TestWhatIsMeasuredIsWhatTheBuilderSigned(t *testing.T) {
 	dir, key := release(t)
 	disk := filepath.Join(dir, "muster.raw")
@@ -157,7 +157,7 @@ func TestWhatIsMeasuredIsWhatTheBuilderSigned(t *testing.T) {
 	}
 	changed := make(chan error, 1)
 	go func() {
-		w, err := os.OpenFile(pipe, os.O_WRONLY, 0) // until somebody reads
+		w, err := os.OpenFile(pipe, os.O_WRONLY, 0) // until it is opened for reading
 		if err != nil {
 			changed <- err
 			return

@@ -70,10 +70,10 @@ func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, err
 
 // Apply applies objects in their order by server-side apply, so that a repetition changes nothing. It waits until the
 // definitions among them are served.
-func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, say func(string)) error {
+func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, report func(string)) error {
 	for _, o := range objects {
 		name := describe(o)
-		say(name)
+		report(name)
 		if err := c.apply(ctx, o); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}

@@ -173,14 +173,14 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 }
 
 // Forget removes everything that p found of its name from the cluster, so that the name is free. It reports its
-// progress to say; now is the time of the owner's clock; retired is when the last certificate of the machine has
+// progress to report; now is the time of the owner's clock; retired is when the last certificate of the machine has
 // expired.
 //
 // Because of the order, an interruption is safe at every point, and another call finishes the work: first the
 // enrollment is banned, which no service undoes, so that its machine gets no new credentials and no other machine
 // gets the name; the enrollment itself is deleted last. The disk stays assigned to the machine (J2).
-func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
+func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, false, now, report); err != nil {
 		return retired, err
 	}
 	if p.Node != nil {
@@ -189,9 +189,9 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}); err != nil {
 			return retired, fmt.Errorf("delete Node %s: %w", p.Name, err)
 		}
-		say("Node deleted")
+		report("Node deleted")
 	}
-	if err := c.deletePods(ctx, p.Name, say); err != nil {
+	if err := c.deletePods(ctx, p.Name, report); err != nil {
 		return retired, err
 	}
 	if p.Enrollment != nil {
@@ -208,7 +208,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}); err != nil {
 			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
 		}
-		say("enrollment deleted")
+		report("enrollment deleted")
 	}
 	return retired, nil
 }
@@ -231,11 +231,11 @@ func (r Replacement) of(p *Presence) (disk, machine string) {
 // The enrollment is banned until the last write. An interruption leaves it so, and another call finishes the work. So
 // the disk that the name will have is assigned to its machine before that, while no machine gets its key (J2).
 // its key (J2).
-func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, true, now, say); err != nil {
+func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, report func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, true, now, report); err != nil {
 		return retired, err
 	}
-	if err := c.deletePods(ctx, p.Name, say); err != nil {
+	if err := c.deletePods(ctx, p.Name, report); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
@@ -265,7 +265,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}
-	say("enrollment changed")
+	report("enrollment changed")
 	return retired, nil
 }
 
@@ -276,7 +276,7 @@ func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 
 // ForgetResets restarts the count of TPM resets of the name's machine: the boot that attests next is accepted (J11).
 // Nothing else changes: it is the same machine.
-func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
+func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(string)) error {
 	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		was := HasBoots(&n.Status)
 		n.Status.ResetCount, n.Status.Boot = nil, nil
@@ -285,13 +285,13 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)
 	}
-	say("its TPM's resets count anew: the machine may attest again")
+	report("its TPM's resets count anew: the machine may attest again")
 	return nil
 }
 
 // shutOut ends all access of the name's machine except the reads that its certificates allow. With keep, joinservice
 // does not delete the Node.
-func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, say func(string)) (retired time.Time, err error) {
+func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, report func(string)) (retired time.Time, err error) {
 	if p.Enrollment != nil {
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
@@ -305,12 +305,12 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may finish meanwhile
 			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 		}
-		say("machine banned: it gets no ticket, no key and no certificate any more")
+		report("machine banned: it gets no ticket, no key and no certificate any more")
 	}
 	if retired, err = c.revoke(ctx, p.Name, now); err != nil {
 		return retired, err
 	}
-	say("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
+	report("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
 	// A request that the machine has filed would be checked against the enrollment of the name's next machine.
 	var requests []string
 	if err := once(ctx, func(ctx context.Context) (err error) {
@@ -326,7 +326,7 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 		}
 	}
 	if len(requests) > 0 {
-		say("certificate requests deleted: " + strings.Join(requests, ", "))
+		report("certificate requests deleted: " + strings.Join(requests, ", "))
 	}
 	return retired, nil
 }
@@ -337,7 +337,7 @@ const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
 // deletePods deletes the pods that are bound to a node, so that their tokens become invalid. It does not wait for the
 // kubelet, which may not be able to report any more that they have ended. A pod that finalizers keep is an error: the
 // machine's certificate can read what those pods use.
-func (c *Client) deletePods(ctx context.Context, node string, say func(string)) error {
+func (c *Client) deletePods(ctx context.Context, node string, report func(string)) error {
 	list := func() (out corev1.PodList, err error) {
 		err = once(ctx, func(ctx context.Context) error {
 			return c.client.List(ctx, &out, client.MatchingFields{"spec.nodeName": node})
@@ -364,7 +364,7 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 		return errors.Join(err, failed)
 	}
 	if n := len(pods.Items) - len(left.Items); n > 0 {
-		say(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
+		report(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
 	}
 	if len(left.Items) > 0 {
 		pod := left.Items[0]

@@ -15,7 +15,7 @@ import (
 var Services = []string{"muster-joinservice", "muster-kms"}
 
 // ServicesReady waits until Muster's pods are ready on every control plane, and reports meanwhile what they wait for.
-func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
+func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	var last string
 	err := until(ctx, func(ctx context.Context) (bool, error) {
 		waiting := make([]string, 0, len(Services))
@@ -30,7 +30,7 @@ func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
 		}
 		if len(waiting) > 0 {
 			last = strings.Join(waiting, "; ")
-			say(last)
+			report(last)
 		}
 		return len(waiting) == 0, nil
 	})
