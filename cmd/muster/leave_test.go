@@ -36,7 +36,7 @@ func TestLeaving(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "policy.yaml"))
+	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -27,7 +27,7 @@ func TestMain(m *testing.M) { testscript.Main(leakChecked{m}, map[string]func(){
 
 // TestCommands runs the scripts in testdata/script: everything that works without a machine.
 func TestCommands(t *testing.T) {
-	shared, err := filepath.Abs(filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata"))
+	shared, err := filepath.Abs(filepath.Join("..", "..", "internal", "policyfile", "testdata"))
 	if err != nil {
 		t.Fatal(err)
 	}

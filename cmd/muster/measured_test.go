@@ -72,7 +72,7 @@ func save(t *testing.T, file string, b []byte) string {
 func makePolicy(t *testing.T, args ...string) (string, error) {
 	t.Helper()
 	var out, log strings.Builder
-	root := filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "ek-root.pem")
+	root := filepath.Join("..", "..", "internal", "policyfile", "testdata", "ek-root.pem")
 	a := &app{stdout: &out, stderr: &log}
 	err := a.run(t.Context(), append(append([]string{"policy"}, args...), "--ek-root", root, "--operator", "--node-cidr", "192.0.2.0/24"))
 	return out.String(), err

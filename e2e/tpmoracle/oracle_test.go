@@ -193,7 +193,7 @@ func TestOurEvidencePassesTheirServer(t *testing.T) {
 	}
 }
 
-// boot measures what a firmware would, and gives its log.
+// boot measures what a firmware would, and returns its log.
 func boot(t testing.TB, dev *tpm.TPM) []byte {
 	t.Helper()
 	log, measured := attesttest.BootLog(t, attesttest.Options{}, tpm.SHA256)

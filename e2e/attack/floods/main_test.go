@@ -63,7 +63,7 @@ var shared *membertest.Cluster
 func cluster(t *testing.T) *membertest.Cluster {
 	t.Helper()
 	if shared == nil {
-		c, err := membertest.Start(context.WithoutCancel(t.Context()), rendered) // beyond this test
+		c, err := membertest.Start(context.WithoutCancel(t.Context()), rendered) // it outlives this test
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -1,6 +1,6 @@
-// Program guest is the first process of a virtual machine that has a state disk and nothing else. It does
-// what the kernel's command line says in muster.do=, with the same code as a machine, and tells its
-// console. Its key is no secret: the test outside has to know it.
+// Program guest is the first process of a virtual machine that has only a state disk. It executes the steps in
+// muster.do= of the kernel's command line, with the same code as a machine, and reports on its console. Its key is no
+// secret: the test outside has to know it.
 package main
 
 import (
@@ -21,11 +21,11 @@ import (
 )
 
 const (
-	device = "/run/state" // a link to the first disk, until there is reason to
+	device = "/run/state" // a link to the first disk; a step may change it
 	first  = "/dev/vda"
 	second = "/dev/vdb"
 	marker = "/mnt/marker"
-	// Said once a line is whole, so that the test tells it from the kernel's.
+	// Each complete line has this prefix, so that the test can distinguish it from the kernel's.
 	prefix = "guest: "
 )
 
@@ -88,7 +88,7 @@ func run(ctx context.Context) error {
 	return errors.New("the command line does not say what to do")
 }
 
-// system makes the few things that a program expects of a system.
+// system sets up what a program expects of a system.
 func system(ctx context.Context) error {
 	for _, m := range []struct{ at, kind string }{{"/proc", "proc"}, {"/sys", "sysfs"}, {"/dev", "devtmpfs"}, {"/run", "tmpfs"}} {
 		if err := unix.Mount(m.kind, m.at, m.kind, 0, ""); err != nil {
@@ -184,7 +184,8 @@ func setKey(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	return unix.Unmount("/mnt", 0)
 }
 
-// lure makes the second disk pass for the first: it has the same header, and the link leads to it. It gives its content.
+// lure makes the second disk look like the first: it has the same header, and the link leads to it. It returns its
+// content.
 func lure() ([]byte, error) {
 	b := make([]byte, 1<<20)
 	from, err := os.Open(first)
@@ -245,7 +246,7 @@ func unlock(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	return unix.Unmount("/mnt", 0)
 }
 
-// scan reads each block of the open disk, and counts those that the kernel refuses: their MAC is wrong.
+// scan reads each block of the open disk, and counts those that the kernel refuses because their MAC is wrong.
 func scan() (bad, good int, err error) {
 	f, err := os.Open(disk.Mapped)
 	if err != nil {
