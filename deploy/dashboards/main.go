@@ -1,5 +1,4 @@
-// Dashboards writes Muster's Grafana dashboards: what they show stands in panels.go, one line for
-// each query.
+// Dashboards writes Muster's Grafana dashboards: panels.go contains their panels, one line for each query.
 //
 //	go generate ./deploy/dashboards
 //

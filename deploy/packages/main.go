@@ -1,5 +1,5 @@
-// Packages builds what is installed on machines: Debian packages of the CLI and of the
-// bootstrapper with its units, and a tarball of both for other systems.
+// Packages builds the packages for machines: Debian packages of the CLI and of the bootstrapper with its units, and a
+// tarball of both for other systems.
 //
 //	go run ./deploy/packages -bin bin -version v0.1.0 -date 1767225600 -o dist/packages
 //

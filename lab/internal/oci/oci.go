@@ -299,7 +299,7 @@ func target(ref, host string) (name.Reference, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Docker's default name space isn't part of a path that somebody wrote.
+	// Docker's default name space is not part of the path in a reference.
 	repo := host + "/" + strings.TrimPrefix(from.Context().RepositoryStr(), "library/")
 	if _, ok := from.(name.Digest); ok {
 		return name.NewDigest(repo+"@"+from.Identifier(), name.Insecure)

@@ -1,10 +1,9 @@
-// Package vm runs virtual machines that boot as real ones do: UEFI firmware that measures, a TPM 2.0
-// of their own, a disk image that nothing writes to, and a state disk that outlives the power.
+// Package vm runs virtual machines that boot as real ones do: UEFI firmware that measures, a TPM 2.0 of their own, a
+// read-only disk image, and a state disk that survives a power cut.
 //
-// A [VM] is a folder and, while it has power, two processes: QEMU and its swtpm. Everything that a
-// machine keeps when its power is cut is in the folder, so cutting it is SIGKILL, and power on is
-// starting both again. There is no KVM: QEMU translates (TCG), which takes the same on every host and
-// makes a boot last half a minute.
+// A [VM] is a folder and, while it is powered, two processes: QEMU and its swtpm. Everything that a machine keeps
+// when its power is cut is in the folder, so cutting it is SIGKILL, and power on is starting both again. There is no
+// KVM: QEMU emulates (TCG), which takes the same on every host and makes a boot last half a minute.
 package vm
 
 import (
@@ -48,7 +47,7 @@ var ErrFirmware = errors.New("the firmware has not started what is on the boot d
 // ErrNothingBoots is returned if firmware has looked at all there is to start, and started none: the console says why.
 var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
 
-// A Config says what a machine is made of. Dir, Image, CA, Spawn and Log are required.
+// A Config describes a machine. Dir, Image, CA, Spawn and Log are required.
 type Config struct {
 	Dir    string            // its folder
 	Image  string            // the raw disk image that it boots; it is not written to
