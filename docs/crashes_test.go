@@ -28,22 +28,22 @@ func TestTheCrashTableHasEveryPointAndEveryTest(t *testing.T) {
 		points["the journal is about to say "+s.String()] = true
 		points["the journal says "+s.String()] = true
 	}
-	// Names of effects: whole literals in the process's code, and what the played kubeadm tells.
+	// Names of effects: whole literals in the process's code, and those of the fake kubeadm.
 	processes := read(t, "e2e/crash/process_test.go") + read(t, "e2e/crash/luksprocess_test.go")
 	for _, m := range regexp.MustCompile(`\.(?:step|last)\("([^"]+[^" ])"`).FindAllStringSubmatch(processes, -1) {
 		points[m[1]] = true
 	}
-	// What the programs say that stand for cryptsetup.
+	// The texts of the programs that replace cryptsetup.
 	for _, m := range regexp.MustCompile(`(?m)^\s*say "([^"$]+)"$`).FindAllStringSubmatch(processes, -1) {
 		points[m[1]] = true
 	}
-	played := read(t, "services/bootstrapper/machine/machinetest/machine.go")
+	fake := read(t, "services/bootstrapper/machine/machinetest/machine.go")
 	for _, verb := range []string{"init", "join"} {
-		for _, m := range regexp.MustCompile(`step\(ctx, "kubeadm "\+verb\+"([^"]+)"`).FindAllStringSubmatch(played, -1) {
+		for _, m := range regexp.MustCompile(`step\(ctx, "kubeadm "\+verb\+"([^"]+)"`).FindAllStringSubmatch(fake, -1) {
 			points["kubeadm "+verb+m[1]] = true
 		}
 	}
-	for _, m := range regexp.MustCompile(`step\(ctx, "(kubeadm [^"]+[^" ])"\)`).FindAllStringSubmatch(played, -1) {
+	for _, m := range regexp.MustCompile(`step\(ctx, "(kubeadm [^"]+[^" ])"\)`).FindAllStringSubmatch(fake, -1) {
 		points[m[1]] = true
 	}
 	for _, verb := range []string{"enable", "start"} {

@@ -1,4 +1,4 @@
-// Package docs_test keeps the documents true: what they name must exist, and what must be
+// Package docs_test checks the documents against the code: names in them must exist, and everything that must be
 // documented must be named.
 package docs_test
 
@@ -32,7 +32,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const root = ".."
 
-// files gives the paths of all files of the tree with one of the suffixes, relative to its
+// files returns the paths of all files of the tree with one of the suffixes, relative to its
 // root, without generated code and build results.
 func files(t *testing.T, suffixes ...string) []string {
 	t.Helper()
@@ -87,7 +87,7 @@ func outsideFences(text string) string {
 	return strings.Join(out, "")
 }
 
-// rows gives the cells of each table row whose first cell is a code word that matches.
+// rows returns the cells of each table row whose first cell is a code word that matches.
 func rows(text string, first *regexp.Regexp) [][]string {
 	var out [][]string
 	for line := range strings.Lines(text) {
@@ -167,7 +167,7 @@ const akMarker = "410ebcea952ee7b7bd710922aaa019a7b6b80404cf1b1a467b4bba477fbd05
 
 var metricName = regexp.MustCompile(`^muster_[a-z0-9_]+$`)
 
-// registered gives the metrics' names in shipped code: Prometheus options carry them as
+// registered returns the metrics' names in shipped code: Prometheus options carry them as
 // whole string literals.
 func registered(t *testing.T) map[string]string {
 	t.Helper()
@@ -251,8 +251,7 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	}
 }
 
-// A page that nobody links is read by nobody: docs/README.md lists those of docs, and
-// docs/decisions/README.md the decisions.
+// Each page must be linked: docs/README.md lists those of docs, and docs/decisions/README.md the decisions.
 func TestEachPageIsInTheListOfItsFolder(t *testing.T) {
 	for _, dir := range []string{"docs", "docs/decisions"} {
 		linked := map[string]bool{}
@@ -306,8 +305,7 @@ func TestTestsThatDocumentsNameExist(t *testing.T) {
 	}
 }
 
-// TestInvariantsAreExplainedAndKept compares the numbers in the threat model with those that
-// comments in the code name.
+// TestInvariantsAreExplainedAndKept compares the numbers in the threat model with those in comments of the code.
 func TestInvariantsAreExplainedAndKept(t *testing.T) {
 	explained := map[string]bool{}
 	for _, m := range regexp.MustCompile(`(?m)^\*\*([AJKBR]\d+)\. `).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1) {
@@ -325,7 +323,7 @@ func TestInvariantsAreExplainedAndKept(t *testing.T) {
 	if got := slices.Sorted(maps.Keys(explained)); !slices.Equal(got, slices.Sorted(slices.Values(want))) {
 		t.Fatalf("docs/threat-model.md explains %v, want %v", got, want)
 	}
-	// "(A1)", "(A1, A2)", "// J1" and "J1: …" are how comments name one.
+	// "(A1)", "(A1, A2)", "// J1" and "J1: …" are the forms of such a mention.
 	mention := regexp.MustCompile(`(?:\(|// |//\t|/\* |# |, )([AJKBR]\d+)\b`)
 	kept := map[string][]string{} // the files that name it
 	for _, rel := range files(t, ".go", ".yaml", ".proto", ".service") {

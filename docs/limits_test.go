@@ -82,7 +82,7 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 		unattested, attested := l.Memory()
 		sum, goes := own+probes+unattested+attested, limit.Value()/10*8
 		if name == "joinservice" {
-			sum += admission.SourcesMemory // those who order an administrator's certificate
+			sum += admission.SourcesMemory // clients that order an administrator's certificate
 		}
 		if sum > goes {
 			t.Errorf("%s: %s in the worst case, and the chart gives Go %s", name, mib(sum), mib(goes))

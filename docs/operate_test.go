@@ -40,8 +40,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// block is a fenced block of operate.md that is executed, and what it must print; empty: it
-// only has to succeed.
+// block is a fenced block of operate.md that is executed, and its expected output; empty: it only has to succeed.
 type block struct{ title, script, kind, output string }
 
 func blocks(t *testing.T) []block {
@@ -63,8 +62,8 @@ func blocks(t *testing.T) []block {
 	return out
 }
 
-// programs builds what the manual calls, grpcurl at the version that tools/grpcurl pins, and
-// gives the folder.
+// programs builds the programs of the manual, and grpcurl at the version that tools/grpcurl pins, and returns the
+// folder.
 func programs(t *testing.T) string {
 	t.Helper()
 	bin := t.TempDir()
@@ -85,20 +84,20 @@ func programs(t *testing.T) string {
 	return bin
 }
 
-// world is what the manual's commands find.
-type world struct {
+// fixture is the environment of the manual's commands.
+type fixture struct {
 	env []string
 	dir string
 }
 
 // start starts a machine that waits, as `bootstrapper run` does, and a key service whose root
 // is not mounted. The machine's measurements and its authority are in the folder.
-func start(t *testing.T) world {
+func start(t *testing.T) fixture {
 	t.Helper()
 	log := slog.New(slog.NewTextHandler(t.Output(), nil))
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	w := world{dir: t.TempDir()}
+	w := fixture{dir: t.TempDir()}
 	values := map[string]string{}
 	for _, i := range []int{4, 8, 9, 11, 12, 13, 14} {
 		values[strconv.Itoa(i)] = hex.EncodeToString(m.PCRs()[i])
@@ -157,7 +156,7 @@ func startMachine(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *s
 	return "", ""
 }
 
-// addresses takes from the log where the machine listens.
+// addresses reads the machine's listening addresses from the log.
 type addresses struct {
 	slog.Handler
 	found chan [2]string
@@ -193,11 +192,11 @@ func startKMS(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *slog.
 	}
 	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}).For(attest.LockedTo(sha256.Sum256(nil)))
 	records := audit.NewStream(t.Output())
-	strangers, err := audit.NewUnattestedRefusals("kms", records, log, registry)
+	unattested, err := audit.NewUnattestedRefusals("kms", records, log, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
-	rations, err := audit.NewRefusalLimits(strangers)
+	limits, err := audit.NewRefusalLimits(unattested)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -207,7 +206,7 @@ func startKMS(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *slog.
 		Node:          func(string) (kms.Enrolled, bool) { return kms.Enrolled{}, false },
 		Appraiser:     policy,
 		Audit:         records,
-		RefusalLimits: rations,
+		RefusalLimits: limits,
 		Log:           log,
 		Metrics:       registry,
 	})

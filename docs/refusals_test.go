@@ -15,17 +15,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// elsewhere lists the reasons that no test asks for in every place that they can be seen in, each
-// with why that is so.
+// elsewhere lists the reasons that no test checks in every place where they are visible, each with the cause.
 var elsewhere = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_UNSPECIFIED: "never sent on purpose",
 	attestv1.Reason_REASON_ACCEPTED:    "no refusal",
 }
 
-// asserted gives for each test function the reasons that it hears all witnesses for: those named in a
-// test, or in a function that it hands them to, which calls refusaltest.Refused, Told or
-// EveryProcedure, itself or through functions of its package. A reason that is only compared with
-// something does not count.
+// asserted returns for each test function the reasons that it checks in all places: those named in a test, or in a
+// function that it passes them to, which calls refusaltest.Refused, Reported or EveryProcedure, itself or through
+// functions of its package. A reason that is only compared with something does not count.
 func asserted(t *testing.T) map[string]map[string]bool {
 	t.Helper()
 	packages := map[string][]*ast.File{}
@@ -38,12 +36,12 @@ func asserted(t *testing.T) map[string]map[string]bool {
 	}
 	out := map[string]map[string]bool{}
 	for _, list := range packages {
-		hears := hearing(list)
+		checks := checking(list)
 		constants := reasonConstants(list)
 		for _, f := range list {
 			for _, d := range f.Decls {
 				fn, ok := d.(*ast.FuncDecl)
-				if !ok || !hears[fn.Name.Name] || !strings.HasPrefix(fn.Name.Name, "Test") {
+				if !ok || !checks[fn.Name.Name] || !strings.HasPrefix(fn.Name.Name, "Test") {
 					continue
 				}
 				out[fn.Name.Name] = reasonsIn(fn.Body, constants)
@@ -53,10 +51,10 @@ func asserted(t *testing.T) map[string]map[string]bool {
 	return out
 }
 
-// hearing gives the names of the functions that hear the witnesses.
-func hearing(list []*ast.File) map[string]bool {
+// checking returns the names of the functions that check a refusal in all places.
+func checking(list []*ast.File) map[string]bool {
 	calls := map[string][]string{}
-	hears := map[string]bool{}
+	checks := map[string]bool{}
 	for _, f := range list {
 		for _, d := range f.Decls {
 			fn, ok := d.(*ast.FuncDecl)
@@ -73,7 +71,7 @@ func hearing(list []*ast.File) map[string]bool {
 					calls[fn.Name.Name] = append(calls[fn.Name.Name], f.Name)
 				case *ast.SelectorExpr:
 					if x, ok := f.X.(*ast.Ident); ok && x.Name == "refusaltest" {
-						hears[fn.Name.Name] = hears[fn.Name.Name] || slices.Contains([]string{"Refused", "Reported", "EveryProcedure"}, f.Sel.Name)
+						checks[fn.Name.Name] = checks[fn.Name.Name] || slices.Contains([]string{"Refused", "Reported", "EveryProcedure"}, f.Sel.Name)
 						return true
 					}
 					calls[fn.Name.Name] = append(calls[fn.Name.Name], f.Sel.Name)
@@ -85,15 +83,15 @@ func hearing(list []*ast.File) map[string]bool {
 	for changed := true; changed; {
 		changed = false
 		for name, callees := range calls {
-			if !hears[name] && slices.ContainsFunc(callees, func(c string) bool { return hears[c] && !strings.HasPrefix(c, "Test") }) {
-				hears[name], changed = true, true
+			if !checks[name] && slices.ContainsFunc(callees, func(c string) bool { return checks[c] && !strings.HasPrefix(c, "Test") }) {
+				checks[name], changed = true, true
 			}
 		}
 	}
-	return hears
+	return checks
 }
 
-// reasonConstants gives the package's constants that stand for a reason.
+// reasonConstants returns the package's constants that stand for a reason.
 func reasonConstants(list []*ast.File) map[string]string {
 	out := map[string]string{}
 	for _, f := range list {
@@ -139,7 +137,7 @@ func reasonsIn(body ast.Node, constants map[string]string) map[string]bool {
 	return out
 }
 
-// R1: a reason that is new gets a test that asks for it in error detail, metric, log and audit record.
+// R1: a new reason needs a test that checks it in error detail, metric, log and audit record.
 func TestEveryReasonIsAskedForInAllPlaces(t *testing.T) {
 	tests := asserted(t)
 	for n := range attestv1.Reason_name {
@@ -152,7 +150,7 @@ func TestEveryReasonIsAskedForInAllPlaces(t *testing.T) {
 	}
 }
 
-// The refusal table says which test tries what: that test must ask for that reason.
+// The refusal table names the test of each attempt: that test must check that reason.
 func TestTheTableOfRefusalsIsTrue(t *testing.T) {
 	tests := asserted(t)
 	text := read(t, "docs/refusals.md")

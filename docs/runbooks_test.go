@@ -39,7 +39,7 @@ func TestEachBlockOfTheRunbooksIsExecuted(t *testing.T) {
 			t.Errorf("%s executes the block %s, which docs/runbooks.md does not have", rel, title)
 		}
 	}
-	// What is executed by hand is shown by hand: every other block of commands says how to set the folder, and no more.
+	// Blocks that are executed by hand: every other block of commands only sets the folder.
 	for _, m := range regexp.MustCompile("(?ms)^```sh\n(.*?)^```$").FindAllStringSubmatch(text, -1) {
 		if !strings.HasPrefix(m[1], "export KUBECONFIG=") || strings.Count(m[1], "\n") != 1 {
 			t.Errorf("a block of docs/runbooks.md has no title, so nothing executes it:\n%s", m[1])
@@ -50,7 +50,7 @@ func TestEachBlockOfTheRunbooksIsExecuted(t *testing.T) {
 	}
 }
 
-// TestTheRunbooksHaveAllTheirParts wants of each runbook what a person looks for in it at night.
+// TestTheRunbooksHaveAllTheirParts checks that each runbook has the parts that an operator needs.
 func TestTheRunbooksHaveAllTheirParts(t *testing.T) {
 	books := strings.Split(read(t, "docs/runbooks.md"), "\n## ")[1:]
 	for _, book := range books {

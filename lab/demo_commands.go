@@ -30,7 +30,7 @@ func demoCommand(open opener) *cobra.Command {
 	return cmd
 }
 
-// intruderCommand is what the demonstration runs on an attacker's machine.
+// intruderCommand is the command that the demonstration runs on an attacker's machine.
 func intruderCommand() *cobra.Command {
 	var c intruder.Config
 	cmd := &cobra.Command{

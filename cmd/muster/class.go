@@ -90,7 +90,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bo
 	return err
 }
 
-// showFirmware prints what the owner compares with what the machine's maker publishes.
+// showFirmware prints the values that the owner compares with those that the machine's maker publishes.
 func (a *app) showFirmware(sight *owner.Report, values map[string]string) {
 	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\nBank         %s\n", sight.Machine, sight.SecureBoot, sight.Bank)
 	for _, i := range classPCRs {
@@ -101,7 +101,8 @@ func (a *app) showFirmware(sight *owner.Report, values map[string]string) {
 	}
 }
 
-// writeClass adds the class to the policy in a file, or if path is empty to that of the owner's folder. It returns the file and its new serial.
+// writeClass adds the class to the policy in a file, or if path is empty to that of the owner's folder. It returns
+// the file and its new serial.
 func (a *app) writeClass(path string, c *attestv1.MachineClass) (string, uint64, error) {
 	read, write := func() ([]byte, error) { return os.ReadFile(path) }, func(text []byte) error { return os.WriteFile(path, text, 0o600) }
 	if path == "" {

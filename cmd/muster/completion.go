@@ -9,10 +9,11 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 )
 
-// completionTimeout is how long somebody who pressed the tab key waits at most.
+// completionTimeout is the longest wait after the tab key.
 const completionTimeout = 2 * time.Second
 
-// completeNodes gives the names of the cluster's nodes and enrollments; none if it can't be asked soon.
+// completeNodes returns the names of the cluster's nodes and enrollments; none if the cluster does not answer in
+// time.
 func (a *app) completeNodes(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 	none := cobra.ShellCompDirectiveNoFileComp
 	if len(args) > 0 {
@@ -36,12 +37,12 @@ func (a *app) completeNodes(cmd *cobra.Command, args []string, _ string) ([]stri
 	return names, none
 }
 
-// completeWords completes a flag that takes one of some words.
+// completeWords completes a flag that takes one of a list of words.
 func completeWords(words ...string) cobra.CompletionFunc {
 	return cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp)
 }
 
-// completions adds to flags what the shell can complete them to.
+// completions adds shell completion to flags.
 func (a *app) completions(root *cobra.Command) {
 	must := func(err error) {
 		if err != nil {

@@ -60,10 +60,10 @@ func (a *app) showReport(r *checkup.Report) error {
 	return failed(r)
 }
 
-// failed is an error if a check failed.
+// failed returns an error if a check failed.
 func failed(r *checkup.Report) error {
 	if err := r.Verdict(); err != nil {
-		return &told{err}
+		return &shown{err}
 	}
 	return nil
 }

@@ -51,7 +51,7 @@ kms on a machine that the policy does not list. After an interruption the same c
 			if err != nil {
 				return err
 			}
-			_ = a.remember(ctx, dir) // it is told
+			_ = a.remember(ctx, dir) // a failure is printed
 			if a.output == outputJSON {
 				return a.json(map[string]any{"name": args[0], "machineID": spec.MachineID, "role": spec.Role, "created": created})
 			}

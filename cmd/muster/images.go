@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
 
-// imageFlags say what of the services' images and the chart's values is given.
+// imageFlags are the flags for the services' images and the chart's values.
 type imageFlags struct {
 	images, chartValues        string
 	joinserviceImage, kmsImage string
@@ -24,7 +24,7 @@ func (f *imageFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.chartValues, "chart-values", "", "further values of the chart, YAML; never a secret")
 }
 
-// values reads the files. What the chart makes of them is not looked at.
+// values reads the files. It does not check them against the chart.
 func (f *imageFlags) values() (clusterapi.Values, error) {
 	v := clusterapi.Values{JoinserviceImage: f.joinserviceImage, KMSImage: f.kmsImage}
 	if f.images != "" {

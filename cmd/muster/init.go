@@ -113,7 +113,7 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 	if err != nil {
 		return err
 	}
-	_ = a.remember(ctx, dir) // it is told
+	_ = a.remember(ctx, dir) // a failure is printed
 	return a.initDone(dir)
 }
 
@@ -149,7 +149,7 @@ Keep %s and a copy of it: without it nobody can change the policy or recover the
 	return err
 }
 
-// new reads and checks everything before a folder is made.
+// new reads and checks everything before a folder is created.
 func (f *initFlags) new() (ownerdir.New, error) {
 	n := ownerdir.New{Cluster: f.cluster}
 	c := &n.Cluster

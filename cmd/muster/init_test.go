@@ -8,7 +8,8 @@ import (
 	"testing"
 )
 
-// The chart is told how a cluster is made: what API servers of muster init enforce, and how tickets of an adopted cluster let kubeadm discover it.
+// The chart gets values for the kind of cluster: the pod security that API servers of muster init enforce, and how
+// tickets of an adopted cluster let kubeadm discover it.
 func TestTheChartIsToldHowTheClusterIsMade(t *testing.T) {
 	digest := "@sha256:" + strings.Repeat("1", 64)
 	own := filepath.Join(t.TempDir(), "values.yaml")

@@ -103,7 +103,7 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 	return cmd
 }
 
-// leaving are the flags of the commands that take a name from a machine.
+// leaving are the flags of the commands that remove a machine from a name.
 type leaving struct {
 	yes     bool
 	timeout time.Duration
@@ -118,7 +118,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
 		return fmt.Errorf("node name %q: %s", name, msgs[0])
 	}
-	dir, err := a.open() // a control plane's leaving changes the policy
+	dir, err := a.open() // removing a control plane changes the policy
 	if err != nil {
 		return err
 	}
@@ -140,13 +140,13 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 			return err
 		}
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout) // the time that a person took is not the API server's
+	ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout) // the time for the confirmation does not count
 	defer cancel()
 	done, err := d.Do(ctx, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
 	if err != nil {
 		return err
 	}
-	_ = a.remember(ctx, dir) // it is told
+	_ = a.remember(ctx, dir) // a failure is printed
 	if a.output == outputJSON {
 		return a.json(done)
 	}
@@ -164,7 +164,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	return err
 }
 
-// confirm wants the node's name, or the disk's UUID, so that a habit of typing y doesn't forget a node.
+// confirm requires the node's name, or the disk's UUID, so that a habitual y does not forget a node.
 func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
 	fmt.Fprintf(a.stderr, "Type %s to go on: ", name)
 	typed := make(chan string, 1)

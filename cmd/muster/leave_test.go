@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
-// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder that
-// leads there. Machines are objects only: no kubelet and no joinservice runs.
+// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder for it. Machines
+// are only objects: no kubelet and no joinservice runs.
 func TestLeaving(t *testing.T) {
 	api, err := envtest.Start(t.Context())
 	if err != nil {
@@ -36,7 +36,7 @@ func TestLeaving(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "policy.yaml"))
+	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,5 +1,5 @@
-// Muster is the tool of a cluster's owner: it makes a cluster on a first machine, looks at
-// machines before they are trusted, and keeps the policy that says which may join.
+// Muster is the command line of a cluster's owner: it initializes a cluster on a first machine, verifies machines
+// before they are trusted, and maintains the policy that decides which may join.
 package main
 
 import (
@@ -26,7 +26,7 @@ func main() {
 	}
 }
 
-// app is what all commands share.
+// app is the state that all commands share.
 type app struct {
 	stdout, stderr io.Writer
 	output         string
@@ -42,14 +42,14 @@ func (a *app) run(ctx context.Context, args []string) error {
 	return root.ExecuteContext(ctx)
 }
 
-// told is an error that only makes the exit code: what was printed says the same.
-type told struct{ error }
+// shown is an error that only sets the exit code: its content is already printed.
+type shown struct{ error }
 
-// complain tells what went wrong, why by its code, and what to do.
+// complain prints an error with its reason code and its remedy.
 func (a *app) complain(err error) {
 	p := owner.Explain(err)
-	if _, told := errors.AsType[*told](err); told && a.output == outputJSON {
-		return // the one object that was printed says it all
+	if _, shown := errors.AsType[*shown](err); shown && a.output == outputJSON {
+		return // the printed object contains it
 	}
 	if a.output == outputJSON {
 		line := struct {

@@ -10,7 +10,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-// leakChecked looks for goroutines after the tests; testscript.Main ends the process itself.
+// leakChecked looks for goroutines after the tests; testscript.Main exits the process.
 type leakChecked struct{ *testing.M }
 
 func (m leakChecked) Run() int {
@@ -25,9 +25,9 @@ func (m leakChecked) Run() int {
 
 func TestMain(m *testing.M) { testscript.Main(leakChecked{m}, map[string]func(){"muster": main}) }
 
-// TestCommands runs the scripts in testdata/script: what can be done without a machine.
+// TestCommands runs the scripts in testdata/script: everything that works without a machine.
 func TestCommands(t *testing.T) {
-	shared, err := filepath.Abs(filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata"))
+	shared, err := filepath.Abs(filepath.Join("..", "..", "internal", "policyfile", "testdata"))
 	if err != nil {
 		t.Fatal(err)
 	}

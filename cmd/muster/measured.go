@@ -148,8 +148,8 @@ func (a *app) fromImageCommand() *cobra.Command {
 	return cmd
 }
 
-// readImage returns the program of a disk image that firmware starts. With a builder's key, what is measured is a private copy, and the copy is what was signed
-// (S2): whoever can write to the image could else change it after it was hashed.
+// readImage returns the EFI program of a disk image. With a builder's key, it measures a private copy, whose
+// signature was checked (S2): otherwise a process that can write to the image could change it after it was hashed.
 func readImage(path string, p *policyFlags) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -171,7 +171,7 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 		return nil, err
 	}
 	defer own.Close()
-	if err := os.Remove(own.Name()); err != nil { // open here alone, and gone when that ends
+	if err := os.Remove(own.Name()); err != nil { // only this process has it open; it is gone when that ends
 		return nil, err
 	}
 	h := sha256.New()
@@ -185,7 +185,7 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 	return image.ReadProgram(own, size)
 }
 
-// writePolicy writes the policy of what was measured and of the flags.
+// writePolicy writes the policy from the measurements and the flags.
 func (a *app) writePolicy(p *policyFlags) error {
 	if err := fill(&p.t, p.roots, p.machines, p.networks, p.operator, attest.EKKind(p.key)); err != nil {
 		return err

@@ -72,7 +72,7 @@ func save(t *testing.T, file string, b []byte) string {
 func makePolicy(t *testing.T, args ...string) (string, error) {
 	t.Helper()
 	var out, log strings.Builder
-	root := filepath.Join("..", "..", "internal", "owner", "policyfile", "testdata", "ek-root.pem")
+	root := filepath.Join("..", "..", "internal", "policyfile", "testdata", "ek-root.pem")
 	a := &app{stdout: &out, stderr: &log}
 	err := a.run(t.Context(), append(append([]string{"policy"}, args...), "--ek-root", root, "--operator", "--node-cidr", "192.0.2.0/24"))
 	return out.String(), err
@@ -138,8 +138,8 @@ func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
 	}
 }
 
-// S2: an image that changes after it was compared with the builder's signature is not measured. The key is read after that: from a pipe here, so that the
-// moment is certain.
+// S2: an image that changes after it was compared with the builder's signature is not measured. The key is read after
+// that: from a pipe here, so that the moment is certain.
 func TestWhatIsMeasuredIsWhatTheBuilderSigned(t *testing.T) {
 	dir, key := release(t)
 	disk := filepath.Join(dir, "muster.raw")
@@ -157,7 +157,7 @@ func TestWhatIsMeasuredIsWhatTheBuilderSigned(t *testing.T) {
 	}
 	changed := make(chan error, 1)
 	go func() {
-		w, err := os.OpenFile(pipe, os.O_WRONLY, 0) // until somebody reads
+		w, err := os.OpenFile(pipe, os.O_WRONLY, 0) // until it is opened for reading
 		if err != nil {
 			changed <- err
 			return

@@ -106,7 +106,7 @@ func (a *app) applyCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			_ = a.remember(ctx, dir) // it is told
+			_ = a.remember(ctx, dir) // a failure is printed
 			if a.output == outputJSON {
 				return a.json(p.Status)
 			}
@@ -118,7 +118,8 @@ func (a *app) applyCommand() *cobra.Command {
 	return cmd
 }
 
-// replacePolicy puts the file into the folder. One as from-measurements makes it gets the control planes, classes and rules about TPMs of the one before.
+// replacePolicy puts the file into the folder. A policy from from-measurements gets the control planes, classes and
+// rules about TPMs of the previous one.
 func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
@@ -146,7 +147,7 @@ func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
 	return dir.Write(ownerdir.PolicyFile, text)
 }
 
-// keepRules returns text with rules of the folder's policy that text says nothing of.
+// keepRules returns text with those rules of the folder's policy that text does not contain.
 func (a *app) keepRules(dir *ownerdir.Dir, path string, text []byte) ([]byte, error) {
 	before, err := dir.Read(ownerdir.PolicyFile)
 	if err != nil {

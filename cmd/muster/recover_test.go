@@ -26,11 +26,11 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// waitingMachine is a control plane in its initramfs: the recovery server of the bootstrapper, a TPM, and
-// a disk that one key opens.
+// waitingMachine is a control plane in its initramfs: the recovery server of the bootstrapper, a TPM, and a disk that
+// one key opens.
 type waitingMachine struct {
 	tpm   *attesttest.Machine
-	owner ed25519.PrivateKey // whose key the image has
+	owner ed25519.PrivateKey // the key that the image has
 	addr  string
 	disk  keys.DiskID
 
@@ -108,7 +108,7 @@ func serveWaiting(t *testing.T, m *attesttest.Machine) *waitingMachine {
 	return w
 }
 
-// folder makes the owner's folder of the cluster that was made on machine first.
+// folder creates the owner's folder of the cluster that was initialized on machine first.
 func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attesttest.Machine) (string, ownerdir.Secrets) {
 	t.Helper()
 	path, secrets := filepath.Join(t.TempDir(), "muster-prod"), ownerdir.NewSecrets([32]byte{7})
@@ -128,7 +128,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 	return path, secrets
 }
 
-// lock gives the machine's disk the key that follows from the secrets.
+// lock sets the key of the machine's disk: the one that follows from the secrets.
 func (w *waitingMachine) lock(t *testing.T, s ownerdir.Secrets) {
 	t.Helper()
 	k, err := keys.NewRoot(s.Root, s.Salt).Disk(w.disk, keys.DiskSalt{3})
@@ -153,7 +153,7 @@ func muster(t *testing.T, args ...string) (stdout, stderr string, err error) {
 	return out.String(), complaints.String(), err
 }
 
-// The program, the transport and the machine's server are those that ship; the disk and its TPM play.
+// The program, the transport and the machine's server are the real ones; the disk and its TPM are fakes.
 func TestAControlPlaneIsRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	w := newWaitingMachine(t, ca)
@@ -161,12 +161,12 @@ func TestAControlPlaneIsRecovered(t *testing.T) {
 	w.lock(t, secrets)
 	other, _ := w.folder(t, ca, w.tpm)
 
-	// Another cluster's folder, whose policy accepts the machine all the same.
+	// Another cluster's folder, whose policy accepts the machine nevertheless.
 	_, stderr, err := muster(t, "recover", w.addr, "--directory", other)
 	if err == nil || !strings.Contains(stderr, "Reason: RECOVERY_SECRET_INVALID") || !strings.Contains(stderr, "What to do: Use the owner's folder") {
 		t.Errorf("another cluster's folder: %v\n%s", err, stderr)
 	}
-	// Another machine than the folder knows, or than was named.
+	// Another machine than the folder knows, or than the flag names.
 	stranger, _ := w.folder(t, ca, attesttest.NewMachine(t, ca, attesttest.Options{}))
 	if _, stderr, err = muster(t, "recover", w.addr, "--directory", stranger); err == nil || !strings.Contains(stderr, "Reason: POLICY_REFUSED") || !strings.Contains(stderr, "name it by --machine-id") {
 		t.Errorf("another machine: %v\n%s", err, stderr)
@@ -188,14 +188,14 @@ func TestAControlPlaneIsRecovered(t *testing.T) {
 	if want := "The state disk of machine " + w.tpm.ID().String() + " is open, and the machine goes on to boot.\n"; stdout != want {
 		t.Errorf("%q, want %q", stdout, want)
 	}
-	for _, state := range []string{"connected: ", "judged: ", "trying: ", "opened: "} {
+	for _, state := range []string{"connected: ", "appraised: ", "trying: ", "opened: "} {
 		if !strings.Contains(stderr, state) {
 			t.Errorf("%q is not told:\n%s", state, stderr)
 		}
 	}
 	t.Logf("muster recover says:\n%s%s", stderr, stdout)
 
-	// Once more, for a program.
+	// Once more, with output for a program.
 	stdout, _, err = muster(t, "recover", w.addr, "--directory", folder, "--machine-id", w.tpm.ID().String(), "--output", "json")
 	var last struct {
 		Event string

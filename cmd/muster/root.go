@@ -72,7 +72,7 @@ func (a *app) versionCommand() *cobra.Command {
 	}
 }
 
-// folder finds the owner's folder that is meant.
+// folder returns the path of the owner's folder.
 func (a *app) folder() (string, error) {
 	if a.directory != "" {
 		return a.directory, nil
@@ -95,7 +95,7 @@ func (a *app) folder() (string, error) {
 	}
 }
 
-// view opens the owner's folder to read.
+// view opens the owner's folder for reading.
 func (a *app) view() (*ownerdir.Dir, error) {
 	path, err := a.folder()
 	if err != nil {
@@ -104,7 +104,7 @@ func (a *app) view() (*ownerdir.Dir, error) {
 	return ownerdir.View(path)
 }
 
-// open opens the owner's folder to read and to write.
+// open opens the owner's folder for reading and writing.
 func (a *app) open() (*ownerdir.Dir, error) {
 	path, err := a.folder()
 	if err != nil {
@@ -113,8 +113,9 @@ func (a *app) open() (*ownerdir.Dir, error) {
 	return ownerdir.Open(path)
 }
 
-// remember notes in the owner's folder what the cluster says now. What the command did is done, so an error is a line to read.
-// It returns that the cluster is older, [owner.ErrBehind], for who asked for that: then nothing was noted (B7).
+// remember records the cluster's present state in the owner's folder. The command itself is already done, so an error
+// is only printed. It returns [owner.ErrBehind] if the cluster is older than the record: then nothing was recorded
+// (B7).
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := owner.Connect(dir)
 	if err == nil {
@@ -130,8 +131,8 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	return nil
 }
 
-// report gives the reporter that --output asks for: lines for people go to standard error, lines
-// for programs to standard output.
+// report returns the reporter for --output: lines for people go to standard error, lines for programs to standard
+// output.
 func (a *app) report(steps int) progress.Reporter {
 	if a.output == outputJSON {
 		return progress.New(progress.Config{Out: a.stdout, Format: progress.JSON, Steps: steps})
@@ -152,7 +153,7 @@ func (a *app) json(v any) error {
 	return enc.Encode(v)
 }
 
-// table writes rows whose first is the heading.
+// table writes rows; the first is the heading.
 func (a *app) table(rows [][]string) error {
 	w := tabwriter.NewWriter(a.stdout, 0, 4, 3, ' ', 0)
 	for _, r := range rows {
@@ -167,8 +168,8 @@ func (a *app) table(rows [][]string) error {
 	return w.Flush()
 }
 
-// quietLibraries keeps client-go and helm from writing between our lines: what matters of
-// theirs comes back as an error.
+// quietLibraries keeps client-go and helm from writing between the command's lines: their relevant errors are
+// returned.
 func quietLibraries() {
 	quiet := slog.New(slog.DiscardHandler)
 	klog.SetSlogLogger(quiet)

@@ -55,7 +55,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
 			}
 			older := a.remember(ctx, dir)
-			if behind := s.Behind(); behind != "" && older == nil { // whatever became of the note
+			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
 				older = fmt.Errorf("%w: %s", owner.ErrBehind, behind)
 			}
 			if a.output == outputJSON {
@@ -64,10 +64,10 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				err = a.showStatus(s, time.Now())
 			}
 			if err == nil && older != nil { // B7
-				err = &told{older}
+				err = &shown{older}
 			}
 			if err == nil && check && len(s.Attention) > 0 {
-				err = &told{fmt.Errorf("%d things need attention", len(s.Attention))}
+				err = &shown{fmt.Errorf("%d things need attention", len(s.Attention))}
 			}
 			return err
 		},
@@ -128,7 +128,7 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 	return nil
 }
 
-// nodePolicy is what the node was judged by, beside what is in force.
+// nodePolicy compares the policy of the node's verdict with the one in force.
 func nodePolicy(n clusterapi.NodeStatus) string {
 	if n.Serial == 0 {
 		return "-"

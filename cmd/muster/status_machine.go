@@ -59,13 +59,13 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 		if s.ReasonUnproven {
 			by = ", from a peer that has not proven to be a joinservice"
 		}
-		line("Last reason", "%s%s%s (failed tries: %d)", s.Reason, by, when, s.FailedAttempts)
+		line("Last reason", "%s%s%s (failed attempts: %d)", s.Reason, by, when, s.FailedAttempts)
 		if s.Remedy != "" {
 			line("What to do", "%s", s.Remedy)
 		}
 	}
 	if s.NextAttempt != nil {
-		line("Next try", "in %s", max(0, s.NextAttempt.Sub(now.Add(s.Skew))).Round(time.Second))
+		line("Next attempt", "in %s", max(0, s.NextAttempt.Sub(now.Add(s.Skew))).Round(time.Second))
 	}
 	switch {
 	case len(s.JoinEndpoints) > 0:
@@ -81,5 +81,5 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	line("Version", "%s", s.Version)
 }
 
-// ago says how long something is past, for people.
+// ago returns the time since an event, for people.
 func ago(t, now time.Time) string { return max(0, now.Sub(t)).Round(time.Second).String() }

@@ -19,7 +19,7 @@ func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
 	} {
 		var out bytes.Buffer
 		(&app{stdout: &out}).showMachine(&owner.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedAttempts: 3, NextAttempt: &next, NodeName: "w1", Role: "worker"}, now)
-		for _, line := range []string{want, "NOT_ENROLLED", "failed tries: 3", "Next try     in 8s"} {
+		for _, line := range []string{want, "NOT_ENROLLED", "failed attempts: 3", "Next attempt in 8s"} {
 			if !strings.Contains(out.String(), line) {
 				t.Errorf("%s: no %q in\n%s", phase, line, &out)
 			}

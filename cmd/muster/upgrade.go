@@ -79,7 +79,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	if err != nil {
 		return err
 	}
-	_ = a.remember(ctx, dir) // it is told
+	_ = a.remember(ctx, dir) // a failure is printed
 	if a.output == outputJSON {
 		return a.json(done)
 	}

@@ -61,7 +61,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 	return cmd
 }
 
-// target takes from the owner's folder what flags leave out.
+// target sets the values that flags leave out from the owner's folder.
 func (a *app) target(endpoint, policyPath, purpose, clusterID string) (owner.VerifyConfig, error) {
 	return a.targetBy(endpoint, policyPath, purpose, clusterID, func(text []byte) (*attest.Policy, error) {
 		p, _, err := policyfile.Parse(text)
@@ -126,7 +126,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	return cfg, nil
 }
 
-// show prints what was seen; a machine that was refused is an error.
+// show prints the evidence; a refused machine is an error.
 func (a *app) show(s *owner.Report) error {
 	if a.output == outputJSON {
 		return errors.Join(a.json(s), s.Err)
@@ -166,7 +166,7 @@ func (a *app) show(s *owner.Report) error {
 	return s.Err
 }
 
-// named is for a name that the policy may not have.
+// named returns a text for a name that the policy may not have.
 func named(s string) string {
 	if s == "" {
 		return "none in the policy"

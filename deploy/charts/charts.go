@@ -1,5 +1,5 @@
-// Package charts carries the Helm chart of Muster inside the program that installs it, so
-// that `muster init` needs no file and no registry beside itself.
+// Package charts embeds the Helm chart of Muster in the program that installs it, so that `muster init` needs no
+// other file and no chart registry.
 package charts
 
 import (

@@ -39,7 +39,7 @@ func values() map[string]any {
 	}
 }
 
-// render gives the manifests by template name.
+// render returns the manifests by template name.
 func render(t *testing.T, vals map[string]any) (map[string]string, error) {
 	t.Helper()
 	c, err := charts.Muster()
@@ -91,7 +91,7 @@ func TestTheRenderedChartIsTheOneInTestdata(t *testing.T) {
 	}
 }
 
-// What the chart has more in clusters that Muster did not initialise. The tests of joinservice apply it too.
+// The additional objects in clusters that Muster did not initialize. The tests of joinservice apply them too.
 func TestTheRightsForTokensAreTheOnesInTestdata(t *testing.T) {
 	const template = "muster/templates/rbac-tokens.yaml"
 	if text, there := mustRender(t)[template]; there {
@@ -150,7 +150,8 @@ func TestValuesThatTheSchemaRefuses(t *testing.T) {
 	}
 }
 
-// Rendered without a cluster, the chart can't look for the list of enrolled nodes: whoever renders has to have seen it.
+// Rendered without a cluster, the chart cannot look for the list of enrolled nodes: the caller has to check it
+// before.
 func TestWithoutAClusterTheListHasToBeNamed(t *testing.T) {
 	v := values()
 	delete(v, "nodeAccess")
@@ -176,7 +177,7 @@ func documents(t *testing.T) []map[string]any {
 	return docs
 }
 
-// decode gives all rendered objects of a kind.
+// decode returns all rendered objects of a kind.
 func decode[T any](t *testing.T, kind string) []T {
 	t.Helper()
 	var found []T
@@ -200,7 +201,7 @@ func decode[T any](t *testing.T, kind string) []T {
 	return found
 }
 
-// K3: what holds secrets is written by the first machine, and no value leads to one.
+// K3: the first machine writes the objects that hold secrets, and no value contains one.
 func TestTheChartHoldsNoSecret(t *testing.T) {
 	for _, d := range documents(t) {
 		if d["kind"] == "Secret" {
@@ -243,7 +244,7 @@ func TestPodsHaveTheLeastPrivilege(t *testing.T) {
 		if pod.PriorityClassName != "system-node-critical" {
 			t.Errorf("%s has priority class %q", ds.Name, pod.PriorityClassName)
 		}
-		// joinservice alone reads what belongs to root: PKI files and the audit log.
+		// Only joinservice reads root's files: PKI files and the audit log.
 		if nonRoot := pod.SecurityContext.RunAsNonRoot; ds.Name != "muster-joinservice" && (nonRoot == nil || !*nonRoot) {
 			t.Errorf("%s runs as root", ds.Name)
 		}
@@ -272,7 +273,7 @@ func checkContainer(t *testing.T, name string, c corev1.Container) {
 	if c.Resources.Limits.Memory().IsZero() {
 		t.Errorf("%s: container %s has no memory limit", name, c.Name)
 	}
-	// Not on a port: whoever reaches it could keep the kubelet from its answer.
+	// Not on a port: a client that reaches it could keep the kubelet from its answer.
 	asks := func(p *corev1.Probe, path string) bool {
 		return p != nil && p.Exec != nil && slices.Equal(p.Exec.Command, []string{"/" + c.Name, "probe", path})
 	}

@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// monitored are the values with everything about monitoring switched on.
+// monitored are the values with all monitoring switched on.
 func monitored() map[string]any {
 	on := func() map[string]any {
 		return map[string]any{"enabled": true, "labels": map[string]any{"release": "prometheus"}}

@@ -20,7 +20,7 @@ func TestEachRuleOfTheChartIsExplained(t *testing.T) {
 	for _, r := range decode[rbacv1.Role](t, "Role") {
 		rules[r.Name] = append(rules[r.Name], r.Rules...)
 	}
-	tokens, err := os.ReadFile(filepath.Join("testdata", "rendered-tokens.yaml")) // what joinCredential: token adds
+	tokens, err := os.ReadFile(filepath.Join("testdata", "rendered-tokens.yaml")) // the additions of joinCredential: token
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +74,7 @@ func row(role, resources, verbs string) string {
 	return fmt.Sprintf("%s: %s: %s", role, resources, verbs)
 }
 
-// resources writes a rule's as docs/rbac.md does: RESOURCE.GROUP, and after a colon the names.
+// resources writes a rule's resources as docs/rbac.md does: RESOURCE.GROUP, and after a colon the names.
 func resources(r rbacv1.PolicyRule) string {
 	var all []string
 	for _, group := range r.APIGroups {

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// J5: whoever may approve requests of another signer for clients could make itself a node. The
-// test of the golden file sees to it that this is what the chart renders.
+// J5: a subject that may approve requests of another signer for clients could make itself a node. The test of the
+// golden file proves that the chart renders this.
 func TestNobodyMayApproveForOtherSigners(t *testing.T) {
 	b, err := os.ReadFile("testdata/rendered.yaml")
 	if err != nil {

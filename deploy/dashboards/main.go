@@ -1,5 +1,4 @@
-// Dashboards writes Muster's Grafana dashboards: what they show stands in panels.go, one line for
-// each query.
+// Dashboards writes Muster's Grafana dashboards: panels.go contains their panels, one line for each query.
 //
 //	go generate ./deploy/dashboards
 //
@@ -46,7 +45,7 @@ type object = map[string]any
 // source lets the reader choose the Prometheus.
 var source = object{"type": "prometheus", "uid": "${datasource}"}
 
-// render gives the dashboard in Grafana's JSON model, three panels in a row of 24 columns.
+// render returns the dashboard in Grafana's JSON model, three panels in a row of 24 columns.
 func (d dashboard) render() ([]byte, error) {
 	const width, height = 8, 8
 	panels := make([]object, 0, len(d.panels))

@@ -24,7 +24,7 @@ import (
 // nonRoot is the user of the image. The chart sets another where a root-owned file must be read.
 const nonRoot = "65532:65532"
 
-// imageSpec says what becomes an image.
+// imageSpec describes an image.
 type imageSpec struct {
 	Name       string // without tag and digest
 	Tag        string
@@ -34,8 +34,7 @@ type imageSpec struct {
 	Entrypoint string // absolute path of it in the image
 }
 
-// buildImage gives an image of one layer with one file. Nothing in it depends on when or
-// where it is built.
+// buildImage returns an image of one layer with one file. It does not depend on the time or the place of the build.
 func buildImage(spec imageSpec) (v1.Image, error) {
 	binary, err := os.ReadFile(spec.Binary)
 	if err != nil {
@@ -87,7 +86,7 @@ func buildImage(spec imageSpec) (v1.Image, error) {
 	return mutate.ConfigFile(img, config)
 }
 
-// checkStatic refuses what could not start in an image that holds nothing else.
+// checkStatic refuses a binary that could not start in an image without other files.
 func checkStatic(binary []byte) error {
 	f, err := elf.NewFile(bytes.NewReader(binary))
 	if err != nil {
@@ -101,8 +100,8 @@ func checkStatic(binary []byte) error {
 	return nil
 }
 
-// writeImage writes the image as an OCI image layout in a tar (OCI Image Format, image-layout)
-// and gives its reference by digest.
+// writeImage writes the image as an OCI image layout in a tar (OCI Image Format, image-layout) and returns its
+// reference by digest.
 func writeImage(spec imageSpec, path string) (string, error) {
 	img, err := buildImage(spec)
 	if err != nil {
@@ -112,7 +111,7 @@ func writeImage(spec imageSpec, path string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// By rename: who reads the folder meanwhile sees the old archive or the new one.
+	// By rename: a concurrent reader sees the old archive or the new one.
 	tmp := path + ".tmp"
 	if err := os.WriteFile(tmp, archive, 0o644); err != nil {
 		return "", err
@@ -152,8 +151,8 @@ func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
 		Platform:  &v1.Platform{OS: "linux", Architecture: spec.Arch},
 	}
 	byDigest := spec.Name + "@" + desc.Digest.String()
-	// Listed twice: containerd gives an imported image the names that it finds here, and a pod that
-	// names a digest is served from the node only if the image has that name.
+	// Listed twice: containerd assigns the names that it finds here to an imported image, and serves a pod's image by
+	// digest from the node only if the image has that name.
 	index, err := json.Marshal(v1.IndexManifest{
 		SchemaVersion: 2, MediaType: types.OCIImageIndex,
 		Manifests: []v1.Descriptor{named(desc, spec.Name+":"+spec.Tag, spec.Tag), named(desc, byDigest, "")},
@@ -178,7 +177,7 @@ func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
 	return out.Bytes(), byDigest, err
 }
 
-// named gives a copy of d with the name that containerd reads, and the tag that others do.
+// named returns a copy of d with the name that containerd reads, and the tag that others do.
 func named(d v1.Descriptor, containerd, tag string) v1.Descriptor {
 	d.Annotations = map[string]string{"io.containerd.image.name": containerd}
 	if tag != "" {

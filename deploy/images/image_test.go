@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// spec gives an image of a program that was compiled as the services are.
+// spec returns an image of a program that was compiled as the services are.
 func spec(t *testing.T) imageSpec {
 	t.Helper()
 	dir := t.TempDir()

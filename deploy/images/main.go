@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/sbom"
 )
 
-// services are what runs in the cluster. The bootstrapper and the CLI come in no image.
+// services are the programs in the cluster. The bootstrapper and the CLI have no image.
 var services = []string{"joinservice", "kms"}
 
 func main() {
@@ -59,7 +59,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(*out, 0o755); err != nil {
 		return err
 	}
-	bill, err := sbom.Local(ctx, time.Unix(0, 0)) // as the images say of themselves
+	bill, err := sbom.Local(ctx, time.Unix(0, 0)) // the creation time of the images
 	if err != nil {
 		return err
 	}
@@ -99,8 +99,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	return os.WriteFile(filepath.Join(*out, "digests.json"), append(b, '\n'), 0o644)
 }
 
-// compile builds a static binary. -trimpath and -buildvcs=false keep the place and state of
-// the checkout out of it, so that two people get the same digest.
+// compile builds a static binary. With -trimpath and -buildvcs=false it does not depend on path and state of the
+// checkout, so that two builds have the same digest.
 func compile(ctx context.Context, stderr io.Writer, pkg, binary, arch, version, commit string) error {
 	const buildinfo = "github.com/muster-k8s/muster/internal/buildinfo"
 	stamp := []string{"-s", "-w", "-buildid=", "-X", buildinfo + ".version=" + version}

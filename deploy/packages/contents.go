@@ -25,14 +25,14 @@ type file struct {
 	content []byte
 }
 
-// contents collects what packages hold.
+// contents collects the contents of the packages.
 type contents struct {
 	source, bin, version string
 	date                 time.Time
 	level                int // of compression
 }
 
-// cli is what an owner installs.
+// cli contains the files for an owner.
 func (c contents) cli(ctx context.Context) (debian, error) {
 	p := debian{
 		name: "muster", section: "admin", summary: "make Kubernetes clusters of machines that prove what they booted",
@@ -60,7 +60,7 @@ func (c contents) cli(ctx context.Context) (debian, error) {
 	return p, p.compressed("/usr/share/man/man1/muster.1.gz", manual(string(help)))
 }
 
-// machine is what an image for machines installs.
+// machine contains the files for an image for machines.
 func (c contents) machine(ctx context.Context) (debian, error) {
 	p := debian{
 		name: "muster-bootstrapper", section: "admin", summary: "make this machine a Kubernetes node after it has proven what it booted",
@@ -153,8 +153,7 @@ func output(ctx context.Context, program string, args ...string) ([]byte, error)
 	return out, nil
 }
 
-// manual makes a page of section 1 of what `muster --help` prints: the commands explain themselves,
-// and a page by hand would soon lack some.
+// manual makes a page of section 1 from the output of `muster --help`, so that it is always complete.
 func manual(help string) []byte {
 	var commands strings.Builder
 	_, list, _ := strings.Cut(help, "Available Commands:\n")

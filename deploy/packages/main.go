@@ -1,5 +1,5 @@
-// Packages builds what is installed on machines: Debian packages of the CLI and of the
-// bootstrapper with its units, and a tarball of both for other systems.
+// Packages builds the packages for machines: Debian packages of the CLI and of the bootstrapper with its units, and a
+// tarball of both for other systems.
 //
 //	go run ./deploy/packages -bin bin -version v0.1.0 -date 1767225600 -o dist/packages
 //
@@ -71,7 +71,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	return sums(*out, append(written, top+".tar.gz"), stdout)
 }
 
-// debianVersion gives a version that dpkg accepts and that sorts below releases unless it is one: it
+// debianVersion returns a version that dpkg accepts and that sorts below releases unless it is one: it
 // begins with a digit and has no dash, which would begin Debian's own revision (Debian policy 5.6.12).
 func debianVersion(v string) string {
 	v = strings.ReplaceAll(v, "-", "+")

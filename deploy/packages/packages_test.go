@@ -22,7 +22,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const source = "../.."
 
-// programs builds what is packed.
+// programs builds the packaged programs.
 func programs(t *testing.T) string {
 	t.Helper()
 	bin := t.TempDir()
@@ -130,7 +130,7 @@ func TestPackages(t *testing.T) {
 	})
 }
 
-// install lets dpkg install both into a folder with a database of its own.
+// install has dpkg install both into a folder with its own database.
 func install(t *testing.T, debs ...string) {
 	t.Helper()
 	root := t.TempDir()
@@ -142,7 +142,7 @@ func install(t *testing.T, debs ...string) {
 	if err := os.WriteFile(filepath.Join(root, "var/lib/dpkg/status"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// Unpacked, not configured: the folder is no whole system that could satisfy dependencies or run the scripts.
+	// Unpacked, not configured: the folder is no complete system that could satisfy dependencies or run the scripts.
 	out := command(t, "dpkg", append([]string{"--root=" + root, "--force-not-root", "--force-script-chrootless", "--no-triggers", "--unpack"}, debs...)...)
 	if strings.Contains(out, "warning") {
 		t.Errorf("dpkg warns:\n%s", out)

@@ -7,8 +7,7 @@ import (
 	"testing"
 )
 
-// exposed is how far systemd thinks that each unit is open to attack, from 0 to 10; docs/packages.md says why it is
-// not less.
+// exposed is systemd's exposure level of each unit, from 0 to 10; docs/packages.md explains why it is not lower.
 var exposed = map[string]float64{"muster-attester.service": 2.1, "muster-bootstrapper.service": 4.8, "muster-renewal.service": 2.1}
 
 func TestUnitsAreAsHardAsTheyWere(t *testing.T) {

@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// debian is a package to be.
+// debian describes a package to be built.
 type debian struct {
 	name, section, summary, text string
 	depends, recommends          string            // may be empty
@@ -56,7 +56,7 @@ func (p debian) write(ctx context.Context, to, version string, c contents) error
 	if err := settle(dir, c.date); err != nil {
 		return err
 	}
-	// One thread: with more, where xz cuts its blocks would depend on their number.
+	// One thread: with more, the block boundaries of xz would depend on their number.
 	compression := []string{"-Zxz", fmt.Sprintf("-z%d", c.level), "--threads-max=1"}
 	if c.level == 0 {
 		compression = []string{"-Znone"}
@@ -98,7 +98,7 @@ func put(dir string, f file) error {
 	return os.WriteFile(to, f.content, f.mode)
 }
 
-// settle gives everything below dir its time, and the modes that a umask may have changed.
+// settle sets the time of everything below dir, and the modes that a umask may have changed.
 func settle(dir string, date time.Time) (err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

@@ -30,11 +30,11 @@ type Image struct {
 // Debian is a package that is installed in an image.
 type Debian struct {
 	Name, Version, Architecture string
-	SHA256                      [sha256.Size]byte // of its .deb; dpkg's list doesn't say it
+	SHA256                      [sha256.Size]byte // of its .deb; dpkg's list does not contain it
 }
 
-// ParseStatus reads dpkg's list of packages (/var/lib/dpkg/status, deb-control(5)), and gives those
-// that are installed.
+// ParseStatus reads dpkg's list of packages (/var/lib/dpkg/status, deb-control(5)), and returns those that are
+// installed.
 func ParseStatus(status []byte) ([]Debian, error) {
 	var out []Debian
 	for block := range bytes.SplitSeq(bytes.TrimSpace(status), []byte("\n\n")) {
@@ -56,8 +56,8 @@ func ParseStatus(status []byte) ([]Debian, error) {
 	return out, nil
 }
 
-// OfImage gives the document of an image, in JSON. Licenses are told of our own programs only:
-// Debian's stand in each package's copyright file.
+// OfImage returns the document of an image, in JSON. It contains licenses only of the Go programs: Debian's are in
+// each package's copyright file.
 func (c Config) OfImage(img Image) ([]byte, error) {
 	d := c.document("image", img.Name, img.SHA256)
 	d.add(&spdx.Package{
@@ -92,7 +92,7 @@ func (d *document) debian(p Debian) {
 	d.relate(d.root, "CONTAINS", id)
 }
 
-// program adds a program, and those of its modules that no other had.
+// program adds a program, and those of its modules that are not in the document yet.
 func (d *document) program(at, file, version string, seen map[common.ElementID]bool) error {
 	binary, err := os.ReadFile(file)
 	if err != nil {

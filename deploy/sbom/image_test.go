@@ -42,7 +42,7 @@ func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 	gofmt := filepath.Join(goTool(t, "env", "GOROOT"), "bin", "gofmt")
 	img := Image{Name: "disk.raw", Version: "v0.1.0", SHA256: sha256.Sum256(nil), Debian: packages, Programs: map[string]string{"usr/bin/kms": program, "usr/bin/kms2": program, "usr/bin/gofmt": gofmt}}
 	c := config(t)
-	c.ModuleCache = t.TempDir() // a cache that lacks something changes nothing
+	c.ModuleCache = t.TempDir() // an incomplete cache must not change the document
 	b, err := c.OfImage(img)
 	if err != nil {
 		t.Fatal(err)

@@ -21,10 +21,10 @@ type licenses struct{ cache, goroot string }
 
 var classify = sync.OnceValues(assets.DefaultClassifier)
 
-// licenseFile is how files that hold a license are called.
+// licenseFile matches the names of license files.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
-// of gives the SPDX expression of a module's licenses: all that stand in the files of its top folder.
+// of returns the SPDX expression of a module's licenses: all files in its top folder.
 func (l licenses) of(m *debug.Module) (string, error) {
 	if isOwn(m.Path) {
 		return ownLicense, nil

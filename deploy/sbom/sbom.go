@@ -1,7 +1,7 @@
-// Package sbom says what a Go program was made of: the modules that the linker wrote into it, with
-// their hashes and licenses, as an SPDX 2.3 document in JSON.
+// Package sbom describes the parts of a Go program: the modules that the linker recorded in it, with their hashes and
+// licenses, as an SPDX 2.3 document in JSON.
 //
-// The same program gives the same document, wherever and whenever it is made.
+// The same program results in the same document, independent of place and time.
 package sbom
 
 import (
@@ -33,15 +33,15 @@ const (
 	purlPattern = "pkg:golang/%s@%s"
 )
 
-// Config says where licenses are read.
+// Config is where licenses are read.
 type Config struct {
-	// ModuleCache is what `go env GOMODCACHE` prints, GOROOT what `go env GOROOT` does.
+	// ModuleCache is the output of `go env GOMODCACHE`, GOROOT that of `go env GOROOT`.
 	ModuleCache, GOROOT string
-	// Created stands in the documents: the time of the source, not of the build.
+	// Created is the time in the documents: that of the source, not of the build.
 	Created time.Time
 }
 
-// Local gives the configuration of this machine's Go.
+// Local returns the configuration of this machine's Go.
 func Local(ctx context.Context, created time.Time) (Config, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOMODCACHE", "GOROOT").Output()
 	if err != nil {
@@ -54,7 +54,7 @@ func Local(ctx context.Context, created time.Time) (Config, error) {
 	return Config{ModuleCache: lines[0], GOROOT: lines[1], Created: created}, nil
 }
 
-// Of gives the document of a program, in JSON. version is the program's.
+// Of returns the document of a program, in JSON. version is the program's.
 func (c Config) Of(program, version string) ([]byte, error) {
 	binary, err := os.ReadFile(program)
 	if err != nil {
@@ -86,11 +86,11 @@ func (c Config) Of(program, version string) ([]byte, error) {
 	return d.bytes()
 }
 
-// document begins one of a thing whose content has this hash.
+// document begins the document of an object whose content has this hash.
 func (c Config) document(kind, name string, sum [sha256.Size]byte) *document {
 	return &document{licenses: licenses{cache: c.ModuleCache, goroot: c.GOROOT}, root: ref(kind, name), Document: spdx.Document{
 		SPDXVersion: spdx.Version, DataLicense: spdx.DataLicense, SPDXIdentifier: "DOCUMENT", DocumentName: name,
-		// Unique by content, as SPDX wants it; nothing is served there.
+		// Unique by content, as SPDX requires it; the address is not served.
 		DocumentNamespace: fmt.Sprintf("https://%s/spdx/%s-%x", own, name, sum),
 		CreationInfo:      &spdx.CreationInfo{Created: c.Created.UTC().Format(time.RFC3339), Creators: []common.Creator{{CreatorType: "Tool", Creator: "muster-sbom"}}},
 	}}
@@ -142,7 +142,8 @@ func modulePackage(id common.ElementID, m *debug.Module, license string) *spdx.P
 		PackageLicenseConcluded: license, PackageLicenseDeclared: license,
 	}
 	if m.Sum != "" {
-		// "h1:" and the SHA-256 of the module's file list (golang.org/x/mod/sumdb/dirhash) in base64: what go.sum pins.
+		// "h1:" and the SHA-256 of the module's file list (golang.org/x/mod/sumdb/dirhash) in base64, as go.sum pins
+		// it.
 		if b, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(m.Sum, "h1:")); err == nil {
 			p.PackageChecksums = []common.Checksum{{Algorithm: common.SHA256, Value: hex.EncodeToString(b)}}
 			p.PackageComment = "The checksum is Go's module hash h1, as in go.sum."
@@ -160,7 +161,7 @@ func isOwn(path string) bool { return path == own || strings.HasPrefix(path, own
 
 var notInRef = regexp.MustCompile(`[^A-Za-z0-9.-]`)
 
-// ref gives an element's ID, which SPDX restricts to letters, digits, dots and dashes.
+// ref returns an element's ID, which SPDX restricts to letters, digits, dots and dashes.
 func ref(kind, name string) common.ElementID {
 	return common.ElementID(kind + "-" + notInRef.ReplaceAllString(name, "-"))
 }

@@ -16,13 +16,13 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// apt asks mirrors for packages, with a state of its own: nothing of this machine's configuration or packages counts.
+// apt queries mirrors for packages, with its own state: it does not use this machine's configuration or packages.
 type apt struct {
 	dir   string
 	index map[string][]offer // by name
 }
 
-// offer is what a signed index says of a package.
+// offer is the entry of a package in a signed index.
 type offer struct {
 	lock.Package
 	depends string
@@ -75,7 +75,8 @@ func (a *apt) get(ctx context.Context, args ...string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("apt-get %s: %w\n%s", args[0], err, stderr.String())
 	}
-	// A warning is how apt says that an index is not that of the suite, or can't be verified in full: a mirror that holds updates back.
+	// A warning of apt means that an index is not that of the suite, or cannot be verified in full: a mirror that
+	// holds updates back.
 	if strings.Contains(stderr.String(), "W:") {
 		return "", fmt.Errorf("apt-get %s: %s", args[0], stderr.String())
 	}
@@ -125,7 +126,8 @@ func (a *apt) add(o offer) {
 	}
 }
 
-// resolve returns what has to be installed for the packages of the root, and the kernel and its loader without what they depend on.
+// resolve returns the packages to install for those of the root, and the kernel and its loader without their
+// dependencies.
 func (a *apt) resolve(ctx context.Context) ([]lock.Package, error) {
 	install := append([]string{"install", "--print-uris", "--yes", essentialPackages, mergedPackage}, debianPackages...)
 	lines, err := a.get(ctx, install...)
@@ -160,7 +162,7 @@ func (a *apt) resolve(ctx context.Context) ([]lock.Package, error) {
 	return slices.Compact(out), nil
 }
 
-// printed finds in the index what apt-get --print-uris lists.
+// printed finds the packages in the index that apt-get --print-uris lists.
 func (a *apt) printed(lines string) ([]offer, error) {
 	var out []offer
 	for line := range strings.Lines(lines) {
@@ -181,7 +183,7 @@ func (a *apt) printed(lines string) ([]offer, error) {
 	return out, nil
 }
 
-// moved says which of these packages the mirror has no more, or with another content.
+// moved returns those of these packages that the mirror has no more, or with another content.
 func (a *apt) moved(want []lock.Package) error {
 	var gone []string
 	for _, p := range want {

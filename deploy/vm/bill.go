@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// writeBill writes what the image is made of: packages of the lock file, and programs.
+// writeBill writes the bill of materials of the image: packages of the lock file, and programs.
 func writeBill(ctx context.Context, o options, packages []sbom.Debian, programs map[string]string) error {
 	c, err := sbom.Local(ctx, o.date)
 	if err != nil {

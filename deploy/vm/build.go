@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/image/verity"
 )
 
-// What a build writes.
+// The files that a build writes.
 const (
 	diskFile       = "muster.raw"
 	ukiFile        = "muster.efi"
@@ -29,25 +29,27 @@ const (
 	lockFile       = "packages.lock" // the one that was used
 )
 
-// fixedCmdline is the kernel's command line but for the root. It is measured: who changes a word, changes PCRs 4, 9 and 11.
+// fixedCmdline is the kernel's command line without the root. It is measured: a changed word changes PCRs 4, 9 and
+// 11.
 var fixedCmdline = []string{
 	"console=tty0", "console=ttyS0", "quiet", "loglevel=4", "panic=30",
 	"printk.devkmsg=on", // the initramfs leaves its log for the journal, all of it
 	"net.ifnames=0",     // the initramfs has named the interfaces, and they are up
-	// Firmware's variables are not measured when the system reads them, and systemd takes options from one. Until the kernel
-	// has taken over, no device behind a bridge writes to memory (Linux, EFI_DISABLE_PCI_DMA).
+	// Firmware's variables are not measured when the system reads them, and systemd takes options from one. Until the
+	// kernel has control, no device behind a bridge writes to memory (Linux, EFI_DISABLE_PCI_DMA).
 	"efi=noruntime,disable_early_pci_dma",
-	// Nor are those that a hypervisor hands over as credentials: they could write files and passwords.
+	// Credentials from a hypervisor are not measured either: they could write files and passwords.
 	"systemd.import_credentials=no",
 	"systemd.gpt_auto=no", "systemd.firstboot=no", "systemd.show_status=error",
-	// B6: root of the running system changes no kernel, or PCRs would go on saying what was booted. The level of lockdown is an option of the build.
+	// B6: root of the running system cannot change the kernel; otherwise the PCRs would not describe it. The level of
+	// lockdown is an option of the build.
 	"lsm=landlock,lockdown,yama,integrity,apparmor,bpf", "module.sig_enforce=1",
-	// Another kernel of Debian's has a good signature too. Set before the first program runs; only a boot sets it back.
+	// Another kernel of Debian's has a valid signature too. Set before the first program runs; only a boot resets it.
 	"sysctl.kernel.kexec_load_disabled=1",
-	"nohibernate", // K3: nothing writes memory to a disk
+	"nohibernate", // K3: memory is not written to a disk
 }
 
-// lockdowns are the levels of kernel_lockdown(7) that an image may have. Kubernetes and containerd need nothing of what either forbids.
+// lockdowns are the levels of kernel_lockdown(7) that an image may have. Kubernetes and containerd work with either.
 var lockdowns = []string{"confidentiality", "integrity"}
 
 func build(ctx context.Context, o options, stdout, log io.Writer) error {
@@ -138,7 +140,7 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 	return report(o, stdout)
 }
 
-// compileInit builds the initramfs's program as all of ours are built.
+// compileInit builds the initramfs's program with the flags of all programs of the project.
 func compileInit(ctx context.Context, o options, to string) error {
 	abs, err := filepath.Abs(to)
 	if err != nil {
@@ -150,7 +152,7 @@ func compileInit(ctx context.Context, o options, to string) error {
 	return nil
 }
 
-// unified makes the one program that firmware starts.
+// unified makes the one EFI program that firmware starts.
 func unified(o options, b base, kernel, program string, root layout.Root) ([]byte, error) {
 	init, err := os.ReadFile(program)
 	if err != nil {
@@ -209,8 +211,8 @@ func sign(ctx context.Context, o options, image []byte, work string) ([]byte, er
 	return signed, nil
 }
 
-// systemPartition makes the file system that firmware reads (UEFI 2.10, section 13.3), with the program at the
-// place where it is looked for on a disk that firmware doesn't know (section 3.5.1.1).
+// systemPartition makes the file system that firmware reads (UEFI 2.10, section 13.3), with the program at the path
+// that firmware uses for a disk without a boot entry (section 3.5.1.1).
 func systemPartition(ctx context.Context, o options, image []byte, work string) ([]byte, error) {
 	program, esp := filepath.Join(work, "boot.efi"), filepath.Join(work, "esp")
 	if err := os.WriteFile(program, image, 0o644); err != nil {
@@ -275,7 +277,7 @@ func writeMeasurements(o options, program []byte) error {
 	return nil
 }
 
-// report writes and prints what was made, as `sha256sum` would, and signs that if there is a key.
+// report writes and prints the files with their hashes, like `sha256sum`, and signs that if there is a key.
 func report(o options, stdout io.Writer) error {
 	sums, err := builder.Format(o.out, diskFile, ukiFile, measuredFile, measuredSBFile, billFile, lockFile)
 	if err != nil {

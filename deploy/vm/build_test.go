@@ -37,7 +37,7 @@ func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
 	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil || img.LowestPolicySerial != 7 {
 		t.Errorf("%+v, %v", img, err)
 	}
-	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has what kubeadm looks for
+	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has everything that kubeadm checks
 		t.Errorf("kubeadm's checks %v are ignored", ignored)
 	}
 }

@@ -16,13 +16,14 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// cache is a folder of files that are named by their SHA-256. It is not trusted: whoever can write to it can make a build slower, and no more.
+// cache is a folder of files that are named by their SHA-256. It is not trusted: another process that can write to it
+// can only make a build slower.
 type cache struct {
 	dir string
 	log io.Writer
 }
 
-// lock keeps two builds from making the same thing. It ends with the process.
+// lock prevents two builds from making the same file. It ends with the process.
 func (c cache) lock() (unlock func(), err error) {
 	if err := os.MkdirAll(c.dir, 0o755); err != nil {
 		return nil, err
@@ -37,7 +38,8 @@ func (c cache) lock() (unlock func(), err error) {
 	return func() { _ = f.Close() }, nil
 }
 
-// take copies a file out of the cache, if it is there and has this SHA-256. The copy is compared, so that nobody can change it afterwards.
+// take copies a file out of the cache, if it exists and has this SHA-256. The copy is compared, so that another
+// process cannot change it afterwards.
 func (c cache) take(name, to string, want lock.Sum) (bool, error) {
 	from := filepath.Join(c.dir, name)
 	got, err := copyFile(from, to)
@@ -56,13 +58,13 @@ func (c cache) take(name, to string, want lock.Sum) (bool, error) {
 	return true, nil
 }
 
-// put copies a file into the cache, and removes what nobody has used for a month.
+// put copies a file into the cache, and removes files that were not used for a month.
 func (c cache) put(from, name string) error {
 	to := filepath.Join(c.dir, name)
 	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 		return err
 	}
-	// In a new folder: at a name that can be foretold, another user of the cache could have put a link.
+	// In a new folder: at a predictable name, another user of the cache could have put a link.
 	fresh, err := os.MkdirTemp(filepath.Dir(to), ".new-")
 	if err != nil {
 		return err

@@ -10,15 +10,15 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// configOptions say what image.yaml is to be.
+// configOptions are the options of image.yaml.
 type configOptions struct {
 	file              string
 	ownerKey, ekRoots string
 	lowestSerial      uint64
-	plain, noOwner    bool // insecure: what is allowed
+	plain, noOwner    bool // insecure options
 }
 
-// make gives the image.yaml, which the bootstrapper would accept.
+// make returns an image.yaml that the bootstrapper accepts.
 func (c configOptions) make() ([]byte, error) {
 	b, err := c.text()
 	if err != nil {

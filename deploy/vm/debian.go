@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// debianPackages are what the root has beside Debian's essential packages.
+// debianPackages are the packages of the root beside Debian's essential ones.
 var debianPackages = []string{
 	"systemd", "systemd-sysv", "systemd-timesyncd", "udev", "dbus", "kmod", "mount", "util-linux",
 	"e2fsprogs", "cryptsetup-bin", // state disk
@@ -35,16 +35,17 @@ const (
 	keyring       = "/usr/share/keyrings/debian-archive-keyring.gpg"
 )
 
-// essentialPackages is how apt calls what mmdebstrap installs first: apt counts itself in, mmdebstrap doesn't.
+// essentialPackages is apt's name for the packages that mmdebstrap installs first: apt includes itself, mmdebstrap
+// does not.
 const essentialPackages = "?and(?essential,?not(?exact-name(apt)))"
 
-// refresh ends errors about a lock file that doesn't fit.
+// refresh ends errors about a lock file that does not match.
 const refresh = "`make vm-lock` writes a lock file of what there is now, for you to look at"
 
-// leftOut are paths that no package may fill: a node has no reader.
+// leftOut are paths that no package may fill: nobody reads them on a node.
 var leftOut = []string{"/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/usr/share/bash-completion/*", "/usr/share/lintian/*"}
 
-// defaultSources are Debian's own; apt checks signatures with the keyring, whatever mirror answers.
+// defaultSources are Debian's own; apt checks signatures with the keyring, independent of the mirror.
 func defaultSources() string {
 	var b strings.Builder
 	for _, s := range []string{"debian " + suite, "debian " + suite + "-updates", "debian-security " + suite + "-security"} {
@@ -53,15 +54,16 @@ func defaultSources() string {
 	return b.String()
 }
 
-// base is what comes from Debian, in the folder of the build: what was checked is what is used, whoever writes to the cache.
+// base is Debian's part, in the folder of the build: the checked files are used, also if another process writes to
+// the cache.
 type base struct{ dir string }
 
 func (b base) root() string   { return filepath.Join(b.dir, "root.tar") }
 func (b base) kernel() string { return filepath.Join(b.dir, "kernel") }
 func (b base) loader() string { return filepath.Join(b.dir, "loader") }
 
-// fetch returns Debian's part of the image, as the lock file names it. Nothing is taken for the name that it has in the cache: each
-// file has the SHA-256 that the lock file says, or is made again.
+// fetch returns Debian's part of the image, as the lock file names it. A file in the cache is not trusted by its
+// name: each must have the SHA-256 of the lock file, or is made again.
 func fetch(ctx context.Context, o options, l lock.Lock, work string, log io.Writer) (base, error) {
 	b := base{filepath.Join(work, "debian")}
 	c := cache{dir: o.cache, log: log}
@@ -153,7 +155,7 @@ func debootstrap(ctx context.Context, o options, l lock.Lock, b base, pool strin
 	if err != nil {
 		return lock.Sum{}, err
 	}
-	// The lock file vouches for them, and apt compares each with the index, which was made of the lock file.
+	// The lock file has checked them, and apt compares each with the index, which was made from the lock file.
 	if err := os.WriteFile(list, []byte("deb [trusted=yes] copy:"+repository+" "+suite+" main\n"), 0o644); err != nil {
 		return lock.Sum{}, err
 	}
@@ -161,7 +163,7 @@ func debootstrap(ctx context.Context, o options, l lock.Lock, b base, pool strin
 	args := []string{
 		"--mode=root", "--variant=essential", "--format=tar", "--components=main", "--quiet",
 		"--include=" + strings.Join(debianPackages, ","), `--aptopt=APT::Sandbox::User "root"`,
-		// Without it, perl comes in, to merge what is merged.
+		// Without it, perl is installed, to merge what is already merged.
 		"--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
 		`--customize-hook=rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/sources.list.d`, // they name a folder of this build
 	}
@@ -174,7 +176,7 @@ func debootstrap(ctx context.Context, o options, l lock.Lock, b base, pool strin
 	return sumOf(b.root())
 }
 
-// repository describes the packages of pool as a mirror does, and returns its folder.
+// repository writes an index for the packages of pool, like a mirror's, and returns its folder.
 func repository(ctx context.Context, o options, l lock.Lock, pool string) (string, error) {
 	dir, err := filepath.Abs(filepath.Dir(pool))
 	if err != nil {
@@ -200,7 +202,7 @@ func repository(ctx context.Context, o options, l lock.Lock, pool string) (strin
 		os.WriteFile(filepath.Join(top, list), index.Bytes(), 0o644), os.WriteFile(filepath.Join(top, "Release"), []byte(release), 0o644))
 }
 
-// kernelVersion reads it where the kernel's package puts its modules.
+// kernelVersion reads it from the path of the modules in the kernel's package.
 func kernelVersion(dir string) (string, error) {
 	all, err := os.ReadDir(filepath.Join(dir, "lib", "modules"))
 	if err != nil || len(all) != 1 {
@@ -209,7 +211,7 @@ func kernelVersion(dir string) (string, error) {
 	return all[0].Name(), nil
 }
 
-// environment is that of programs that shape the image: the same on each machine, but for the way to a mirror.
+// environment is that of programs that build the image: the same on each machine, except for the proxy settings.
 func environment(home string) []string {
 	env := []string{"HOME=" + home, "TZ=UTC", "LC_ALL=C.UTF-8", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 	for _, name := range []string{"TMPDIR", "http_proxy", "https_proxy", "no_proxy"} {

@@ -25,8 +25,9 @@ const (
 	containerdAnnotation = "io.containerd.image.name"
 )
 
-// images adds the container images of an OCI image layout (OCI Image Format Specification 1.1, image-layout.md): of each what linux/amd64 needs, compared with its
-// digest. Machines have them as NAME@DIGEST, and as NAME:TAG if the layout has a tag, also without a registry (B9).
+// images adds the container images of an OCI image layout (OCI Image Format Specification 1.1, image-layout.md): for
+// each the parts for linux/amd64, compared with its digest. Machines have them as NAME@DIGEST, and as NAME:TAG if the
+// layout has a tag, also without a registry (B9).
 func (t tree) images(dir string) error {
 	layout := imageLayout{dir: dir, into: t}
 	text, err := os.ReadFile(filepath.Join(dir, "index.json"))
@@ -63,11 +64,11 @@ func (t tree) images(dir string) error {
 	return nil
 }
 
-// namesOf returns the names that containerd is to have an image by: with its digest, then with its tag if there is one.
+// namesOf returns the names of an image in containerd: with its digest, then with its tag if there is one.
 func namesOf(d v1.Descriptor) ([]string, error) {
 	given := cmp.Or(d.Annotations[containerdAnnotation], d.Annotations[nameAnnotation])
 	given, _, _ = strings.Cut(given, "@")
-	// The names are kept as they are: the library calls docker.io another name than the kubelet does.
+	// The names stay unchanged: the library's name for docker.io differs from the kubelet's.
 	if tag, err := name.NewTag(given, name.StrictValidation); err == nil {
 		return []string{strings.TrimSuffix(given, ":"+tag.TagStr()) + "@" + d.Digest.String(), given}, nil
 	}
@@ -82,7 +83,7 @@ type imageLayout struct {
 	into tree
 }
 
-// copy adds a manifest or an index, with all that it needs.
+// copy adds a manifest or an index, with everything that it needs.
 func (l imageLayout) copy(d v1.Descriptor) error {
 	text, err := l.blob(d)
 	if err != nil {

@@ -36,7 +36,7 @@ func named(n string) layout.Option {
 	return layout.WithAnnotations(map[string]string{nameAnnotation: n})
 }
 
-// stored makes a layout, and returns what of it goes into the root.
+// stored makes a layout, and returns the part that goes into the root.
 func stored(t *testing.T, fill func(layout.Path) error, change func(dir string)) (tree, error) {
 	t.Helper()
 	dir := t.TempDir()
@@ -54,7 +54,8 @@ func stored(t *testing.T, fill func(layout.Path) error, change func(dir string))
 	return out, out.images(dir)
 }
 
-// B9: what is loaded at a boot is a layout that names each image by registry, repository and digest, with linux/amd64's part of it and no other's.
+// B9: the layout that is loaded at a boot names each image by registry, repository and digest, and contains only its
+// part for linux/amd64.
 func TestImagesOfTheRootAreThoseOfThisArchitectureByDigest(t *testing.T) {
 	all, ours := some(t, "arm64", "amd64")
 	alone, err := random.Image(200, 1)

@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/cpio"
 )
 
-// modules are what the machine needs before it has its root: disks, the network, dm-verity, and all
-// that cryptsetup asks the kernel for. The rest comes from the root.
+// modules are those that the machine needs before it has its root: disks, the network, dm-verity, and everything that
+// cryptsetup uses of the kernel. The others come from the root.
 var modules = []string{
 	"virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "nvme", "virtio_net", "virtio_rng", "virtio_console", "af_packet",
 	"dm_verity", "dm_crypt", "dm_integrity", "squashfs", "ext4", "vfat", "nls_cp437", "nls_ascii",
@@ -23,8 +23,8 @@ var modules = []string{
 	"crypto_user", "algif_skcipher", "algif_hash",
 }
 
-// moduleOrder gives the files of modules and of what they depend on, each after its own, with paths
-// below dir (modules.dep(5)).
+// moduleOrder returns the files of modules and of their dependencies, each after its own, with paths below dir
+// (modules.dep(5)).
 func moduleOrder(dir string, names []string) ([]string, error) {
 	dep, err := os.ReadFile(filepath.Join(dir, "modules.dep"))
 	if err != nil {
@@ -104,8 +104,8 @@ func initrd(program []byte, dir string) ([]byte, error) {
 		return nil, err
 	}
 	var out bytes.Buffer
-	// One encoder alone, or the bytes depend on how many processors there are. The kernel takes windows of
-	// at most 8 MiB (Linux, lib/decompress_unzstd.c).
+	// A single encoder, since otherwise the bytes depend on the number of processors. The kernel takes windows of at
+	// most 8 MiB (Linux, lib/decompress_unzstd.c).
 	z, err := zstd.NewWriter(&out, zstd.WithEncoderLevel(zstd.SpeedBestCompression), zstd.WithEncoderConcurrency(1), zstd.WithWindowSize(4<<20))
 	if err != nil {
 		return nil, err

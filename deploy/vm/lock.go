@@ -31,7 +31,7 @@ func mirror(ctx context.Context, o options, dir string) (*apt, error) {
 	return newApt(ctx, abs, sources)
 }
 
-// writeLock writes the lock file of what the mirror, the programs and the tools are now.
+// writeLock writes the lock file for the present state of the mirror, the programs and the tools.
 func writeLock(ctx context.Context, o options, stdout, log io.Writer) error {
 	work, err := os.MkdirTemp("", "muster-lock-")
 	if err != nil {
@@ -88,8 +88,9 @@ func writeLock(ctx context.Context, o options, stdout, log io.Writer) error {
 	return err
 }
 
-// pinnedPrograms returns what the lock file is to say of the programs in -containerd, if tools/kube/sha256sums.json says the same (S1). Whoever named the folder
-// may have compared it, too: but it is in a cache, and what was in it then is not what is hashed here.
+// pinnedPrograms returns the lock file's entries for the programs in -containerd, if tools/kube/sha256sums.json has
+// the same sums (S1). The caller may have compared them already, but the folder is in a cache, whose content may have
+// changed since.
 func pinnedPrograms(o options, goVersion string) ([]lock.Program, error) {
 	const repin = "go run ./lab kube-binaries --pin"
 	file := filepath.Join(o.source, "tools", "kube", "sha256sums.json")
@@ -122,7 +123,8 @@ func pinnedPrograms(o options, goVersion string) ([]lock.Program, error) {
 	return out, nil
 }
 
-// billed compares dpkg's list of installed packages with the lock file, and returns the packages of the image for its bill.
+// billed compares dpkg's list of installed packages with the lock file, and returns the packages of the image for its
+// bill of materials.
 func billed(l lock.Lock, status []byte) ([]sbom.Debian, error) {
 	packages, err := sbom.ParseStatus(status)
 	if err != nil {

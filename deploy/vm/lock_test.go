@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// site is a mirror with packages of this test's, and a build's options that name it.
+// site is a mirror with packages of this test, and a build's options that name it.
 type site struct {
 	t    *testing.T
 	o    options
@@ -53,7 +53,7 @@ func (s *site) publish(name, version, content string) lock.Package {
 	return p
 }
 
-// index writes the mirror's list of what lies there.
+// index writes the mirror's list of its packages.
 func (s *site) index() {
 	s.t.Helper()
 	files, err := filepath.Glob(filepath.Join(s.pool, "*.deb"))
@@ -114,7 +114,7 @@ func TestAChangedPackageOfTheCacheIsFetchedAgain(t *testing.T) {
 	if got, err := s.take(a, b); err != nil || got["a"] != "content of a" || got["b"] != "content of b" {
 		t.Fatal(got, err)
 	}
-	// What is in the cache needs no mirror.
+	// A file in the cache needs no mirror.
 	if err := os.Rename(s.pool, s.pool+"-away"); err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +135,7 @@ func TestAChangedPackageOfTheCacheIsFetchedAgain(t *testing.T) {
 	if got, err := s.take(a, b); err != nil || got["a"] != "content of a" || !strings.Contains(s.log.String(), "fetching 1 of 2") {
 		t.Errorf("%q, %v\n%s", got, err, &s.log)
 	}
-	// So does one that was replaced whole by another good package, of the same size.
+	// Nor does one that was replaced by another valid package, of the same size.
 	other := s.publish("a", "1:2", "content of A")
 	if err := os.Rename(filepath.Join(s.pool, poolName(other)), cached); err != nil {
 		t.Fatal(err)
@@ -182,7 +182,7 @@ func TestAMirrorThatSendsOtherBytesThanTheLockNamesIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// apt believes its index. The mirror's signer is not the one who says what goes into the image.
+	// apt trusts its index. The mirror's signer does not decide which packages go into the image.
 	b := a
 	b.Sum[0] ^= 1
 	m.index["a"][0].Package = b
@@ -323,7 +323,7 @@ func TestOtherProgramsThanTheLocksAreRefused(t *testing.T) {
 	}
 }
 
-// S1: what a cache holds when the lock file is written is compared there and then.
+// S1: when the lock file is written, the cache's content is compared at that time.
 func TestOnlyPinnedProgramsAreWrittenIntoTheLock(t *testing.T) {
 	o := options{source: t.TempDir(), containerd: t.TempDir()}
 	var pin []string

@@ -1,12 +1,12 @@
-// Vm builds the disk image that Muster's machines boot, from Debian 12's packages and the
-// project's own programs, and predicts what a machine's TPM will say when it has booted it.
+// Vm builds the disk image that Muster's machines boot, from Debian 12's packages and the project's own programs, and
+// predicts the measurements of a machine that has booted it.
 //
 //	go run ./deploy/vm -bin bin -containerd DIR -version v0.1.0 -o dist/vm
 //
 //	go run ./deploy/vm lock -containerd DIR
 //
-// The second writes packages.lock, which says what goes into the image. The same lock file, checkout and
-// configuration give the same bytes. docs/image.md says what is in the image and why.
+// The second writes packages.lock, which lists the parts of the image. The same lock file, checkout and configuration
+// result in the same bytes. docs/image.md describes the image and the reasons.
 package main
 
 import (
@@ -35,7 +35,7 @@ func main() {
 	}
 }
 
-// options are what a build is told.
+// options are the options of a build.
 type options struct {
 	source     string // the checkout
 	bin        string // folder with the static program bootstrapper

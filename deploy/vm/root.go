@@ -24,8 +24,8 @@ import (
 //go:embed all:files
 var files embed.FS
 
-// masked units never start. Those that extend PCRs by themselves would change what the owner's policy
-// expects after it was foretold; the others are ways in, or work that a read-only root has not.
+// masked units never start. Those that extend PCRs by themselves would change the values that were predicted for the
+// owner's policy; the others are ways in, or work that a read-only root does not have.
 var masked = []string{
 	"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service",
 	"systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service",
@@ -38,7 +38,7 @@ var masked = []string{
 	"dpkg-db-backup.timer", "dpkg-db-backup.service", "e2scrub_all.timer", "e2scrub_reap.service", "fstrim.timer",
 }
 
-// silenced are generators whose units nobody asked for: of partitions that happen to be there, and of logins.
+// silenced are generators whose units are not wanted: for any partitions on the disks, and for logins.
 var silenced = []string{"systemd-gpt-auto-generator", "systemd-getty-generator", "systemd-debug-generator", "systemd-cryptsetup-generator", "systemd-veritysetup-generator", "systemd-system-update-generator"}
 
 // enabled maps units to the target that wants them.
@@ -54,10 +54,11 @@ var enabled = map[string]string{
 	"/usr/lib/systemd/system/systemd-timesyncd.service":            "sysinit.target",
 }
 
-// removed are paths of Debian's root, with all below, that the image has not: what is on the state
-// disk, what is made anew at each boot, and what only a package manager reads.
+// removed are paths of Debian's root, with all below, that the image does not have: those on the state disk, those
+// that each boot creates, and those that only a package manager reads.
 var removed = []string{"var", "boot", "run", "tmp", "dev", "proc", "sys", "mnt", "media", "srv", "home", "etc/apt", "etc/group-", "etc/gshadow-", "etc/passwd-", "etc/shadow-", "etc/subgid-", "etc/subuid-", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/machine-id", "etc/mtab", "etc/fstab", "etc/network", "usr/share/zsh", "usr/local", "opt", "etc/systemd/system",
-	// Programs that ask who is there, or make one somebody else: nobody is. The units that would start them are masked too.
+	// Programs for users, or that change the user: the image has no users. The units that would start them are masked
+	// too.
 	"usr/sbin/agetty", "usr/sbin/getty", "usr/sbin/sulogin", "usr/bin/login", "usr/bin/su", "usr/bin/newgrp", "usr/bin/sg"}
 
 // waysIn are programs that Debian's part must not have: a build that gets one by a dependency fails.
@@ -120,7 +121,7 @@ func (t tree) folder(from fs.FS, dir, into string) error {
 	})
 }
 
-// additions collects what the image has beside Debian's packages.
+// additions collects the files of the image beside Debian's packages.
 func additions(o options, b base, kernel string, programs map[string]string, config []byte) (tree, error) {
 	t := tree{}
 	for _, d := range folders {
@@ -185,8 +186,8 @@ func osRelease(o options) []byte {
 	return fmt.Appendf(nil, "ID=muster\nID_LIKE=debian\nNAME=Muster\nPRETTY_NAME=\"Muster %s\"\nVERSION_ID=%q\nIMAGE_ID=muster\nIMAGE_VERSION=%q\n", o.version, o.version, o.version)
 }
 
-// merge writes Debian's root and the additions as one archive, and returns Debian's list of
-// installed packages. It refuses a root that somebody could log in to.
+// merge writes Debian's root and the additions as one archive, and returns Debian's list of installed packages. It
+// refuses a root that allows a login.
 func merge(w io.Writer, debian io.Reader, add tree, date time.Time) (status []byte, err error) {
 	out := tar.NewWriter(w)
 	var shadow []byte
@@ -222,7 +223,8 @@ func merge(w io.Writer, debian io.Reader, add tree, date time.Time) (status []by
 		}
 		h.Name = name
 		if h.Typeflag == tar.TypeReg {
-			// Nobody logs in, so nothing has to make somebody root: neither by its mode nor by capabilities (capabilities(7)).
+			// There are no logins, so no program needs to give root: neither by its mode nor by capabilities
+			// (capabilities(7)).
 			h.Mode &= 0o777
 			delete(h.PAXRecords, "SCHILY.xattr.security.capability")
 			delete(h.Xattrs, "security.capability") //nolint:staticcheck // SA1019: deprecated, but the writer takes them from here too
@@ -270,7 +272,7 @@ func put(out *tar.Writer, h *tar.Header, content io.Reader, date time.Time) erro
 	return err
 }
 
-// locked refuses password files with which somebody could log in (shadow(5)).
+// locked refuses password files that allow a login (shadow(5)).
 func locked(shadow []byte) error {
 	if !bytes.Contains(append([]byte("\n"), shadow...), []byte("\nroot:")) {
 		return errors.New("/etc/shadow: root is not in it")
@@ -304,7 +306,8 @@ func squash(ctx context.Context, o options, b base, add tree, to string) ([]byte
 	cmd := command(ctx, o, "mksquashfs", "-", to, "-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "5", "-root-mode", "0755")
 	cmd.Stdin = r
 	if uid, gid := os.Geteuid(), os.Getegid(); uid != 0 {
-		// It gives the root folder to the user that it runs as, and has no option against that for archives. In a user namespace of its own that is root.
+		// It makes the user that it runs as the owner of the root folder, without an option against that for
+		// archives. In a user namespace of its own that is root.
 		cmd.SysProcAttr = &syscall.SysProcAttr{
 			Cloneflags:  syscall.CLONE_NEWUSER,
 			UidMappings: []syscall.SysProcIDMap{{HostID: uid, Size: 1}}, GidMappings: []syscall.SysProcIDMap{{HostID: gid, Size: 1}},

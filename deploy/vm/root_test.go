@@ -156,7 +156,7 @@ func TestFoldersAreTakenOverAndLinksInThemRefused(t *testing.T) {
 	}
 }
 
-// What the documents promise of the image, as it is described here.
+// The promises of the documents about the image.
 func TestNoLoginAndNoUnitThatMeasures(t *testing.T) {
 	for _, u := range []string{"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service", "systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service", "getty@.service", "serial-getty@.service", "emergency.service", "rescue.service", "debug-shell.service"} {
 		if !slices.Contains(masked, u) {

@@ -15,13 +15,13 @@ import (
 	"github.com/muster-k8s/muster/deploy/vm/internal/lock"
 )
 
-// toolPackages are Debian's packages on the machine that builds whose version can change bytes of the image, in order.
+// toolPackages are Debian's packages on the build machine whose version can change bytes of the image, in order.
 var toolPackages = []string{"apt", "dosfstools", "dpkg", "kmod", "libzstd1", "mmdebstrap", "mtools", "squashfs-tools"}
 
-// lockedPrograms are those of [programs] that the lock file names, in order; the others are made of this checkout.
+// lockedPrograms are those of [programs] that the lock file names, in order; the others are built from this checkout.
 var lockedPrograms = []string{"containerd", "containerd-shim-runc-v2", "ctr"}
 
-// pinnedGo are variables of the go command that change what it makes.
+// pinnedGo are variables of the go command that change its output.
 var pinnedGo = []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64", "GOAMD64=v1", "GOFLAGS=", "GOEXPERIMENT=", "GOFIPS140=off"}
 
 // goTool runs the go command in the checkout.
@@ -38,7 +38,7 @@ func goTool(ctx context.Context, o options, args ...string) ([]byte, error) {
 	return out, nil
 }
 
-// toolchain returns the part of a lock file that says with what an image is built on this machine.
+// toolchain returns the part of a lock file about the tools of this machine.
 func toolchain(ctx context.Context, o options) (lock.Lock, error) {
 	version, err := goTool(ctx, o, "env", "GOVERSION")
 	if err != nil {
@@ -116,7 +116,7 @@ func programs(o options, l lock.Lock, dir string) (map[string]string, error) {
 	return out, nil
 }
 
-// builtHere refuses a program that another compiler or other flags have made than everybody else's.
+// builtHere refuses a program that was built with another compiler or other flags than the standard ones.
 func builtHere(file, version string) error {
 	info, err := buildinfo.ReadFile(file)
 	if err != nil {

@@ -48,7 +48,7 @@ func TestTwoBuildsFromNothingButPackagesAreTheSameBytes(t *testing.T) {
 	out, cache := filepath.Join(dir, "out"), filepath.Join(dir, "cache")
 	first := build(exec.CommandContext(t.Context(), "env"), "../..", "../../bin", containerd, cache, out)
 
-	// Everything is elsewhere and set otherwise, and nothing is in a cache.
+	// All paths and settings differ, and the caches are empty.
 	other := filepath.Join(dir, "elsewhere")
 	source, programs, home := filepath.Join(other, "checkout"), filepath.Join(other, "programs"), filepath.Join(other, "home")
 	copyCheckout(t, source)
@@ -69,7 +69,7 @@ func TestTwoBuildsFromNothingButPackagesAreTheSameBytes(t *testing.T) {
 		t.Errorf("with other folders and settings it made\n%s\nand before\n%s", got, first)
 	}
 
-	// Another user, who may read what Go has fetched: what the cache has needs no root.
+	// Another user, who may read Go's module cache: reading it needs no root.
 	const nobody = 65534
 	user := filepath.Join(dir, "nobody")
 	if err := os.CopyFS(filepath.Join(user, "cache"), os.DirFS(cache)); err != nil {
@@ -107,7 +107,7 @@ func output(t *testing.T, cmd *exec.Cmd) string {
 	return strings.TrimSpace(string(out))
 }
 
-// copyCheckout copies the files that git knows, or would.
+// copyCheckout copies the files that git tracks, or would track.
 func copyCheckout(t *testing.T, to string) {
 	t.Helper()
 	list := exec.CommandContext(t.Context(), "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -124,8 +124,9 @@ func copyCheckout(t *testing.T, to string) {
 	}
 }
 
-// runbookRuns looks whether Debian's part of the image in cache has the programs of the block that a machine executes when etcd
-// has lost its quorum: nobody logs in there, so the block comes with an image of its own (docs/runbooks.md).
+// runbookRuns checks whether Debian's part of the image in cache has the programs of the block that a machine
+// executes when etcd has lost its quorum: there are no logins, so the block comes with an image of its own
+// (docs/runbooks.md).
 func runbookRuns(t *testing.T, cache string) {
 	t.Helper()
 	page, err := os.ReadFile("../../docs/runbooks.md")

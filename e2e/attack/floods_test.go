@@ -14,12 +14,12 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// from dials from an address of the loopback network: each is a source of its own.
+// from dials from an address of the loopback network: each is a separate source.
 func from(source string) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	return (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(source)}}).DialContext
 }
 
-// flood opens n TCP connections that say nothing.
+// flood opens n TCP connections that send nothing.
 func flood(t *testing.T, source, addr string, n int) []net.Conn {
 	t.Helper()
 	var conns []net.Conn
@@ -34,7 +34,7 @@ func flood(t *testing.T, source, addr string, n int) []net.Conn {
 	return conns
 }
 
-// closed counts the connections that the server has closed, and waits for no more than d.
+// closed counts the connections that the server has closed, and waits for d at most.
 func closed(t *testing.T, conns []net.Conn, d time.Duration) (n int) {
 	t.Helper()
 	until := time.Now().Add(d)
@@ -74,7 +74,7 @@ func (x *target) dropped(t *testing.T, n int, cause string) {
 	}
 }
 
-// One source cannot keep the others out: it has its own bucket.
+// One source cannot exclude the others: it has its own bucket.
 func TestAFloodFromOneSource(t *testing.T) {
 	t.Parallel()
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50} })
@@ -91,8 +91,8 @@ func TestAFloodFromOneSource(t *testing.T) {
 	}
 }
 
-// Many sources together fill what there is: one that holds nothing gets in all the same, and they
-// keep it for 5 s at most.
+// Many sources together use all slots: a new source is accepted nevertheless, and they keep their slots for 5 s at
+// most.
 func TestAFloodFromManySources(t *testing.T) {
 	t.Parallel()
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50, SetUp: 64} })
@@ -111,8 +111,7 @@ func TestAFloodFromManySources(t *testing.T) {
 	}
 }
 
-// Many machines that attested and then idle cost a bounded number of connections, and the
-// service goes on.
+// Many machines that attested and then idle use a limited number of connections, and the service goes on.
 func TestManyIdleSessions(t *testing.T) {
 	const sessions = 150
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.AttestedPerMachine = sessions })
@@ -155,8 +154,8 @@ func TestManyIdleSessions(t *testing.T) {
 	}
 }
 
-// A peer that stops in the middle of anything does not keep the server from stopping: the
-// clean-up of each test here waits for that, and this one leaves as much as it can.
+// A peer that stops at any point does not prevent the server from stopping: the clean-up of each test here waits for
+// that, and this test leaves as many open connections as possible.
 func TestPeersThatStopInTheMiddle(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) { c.Grace = 2 * time.Second })
 	flood(t, "127.0.0.2", x.addr, 10)
@@ -195,7 +194,7 @@ func TestPeersThatStopInTheMiddle(t *testing.T) {
 	if got := w.play(t, honest(x.machine())); got != accepted {
 		t.Fatal(got)
 	}
-	if _, err := io.WriteString(w, "PRI * HTTP/2.0\r\n"); err != nil { // half a preface
+	if _, err := io.WriteString(w, "PRI * HTTP/2.0\r\n"); err != nil { // half of the preface
 		t.Fatal(err)
 	}
 }

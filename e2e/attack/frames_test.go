@@ -21,8 +21,8 @@ import (
 
 const invalid = attestv1.Reason_REASON_FRAME_INVALID
 
-// Frames that are too many, of the wrong kind, too early, or none at all. Each script gets
-// a session of its own; `then` reads the verdict.
+// Frames that are too many, of the wrong type, too early, or missing. Each script has a session of its own; `then`
+// reads the verdict.
 func TestFramesThatMayNotCome(t *testing.T) {
 	x := newTarget(t, nil)
 	gives := &attestv1.Offer{Gives: tpm2}
@@ -208,7 +208,7 @@ func TestSlowFrames(t *testing.T) {
 	}
 }
 
-// A peer that takes nothing of what it asked for is not waited for either.
+// The server does not wait for a peer that does not read the answer to its request, either.
 func TestAPeerThatDoesNotRead(t *testing.T) {
 	t.Parallel()
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Attester = padded{c.ATLS.Attester} })
@@ -216,7 +216,7 @@ func TestAPeerThatDoesNotRead(t *testing.T) {
 	w.send(t, &attestv1.Offer{Accepts: tpm2})
 	select {
 	case s := <-x.seen:
-		// The whole exchange may fit into the buffers of the kernel; if not, time is up.
+		// The whole exchange may fit into the kernel's buffers; if not, the deadline passes.
 		if r := attest.ReasonOf(s.Err); r != attestv1.Reason_REASON_DEADLINE {
 			t.Errorf("%v, want DEADLINE", s.Err)
 		}
@@ -225,7 +225,7 @@ func TestAPeerThatDoesNotRead(t *testing.T) {
 	}
 }
 
-// padded makes evidence of almost 1 MiB: what a joinservice presents is not judged here.
+// padded makes evidence of almost 1 MiB: the evidence of a joinservice is not appraised here.
 type padded struct{ attest.Attester }
 
 func (p padded) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
@@ -240,7 +240,7 @@ func (p padded) Attest(ctx context.Context, f attestv1.Format, b attest.Binding)
 	return ev, nil
 }
 
-// Two sides that first write a megabyte each, through buffers that hold little of it.
+// Two sides that first write a megabyte each, through small buffers.
 func TestAMegabyteBothWays(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) {
 		c.ATLS.Attester = padded{c.ATLS.Attester}
@@ -253,7 +253,7 @@ func TestAMegabyteBothWays(t *testing.T) {
 			return shrink(conn), err
 		}
 	}), x.addr)
-	if err != nil { // DEADLINE, if they stop each other
+	if err != nil { // DEADLINE, if they block each other
 		t.Fatal(err)
 	}
 }
@@ -265,7 +265,7 @@ func (u narrow) Accept() (net.Conn, error) {
 	return shrink(c), err
 }
 
-// shrink gives a connection small buffers.
+// shrink sets small buffers on a connection.
 func shrink(c net.Conn) net.Conn {
 	if tc, ok := c.(*net.TCPConn); ok {
 		_ = tc.SetReadBuffer(64 << 10)
@@ -274,7 +274,7 @@ func shrink(c net.Conn) net.Conn {
 	return c
 }
 
-// Large evidence takes memory, so a source may send only so much at one time.
+// Large evidence needs memory, so a source may send only a limited amount at one time.
 func TestTooManyLargeFrames(t *testing.T) {
 	// Room for three copies of each of two, and for the server's own evidence.
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.BytesPerSource = 2*3*0x0f0000 + 160<<10 })
@@ -282,14 +282,14 @@ func TestTooManyLargeFrames(t *testing.T) {
 	for range 2 {
 		w := open(t, x.addr, nil)
 		w.send(t, &attestv1.Offer{Gives: tpm2})
-		raw(t, w, []byte{0, 0x0f, 0, 0, 0}) // a megabyte is promised, and does not come
+		raw(t, w, []byte{0, 0x0f, 0, 0, 0}) // a megabyte is announced, and does not come
 		hold = append(hold, w)
 	}
 	large := honest(padded{x.machine()})
 	until := time.Now().Add(5 * time.Second)
 	got := accepted
 	x.refuses(t, attestv1.Reason_REASON_BUSY, func() attestv1.Reason {
-		for got == accepted && time.Now().Before(until) { // until both promises are read
+		for got == accepted && time.Now().Before(until) { // until both announcements are read
 			got = open(t, x.addr, nil).play(t, large)
 		}
 		return got
@@ -309,7 +309,7 @@ func TestTooManyLargeFrames(t *testing.T) {
 	}
 }
 
-// What a stranger is told of a refusal is the reason alone.
+// An unattested client receives only the reason of a refusal.
 func TestAStrangerLearnsTheReasonAlone(t *testing.T) {
 	x := newTarget(t, nil)
 	changed := attesttest.NewMachine(t, x.ca, attesttest.Options{Image: "one byte differs"})

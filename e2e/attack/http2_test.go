@@ -33,7 +33,7 @@ func request(t *testing.T, w io.Writer, stream uint32) {
 	}
 }
 
-// settle runs the exchange and gives what the client may send behind it.
+// settle runs the exchange and returns the writer for the bytes behind it.
 func settle(t *testing.T, x *target) (w *wire, opening *bytes.Buffer) {
 	t.Helper()
 	w = open(t, x.addr, nil)
@@ -52,8 +52,8 @@ func settle(t *testing.T, x *target) (w *wire, opening *bytes.Buffer) {
 	return w, opening
 }
 
-// answers reads frames until the stream has ended, and gives its status and whether the
-// server said GOAWAY by then.
+// answers reads frames until the stream has ended, and returns its status and whether the server has sent GOAWAY by
+// then.
 func answers(t *testing.T, fr *http2.Framer, stream uint32) (status string, goAway bool) {
 	t.Helper()
 	fr.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
@@ -88,7 +88,7 @@ func TestTheExchangeAndHTTP2InOneRecord(t *testing.T) {
 	}
 }
 
-// A verdict that aged ends the connection by GOAWAY, after the answer.
+// An expired verdict ends the connection by GOAWAY, after the answer.
 func TestAnAgedVerdictIsWoundUpByGOAWAY(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.MaxAge = time.Nanosecond })
 	w, opening := settle(t, x)
@@ -108,7 +108,7 @@ func TestAnAgedVerdictIsWoundUpByGOAWAY(t *testing.T) {
 	}
 }
 
-// Behind the exchange nothing but HTTP/2 is served: no HTTP/1, no second exchange.
+// Behind the exchange only HTTP/2 is served: no HTTP/1, no second exchange.
 func TestNothingButHTTP2IsServedBehindTheExchange(t *testing.T) {
 	x := newTarget(t, nil)
 	for name, behind := range map[string]string{

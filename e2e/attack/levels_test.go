@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// Every RPC that there is, called by everybody: a plain HTTPS client, one with a session that did not
-// attest, an attested machine.
+// Every existing RPC, called by every kind of client: a plain HTTPS client, one with a session that did not attest,
+// an attested machine.
 func TestEveryRPCFromEveryLevel(t *testing.T) {
 	all := refusaltest.Procedures()
 	if len(all) < 8 {
@@ -26,7 +26,7 @@ func TestEveryRPCFromEveryLevel(t *testing.T) {
 			t.Errorf("%s has no level", p.Path)
 			continue
 		}
-		x := newTarget(t, nil) // each with its own ration of records
+		x := newTarget(t, nil) // each with its own limit of records
 		callers := map[string]struct {
 			client *http.Client
 			level  rpc.Level
@@ -51,7 +51,7 @@ func TestEveryRPCFromEveryLevel(t *testing.T) {
 	}
 }
 
-// Nothing that a request says of itself raises its level.
+// No content of a request raises its level.
 func TestHeadersDoNotRaiseALevel(t *testing.T) {
 	x := newTarget(t, nil)
 	c := refusaltest.Plain(t)

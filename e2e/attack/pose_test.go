@@ -22,8 +22,8 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// A7: root on a worker has everything that a joinservice shows: a genuine machine of the cluster, its attester's socket of the purpose joinservice, and the policy
-// in force. A machine that was led to it asks it for nothing.
+// A7: root on a worker has everything that a joinservice presents: a genuine machine of the cluster, its attester's
+// socket of the purpose joinservice, and the policy in force. A machine that connects to it sends it no request.
 func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 	public, owner, err := ed25519.GenerateKey(nil)
 	if err != nil {
@@ -32,7 +32,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 	clusterID := [32]byte{7}
 	for name, tt := range map[string]struct {
 		listed func(x *target) []*attesttest.Machine
-		want   attestv1.Reason // 0: it is asked
+		want   attestv1.Reason // 0: the request is sent
 	}{
 		"a worker":                       {func(x *target) []*attesttest.Machine { return []*attesttest.Machine{x.client} }, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"a policy that lists nobody":     {func(*target) []*attesttest.Machine { return nil }, attestv1.Reason_REASON_SERVER_NOT_LISTED},
@@ -45,7 +45,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				c.ATLS.Attester, c.ATLS.Appraiser = presenting, atls.NoAppraiser // the attacker lets everybody in
+				c.ATLS.Attester, c.ATLS.Appraiser = presenting, atls.NoAppraiser // the attacker accepts every client
 			})
 			x.server.LockTo(clusterID)
 			signed = attest.SignPolicy(owner, attesttest.Policy(t, x.ca, []*attesttest.Machine{x.server}, attesttest.ControlPlanes(tt.listed(x)...)))
@@ -76,7 +76,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 			case tt.want != 0 && (!refused || refusal.Remote || refusal.Reason != tt.want):
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
 			}
-			// What is refused is also not remembered: its policy is no floor for the real one.
+			// A refusal is also not remembered: its policy is no lower limit for the real one.
 			if err := memory.Newest(journal.Policy{OwnerKey: journal.Hex(public), Serial: 1, Digest: []byte{1}}, false); (err == nil) != (tt.want != 0) {
 				t.Errorf("remembered: %v", err)
 			}

@@ -21,8 +21,7 @@ const (
 	mismatch = attestv1.Reason_REASON_BINDING_MISMATCH
 )
 
-// A man in the middle that holds the server's private key passes every byte of the
-// exchange on, evidence included.
+// A man in the middle that holds the server's private key forwards every byte of the exchange, with the evidence.
 func TestRelayWithTheServersPrivateKey(t *testing.T) {
 	x := newTarget(t, nil)
 	conf := &tls.Config{Certificates: []tls.Certificate{x.stolen}, NextProtos: []string{alpn}, MinVersion: tls.VersionTLS13}
@@ -40,13 +39,13 @@ func TestRelayWithTheServersPrivateKey(t *testing.T) {
 		t.Errorf("the client was relayed: %v, want %v", err, mismatch)
 	}
 
-	// Nor does the server take the relayed client for an honest one, whatever that thinks.
+	// Nor does the server accept the relayed client as an honest one, whatever the client's own result is.
 	s := <-x.seen
 	if s.Err == nil || s.Peer != nil {
 		t.Errorf("the server accepted %v through the relay", s.Peer)
 	}
 
-	// Who passes TCP on without a TLS session of his own is a router.
+	// A relay that forwards TCP without a TLS session of its own is a router.
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -61,7 +60,7 @@ func TestRelayWithTheServersPrivateKey(t *testing.T) {
 	}
 }
 
-// An attacker asks a good machine's GetEvidence for evidence over his own session's binding.
+// An attacker asks a good machine's GetEvidence for evidence over the binding of the attacker's session.
 func TestRelayThroughGetEvidence(t *testing.T) {
 	x := newTarget(t, nil)
 	oracle := attestv1connect.NewEvidenceServiceClient(refusaltest.Plain(t), "https://"+x.addr, rpc.ClientOptions()...)
@@ -73,7 +72,7 @@ func TestRelayThroughGetEvidence(t *testing.T) {
 	if got := open(t, x.addr, nil).play(t, attack); got != mismatch {
 		t.Errorf("%v, want %v", got, mismatch)
 	}
-	// The nonce may as well be the statement of a machine: it is hashed once more.
+	// The nonce may also be the statement of a machine: it is hashed once more.
 	attack.evidence = func(ctx context.Context, b attest.Binding) (*attestv1.Evidence, error) {
 		s := attest.NewStatement(attest.PurposeMachine, b)
 		resp, err := oracle.GetEvidence(ctx, &attestv1.GetEvidenceRequest{Nonce: s[:]})
@@ -87,7 +86,7 @@ func TestRelayThroughGetEvidence(t *testing.T) {
 	}
 }
 
-// Evidence that a pod may ask its machine for is not that of the machine.
+// Evidence that a pod may request from its machine is not accepted as the machine's.
 func TestEvidenceOfAnotherPurpose(t *testing.T) {
 	x := newTarget(t, nil)
 	for _, p := range []attest.Purpose{attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic} {
@@ -100,8 +99,8 @@ func TestEvidenceOfAnotherPurpose(t *testing.T) {
 	}
 }
 
-// The exporter is the same at both ends, so an attacker sends a peer its own evidence. Both
-// sides expect the purpose that they have, so that the role alone stands in the way.
+// The exporter is the same at both ends, so an attacker sends a peer its own evidence. Both sides expect the purpose
+// that they have, so that only the role differs.
 func TestReflection(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.ClientPurpose = attest.PurposeJoinservice })
 	both := &attestv1.Offer{Gives: tpm2, Accepts: tpm2}
@@ -230,8 +229,7 @@ func TestReplayInAnotherSession(t *testing.T) {
 	}
 }
 
-// The victim's TPM answers a challenge in a session with the attacker, who passes the
-// answer on in his own.
+// The victim's TPM answers a challenge in a session with the attacker, who forwards the answer in another session.
 func TestActivationAnsweredForAnotherSession(t *testing.T) {
 	for _, repaired := range []bool{false, true} {
 		x := newTarget(t, nil) // a verifier that does not know the machine yet
@@ -257,8 +255,8 @@ func TestActivationAnsweredForAnotherSession(t *testing.T) {
 	}
 }
 
-// An attestation key in software claims the EK certificate of a good machine: its quotes
-// check out, but the good machine's TPM opens no credential for it.
+// An attestation key in software claims the EK certificate of a good machine: its quotes verify, but the good
+// machine's TPM opens no credential for it.
 func TestAKeyThatIsNotInTheTPM(t *testing.T) {
 	x := newTarget(t, nil)
 	rogue := attesttest.NewMachine(t, x.ca, attesttest.Options{})
@@ -285,7 +283,7 @@ func TestAKeyThatIsNotInTheTPM(t *testing.T) {
 	}
 }
 
-// The two sides do not have the same offers: somebody changed one on its way.
+// The two sides do not have the same offers: an attacker changed one in transit.
 func TestAnOfferChangedOnOneSide(t *testing.T) {
 	x := newTarget(t, nil)
 	for name, change := range map[string]func(sent []byte) []byte{
@@ -305,7 +303,7 @@ func TestAnOfferChangedOnOneSide(t *testing.T) {
 	}
 }
 
-// tickets counts what a server gave a client to resume with.
+// tickets counts the session tickets that a server gave a client.
 type tickets struct {
 	tls.ClientSessionCache
 	put int
@@ -323,7 +321,7 @@ func TestResumption(t *testing.T) {
 	cache := &tickets{ClientSessionCache: tls.NewLRUClientSessionCache(8)}
 	resume := func(c *tls.Config) { c.ClientSessionCache = cache }
 
-	for range 2 { // the server gives nothing to resume with
+	for range 2 { // the server gives no session ticket
 		w := open(t, x.addr, resume)
 		if got := w.play(t, honest(x.machine())); got != accepted || w.ConnectionState().DidResume || cache.put != 0 {
 			t.Fatalf("%v, resumed %v, %d tickets", got, w.ConnectionState().DidResume, cache.put)

@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// alpn and the roles are those of docs/attested-tls.md, written down once more.
+// alpn and the roles are those of docs/attested-tls.md, repeated here on purpose.
 const (
 	alpn   = "muster-atls/1"
 	client = 0x01
@@ -27,7 +27,7 @@ const (
 
 var tpm2 = []attestv1.Format{attestv1.Format_FORMAT_TPM2}
 
-// wire is one end of a session, in an attacker's hands.
+// wire is an attacker's end of a session.
 type wire struct {
 	*tls.Conn
 	ekm []byte
@@ -110,7 +110,7 @@ func (w *wire) receive() (*attestv1.Frame, []byte, error) {
 	return f, raw, proto.Unmarshal(raw[4:], f)
 }
 
-// verdict reads until the peer's verdict; UNSPECIFIED if it hangs up without one.
+// verdict reads until the peer's verdict; UNSPECIFIED if the peer closes without one.
 func (w *wire) verdict(t *testing.T) attestv1.Reason {
 	t.Helper()
 	for {
@@ -135,19 +135,19 @@ func (w *wire) bind(role byte, clientOffer, serverOffer []byte) attest.Binding {
 	return sha256.Sum256(append(b, offers[:]...))
 }
 
-// script is a client that does one thing wrong, or nothing.
+// script is a client that makes one error, or none.
 type script struct {
-	// offer is what it sends; nil: gives TPM 2.0 evidence and judges nobody.
+	// offer is what it sends; nil: offers TPM 2.0 evidence and requests none.
 	offer *attestv1.Offer
-	// hashed is what it takes for its own offer in the binding; nil: what it sent.
+	// hashed is the offer that it uses in the binding; nil: the one that it sent.
 	hashed func(sent []byte) []byte
 	// evidence is made over its binding.
 	evidence func(ctx context.Context, b attest.Binding) (*attestv1.Evidence, error)
-	// respond answers a challenge; nil: it hangs up.
+	// respond answers a challenge; nil: it closes the connection.
 	respond func(ctx context.Context, c *attestv1.Challenge, b attest.Binding) ([]byte, error)
 }
 
-// honest is a script that goes by the rules with a machine's attester.
+// honest is a correct script with a machine's attester.
 func honest(a attest.Attester) script {
 	return script{
 		evidence: func(ctx context.Context, b attest.Binding) (*attestv1.Evidence, error) {
@@ -157,7 +157,7 @@ func honest(a attest.Attester) script {
 	}
 }
 
-// play runs the script and gives the server's verdict.
+// play runs the script and returns the server's verdict.
 func (w *wire) play(t *testing.T, s script) attestv1.Reason {
 	t.Helper()
 	if s.offer == nil {

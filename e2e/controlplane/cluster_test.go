@@ -1,5 +1,5 @@
-// Package controlplane brings up a cluster of several control planes, which join one after another,
-// kills the first one for good, and lets the rest admit a machine.
+// Package controlplane initializes a cluster of several control planes, which join one after another, kills the first
+// one for good, and lets the others admit a machine.
 package controlplane
 
 import (
@@ -19,7 +19,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// ownersKubeconfig is where `muster init` writes it; its server is the load balancer.
+// ownersKubeconfig is the path that `muster init` writes it to; its server is the load balancer.
 const ownersKubeconfig = "muster-planes/admin.conf"
 
 // cluster is a lab whose first control planes are nodes 1 to planes.
@@ -32,7 +32,7 @@ type cluster struct {
 func node(number int) string    { return fmt.Sprintf("node%d", number) }
 func address(number int) string { return fmt.Sprintf("192.168.77.%d", 10+number) }
 
-// endpoints are the joinservices of all control planes, those that are not there yet among them.
+// endpoints are the joinservices of all control planes, also of those that have not joined yet.
 func (c *cluster) endpoints() []string {
 	var out []string
 	for i := range c.planes {
@@ -41,7 +41,7 @@ func (c *cluster) endpoints() []string {
 	return out
 }
 
-// bringUp makes the machines and initialises the first; the lab goes with the test.
+// bringUp makes the machines and initializes the first; the lab is removed after the test.
 func bringUp(t *testing.T, planes int) *cluster {
 	t.Helper()
 	began := time.Now()
@@ -76,7 +76,7 @@ func (c *cluster) say(t *testing.T, format string, args ...any) {
 	t.Logf("%5.1f s  %s", time.Since(c.began).Seconds(), fmt.Sprintf(format, args...))
 }
 
-// kubectl runs on the owner's seat, over the load balancer.
+// kubectl runs on the owner's workstation, over the load balancer.
 func (c *cluster) kubectl(ctx context.Context, args ...string) (string, error) {
 	return c.At(ctx, driver.Owner, "", append([]string{"kubectl", "--kubeconfig", ownersKubeconfig, "--request-timeout=5s"}, args...)...)
 }

@@ -23,8 +23,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 )
 
-// planesEnv names the environment variable that says how many control planes there are; three
-// without it.
+// planesEnv is the environment variable for the number of control planes; three without it.
 const planesEnv = "MUSTER_E2E_CONTROL_PLANES"
 
 func planes(t *testing.T) int {
@@ -58,7 +57,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	labtest.Eventually(t, c.servicesEverywhere)
 	c.say(t, "etcd has %d members; joinservice and kms run on each", c.planes)
 	c.show(t)
-	t.Run("they joined one after another", c.turnsDoNotOverlap)
+	t.Run("they joined one after another", c.joinLeasesDoNotOverlap)
 	t.Run("each runs as hardened as the first", c.alike)
 	t.Run("no pod is root on its node", c.refusesPods)
 
@@ -75,7 +74,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	c.show(t)
 }
 
-// servicesEverywhere gives nil once every control plane runs both services.
+// servicesEverywhere returns nil once every control plane runs both services.
 func (c *cluster) servicesEverywhere(ctx context.Context) error {
 	out, err := c.kubectl(ctx, "-n", "muster-system", "get", "daemonsets", "-o", `jsonpath={range .items[*]}{.metadata.name}={.status.numberReady}{"\n"}{end}`)
 	if err != nil {
@@ -89,7 +88,7 @@ func (c *cluster) servicesEverywhere(ctx context.Context) error {
 	return nil
 }
 
-// show prints what an operator sees.
+// show prints the output for an operator.
 func (c *cluster) show(t *testing.T) {
 	t.Helper()
 	t.Logf("kubectl get nodes\n%s", c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", ownersKubeconfig, "get", "nodes", "-o", "wide"))
@@ -128,13 +127,13 @@ func (c *cluster) records(t *testing.T) map[string][]audit.Record {
 	return out
 }
 
-// turn is what the audit logs say of one machine's turn.
-type turn struct {
+// joinLease is the time in which one machine held the join lease, by the audit logs.
+type joinLease struct {
 	node       string
 	began, end time.Time
 }
 
-func (c *cluster) turnsDoNotOverlap(t *testing.T) {
+func (c *cluster) joinLeasesDoNotOverlap(t *testing.T) {
 	began, ended, busy := map[string]audit.Record{}, map[string]audit.Record{}, 0
 	for _, records := range c.records(t) {
 		for _, r := range records {
@@ -148,26 +147,26 @@ func (c *cluster) turnsDoNotOverlap(t *testing.T) {
 			}
 		}
 	}
-	var turns []turn
+	var leases []joinLease
 	for id, r := range began {
 		e, ok := ended[id]
 		if !ok {
-			t.Errorf("%s's turn with ticket %s has no end", r.Node, id)
+			t.Errorf("the join lease of %s with ticket %s has no end", r.Node, id)
 			continue
 		}
-		turns = append(turns, turn{r.Node, r.Time, e.Time})
+		leases = append(leases, joinLease{r.Node, r.Time, e.Time})
 	}
-	slices.SortFunc(turns, func(a, b turn) int { return a.began.Compare(b.began) })
+	slices.SortFunc(leases, func(a, b joinLease) int { return a.began.Compare(b.began) })
 	seen := map[string]bool{}
-	for i, n := range turns {
+	for i, n := range leases {
 		t.Logf("%s: %s to %s, %.1f s", n.node, n.began.Format("15:04:05.0"), n.end.Format("15:04:05.0"), n.end.Sub(n.began).Seconds())
 		seen[n.node] = true
-		if i > 0 && n.began.Before(turns[i-1].end) {
-			t.Errorf("%s began before %s had ended", n.node, turns[i-1].node)
+		if i > 0 && n.began.Before(leases[i-1].end) {
+			t.Errorf("%s began before %s had ended", n.node, leases[i-1].node)
 		}
 	}
 	if len(seen) != c.planes-1 {
-		t.Errorf("turns of %v, want %d machines", seen, c.planes-1)
+		t.Errorf("join leases of %v, want %d machines", seen, c.planes-1)
 	}
 	if busy == 0 {
 		t.Error("nobody had to wait, so nothing was shown")
@@ -175,7 +174,8 @@ func (c *cluster) turnsDoNotOverlap(t *testing.T) {
 	t.Logf("machines that had to wait were told so %d times", busy)
 }
 
-// refusesPods asks each API server for pods by which whoever may create pods in one namespace would be root on a node.
+// refusesPods sends each API server the pods with which a user who may create pods in one namespace would become root
+// on a node.
 func (c *cluster) refusesPods(t *testing.T) {
 	const pod = `{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "root", "namespace": "default"}, "spec": {"tolerations": [{"operator": "Exists"}], "containers": [{"name": "root", "image": "x"%s}]%s}}`
 	for i := 1; i <= c.planes; i++ {
@@ -200,8 +200,8 @@ func (c *cluster) refusesPods(t *testing.T) {
 	}
 }
 
-// alike compares what the static pods of all control planes are started with: the second and third
-// must not be weaker than the first (J5), and one that encrypts under another key reads no Secret of the first.
+// alike compares the arguments of the static pods of all control planes: the second and third must not be weaker than
+// the first (J5), and one that encrypts under another key reads no Secret of the first.
 func (c *cluster) alike(t *testing.T) {
 	hardened := map[string][]string{
 		"kube-apiserver":          {"--authorization-config=" + kubeadm.AuthzFile, "--admission-control-config-file=" + kubeadm.AdmissionFile, "--enable-bootstrap-token-auth=false", "--kubelet-certificate-authority=/etc/kubernetes/pki/ca.crt", "--encryption-provider-config=" + etcdencryption.File},
@@ -235,8 +235,8 @@ func (c *cluster) alike(t *testing.T) {
 	}
 }
 
-// flags gives a static pod's command line and mounts, sorted, with the node's own address and name
-// left open.
+// flags returns a static pod's command line and mounts, sorted, with placeholders for the node's own address and
+// name.
 func (c *cluster) flags(t *testing.T, number int, program string) []string {
 	t.Helper()
 	out := c.Must(t, node(number), "", "cat", "/etc/kubernetes/manifests/"+program+".yaml")

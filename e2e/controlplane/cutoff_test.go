@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// The power goes when etcd has just given the second member its vote: the first one alone is half of
-// them and answers nobody, so the second must come back by itself before anything can be repaired.
+// The power fails when etcd has just given the second member its vote: the first one alone is half of them and does
+// not answer, so the second must come back by itself before anything can be repaired.
 func TestAControlPlaneCutOffInTheMiddleOfItsJoinComesBack(t *testing.T) {
 	c := bringUp(t, 2)
 	labtest.Eventually(t, func(context.Context) error {

@@ -24,8 +24,8 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// B9: whoever serves the registry moves every tag of Kubernetes' images to programs of his own. A control plane and a worker come up with what the owner listed,
-// and nothing of his runs.
+// B9: the operator of the registry moves every tag of Kubernetes' images to other programs. A control plane and a
+// worker start the images that the owner listed, and none of the others.
 func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 	c := &cluster{Cluster: labtest.UpEmpty(t, "muster-tags"), planes: 1}
 	t.Cleanup(func() {
@@ -70,7 +70,7 @@ func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 	if err := c.Push(t.Context(), dir); err != nil {
 		t.Fatal(err)
 	}
-	// It is what a tag leads to now.
+	// The tag now refers to it.
 	first := c.First(t)
 	c.Add(t, first, driver.Node{Name: node(2), JoinEndpoints: []string{labtest.Joinservice}})
 	moved := listed[versions.Pause]
@@ -98,7 +98,7 @@ func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 	}
 }
 
-// runsListed gives nil once each of Kubernetes' pods names the listed digest, and runs it.
+// runsListed returns nil once each of Kubernetes' pods names the listed digest, and runs it.
 func (c *cluster) runsListed(ctx context.Context, listed versions.Images) error {
 	out, err := c.kubectl(ctx, "-n", "kube-system", "get", "pods", "-o", `jsonpath={range .items[*]}{.spec.containers[0].name}|{.spec.containers[0].image}|{.status.containerStatuses[0].imageID}|{.status.containerStatuses[0].ready}{"\n"}{end}`)
 	if err != nil {
@@ -116,13 +116,13 @@ func (c *cluster) runsListed(ctx context.Context, listed versions.Images) error 
 		}
 		seen[f[0]]++
 	}
-	if len(seen) != len(listed)-1 || seen[versions.Proxy] != 2 { // the pause image is nobody's container
+	if len(seen) != len(listed)-1 || seen[versions.Proxy] != 2 { // the pause image is no container's
 		err = errors.Join(err, fmt.Errorf("pods: %v\n%s", seen, out))
 	}
 	return err
 }
 
-// hostileImage runs a program of the attacker's where the genuine one has its own.
+// hostileImage runs a program of the attacker's at the path of the genuine one.
 func hostileImage(t *testing.T, name string, program []byte) v1.Image {
 	t.Helper()
 	at := "usr/local/bin/" + name

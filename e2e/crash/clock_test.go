@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// setClock puts the machine's clock off.
+// setClock sets the offset of the machine's clock.
 func (h *host) setClock(off time.Duration) {
 	h.t.Helper()
 	if err := machine.WriteFile(h.plan.beside("clock"), []byte(off.String()), 0o600, 0o700); err != nil {
@@ -19,10 +19,10 @@ func (h *host) setClock(off time.Duration) {
 	}
 }
 
-// A machine or a cluster whose clock is three hours off. The attested sessions don't depend on it. If the
-// machine's clock is behind, the certificates that the cluster makes are not valid yet: the machine says so
-// with both times before it locks itself, gives the ticket back, and joins once the clock is right. If it is
-// ahead, by less than the certificates live, it joins.
+// A machine or a cluster whose clock is three hours off. The attested sessions do not depend on it. If the machine's
+// clock is behind, the certificates that the cluster makes are not valid yet: the machine logs both times before it
+// locks itself, returns the ticket, and joins once the clock is right. If it is ahead, by less than the certificates'
+// lifetime, it joins.
 func TestAClockThatIsThreeHoursOffIsNamedOrHarmless(t *testing.T) {
 	t.Parallel()
 	const off = 3 * time.Hour

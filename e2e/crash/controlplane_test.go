@@ -10,9 +10,9 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// killsAControlPlane kills the bootstrapper of a second control plane in each phase of its join,
-// within kubeadm's own included: before, while and after its etcd becomes a member. It ends as a
-// control plane, and etcd has two voters and nothing of the tries before.
+// killsAControlPlane kills the bootstrapper of a second control plane in each phase of its join, also during kubeadm:
+// before, while and after its etcd becomes a member. It ends as a control plane, and etcd has two voters and nothing
+// from the failed attempts.
 func (r *realLab) killsAControlPlane(t *testing.T) {
 	r.t = t
 	const name = "node6"

@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// onSmallDisk puts a folder of the machine on a disk of its own, of 256 KiB.
+// onSmallDisk puts a folder of the machine on a separate disk of 256 KiB.
 func (h *host) onSmallDisk(folder string) (disk string) {
 	h.t.Helper()
 	disk = disktest.Small(h.t, 256<<10)
@@ -23,8 +23,8 @@ func (h *host) onSmallDisk(folder string) (disk string) {
 	return disk
 }
 
-// B1, B3: what can't be remembered does not happen. An owner whose machine's disk is full is told so
-// before the machine is locked, and once there is room the same call of the same process succeeds.
+// B1, B3: a step that cannot be recorded is not taken. The owner of a machine with a full disk gets an error before
+// the machine is locked, and once there is room the same call of the same process succeeds.
 func TestAnInitIsRefusedBeforeTheLockIfTheJournalsDiskIsFull(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -32,8 +32,8 @@ func TestAnInitIsRefusedBeforeTheLockIfTheJournalsDiskIsFull(t *testing.T) {
 	h := b.newHost(t, first(), nil)
 	free := disktest.Fill(t, h.onSmallDisk(filepath.Dir(journalPath)))
 	l := h.start(-1)
-	// The state disk, in the same folder, has no ID yet: without room the bootstrapper says so and ends,
-	// for its unit to start it again.
+	// The state disk, in the same folder, has no ID yet: without room the bootstrapper logs that and exits, and its
+	// unit starts it again.
 	if err := l.end(); err == nil || !strings.Contains(l.log.String(), "no space left on device") || !strings.Contains(l.log.String(), "STATE_DISK") {
 		t.Fatalf("ended with %v\n%s", err, l.log)
 	}
@@ -57,8 +57,7 @@ func TestAnInitIsRefusedBeforeTheLockIfTheJournalsDiskIsFull(t *testing.T) {
 	}
 }
 
-// The same for a join: the machine asks for no ticket that it could not use, and joins by itself once
-// there is room.
+// The same for a join: the machine asks for no ticket that it could not use, and joins by itself once there is room.
 func TestAJoinAsksForNoTicketIfTheJournalsDiskIsFull(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -81,8 +80,8 @@ func TestAJoinAsksForNoTicketIfTheJournalsDiskIsFull(t *testing.T) {
 	}
 }
 
-// B3: the disks that components and configuration go to fill up after the lock. The machine says so, and
-// goes on by itself, or with the owner's next call, once there is room.
+// B3: the disks for components and configuration fill up after the lock. The machine logs that, and goes on by
+// itself, or with the owner's next call, once there is room.
 func TestAFullDiskAfterTheLockIsRetryable(t *testing.T) {
 	t.Parallel()
 	for folder, reason := range map[string]string{"/usr/local/bin": "COMPONENT_UNAVAILABLE", "/etc/kubernetes": "STATE_DISK"} {

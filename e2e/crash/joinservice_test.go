@@ -38,8 +38,8 @@ import (
 
 var joinCluster = [32]byte(bytes.Repeat([]byte{0xC1}, 32))
 
-// joinservice is a cluster of one joinservice, on a machine of its own: real attested TLS
-// and real certificates. It admits every genuine machine that is unlocked or its cluster's.
+// joinservice is a cluster of one joinservice, on a machine of its own: real attested TLS and real certificates. It
+// admits every genuine machine that is unlocked or locked to its cluster.
 type joinservice struct {
 	joinv1connect.UnimplementedJoinServiceHandler
 	t        testing.TB
@@ -59,7 +59,7 @@ type joinservice struct {
 	issued   int
 	returned int
 	rejoins  int
-	root     *keys.Root // of encrypted disks' keys; nil: all disks have one key, and nobody is enrolled
+	root     *keys.Root // of encrypted disks' keys; nil: all disks have one key, and no machine is enrolled
 	enrolled map[attest.MachineID]*joinv1.IssueJoinTicketRequest
 }
 
@@ -244,7 +244,7 @@ func (j *joinservice) ReturnJoinTicket(context.Context, *joinv1.ReturnJoinTicket
 	return &joinv1.ReturnJoinTicketResponse{}, nil
 }
 
-// counts gives how many tickets were issued and how many came back since the last call.
+// counts returns how many tickets were issued and how many came back since the last call.
 func (j *joinservice) counts() (issued, returned int) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -253,7 +253,7 @@ func (j *joinservice) counts() (issued, returned int) {
 	return issued, returned
 }
 
-// shut lets requests for a ticket wait until open is called.
+// shut blocks requests for a ticket until open is called.
 func (j *joinservice) shut() (open func()) {
 	j.mu.Lock()
 	defer j.mu.Unlock()

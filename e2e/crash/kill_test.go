@@ -12,10 +12,10 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// long says whether this is `make test-crash`, which makes more runs of the same tests.
+// long reports whether this is `make test-crash`, which makes more runs of the same tests.
 func long() bool { return os.Getenv("MUSTER_CRASH_LONG") != "" }
 
-// runs gives how many runs to make: few, or many for `make test-crash`.
+// runs returns how many runs to make: few, or many for `make test-crash`.
 func runs(few, many int) int {
 	if long() {
 		return many
@@ -23,7 +23,7 @@ func runs(few, many int) int {
 	return few
 }
 
-// seeded gives a source of chance whose seed is printed, and taken from MUSTER_CRASH_SEED if set.
+// seeded returns a source of chance whose seed is printed, and taken from MUSTER_CRASH_SEED if set.
 func seeded(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -38,9 +38,9 @@ func seeded(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 1))
 }
 
-// ending says how a machine's first lives end.
+// ending is how a machine's first lives end.
 type ending struct {
-	killAt    []int         // for each life the effect at which it ends; from there on they live
+	killAt    []int         // for each life the effect at which it ends; later lives are not killed
 	killIn    []string      // the same by name
 	killAfter time.Duration // when the first is killed from outside; 0: not
 	hold      string        // where the first waits to be killed, if it gets there before
@@ -49,8 +49,8 @@ type ending struct {
 
 const livesAtMost = 12
 
-// bringUp makes the machine a node, as its supervisor and its owner do it: a process that
-// was killed is started again, a call that failed is repeated.
+// bringUp makes the machine a node, like its supervisor and its owner: it restarts a killed process, and repeats a
+// failed call.
 func (h *host) bringUp(t *testing.T, kind journal.Kind, e ending) (kills int) {
 	t.Helper()
 	req, id := request(h.mirror)
@@ -99,7 +99,7 @@ func (h *host) bringUp(t *testing.T, kind journal.Kind, e ending) (kills int) {
 	return 0
 }
 
-// dead says whether the process is gone, or about to be: a connection is cut before its
+// dead reports whether the process is gone, or about to be: a connection is cut before its
 // end is known.
 func dead(l *life) bool {
 	select {
@@ -110,16 +110,16 @@ func dead(l *life) bool {
 	}
 }
 
-// pointsOf gives the effects of one life that nobody kills.
+// pointsOf returns the effects of one life that is not killed.
 func pointsOf(t *testing.T, h *host, kind journal.Kind) []string {
 	t.Helper()
 	h.bringUp(t, kind, ending{})
 	return h.effects()
 }
 
-// B3: the bootstrapper of an init is killed with SIGKILL at every write of its journal, around the
-// extension of PCR 15, and in every phase. When it is started again, with or without a reboot, and
-// the owner calls again, the machine is the first node of the same cluster.
+// B3: the bootstrapper of an init is killed with SIGKILL at every write of its journal, around the extension of PCR
+// 15, and in every phase. When it is started again, with or without a reboot, and the owner calls again, the machine
+// is the first node of the same cluster.
 func TestAnInitThatIsKilledAnywhereEndsAsANode(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -129,7 +129,7 @@ func TestAnInitThatIsKilledAnywhereEndsAsANode(t *testing.T) {
 
 // B3: the same for a join, of a worker and of a control plane.
 func TestAJoinThatIsKilledAnywhereEndsAsANode(t *testing.T) {
-	// A control plane differs in its files alone: a third of the points, if there is little time.
+	// A control plane differs only in its files: a third of the points, if there is little time.
 	for role, every := range map[string]int{"worker": 1, "control-plane": runs(3, 1)} {
 		t.Run(role, func(t *testing.T) {
 			t.Parallel()
@@ -181,7 +181,7 @@ func killEverywhere(t *testing.T, kind journal.Kind, id [32]byte, every int, new
 		}
 		check(t, h)
 	}
-	// Killed again and again, at points of chance, until it gets through.
+	// Killed again and again, at random points, until it succeeds.
 	for range runs(5, 50) {
 		e := ending{reboot: chance.IntN(2) == 0}
 		for range 1 + chance.IntN(5) {
@@ -194,7 +194,7 @@ func killEverywhere(t *testing.T, kind journal.Kind, id [32]byte, every int, new
 			t.Fatalf("killed at %v; reboot %v", e.killAt, e.reboot)
 		}
 	}
-	// Killed from outside, at any instruction: one that is faster than the kill waits for it at its last step.
+	// Killed from outside, at any instruction: a process that is faster than the kill waits at its last step.
 	began := time.Now()
 	h := newHost(t)
 	h.bringUp(t, kind, ending{})
@@ -215,7 +215,7 @@ func killEverywhere(t *testing.T, kind journal.Kind, id [32]byte, every int, new
 	}
 }
 
-// within gives a random time below limit.
+// within returns a random time below limit.
 func within(chance *rand.Rand, limit time.Duration) time.Duration {
 	return time.Duration(chance.Int64N(int64(limit)))
 }

@@ -19,8 +19,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// realLab is a lab with real machines: the owner's program, kubeadm, kubelet and the rest are
-// the real ones.
+// realLab is a lab with real machines: the owner's program, kubeadm, kubelet and the rest are the real ones.
 type realLab struct {
 	*labtest.Cluster
 	t *testing.T
@@ -66,7 +65,7 @@ type victim struct {
 	name string
 	init int    // PID 1 of the machine, as the host sees it
 	log  string // of its bootstrapper
-	read int    // bytes of the log that were looked at
+	read int    // bytes of the log that were read
 }
 
 func (r *realLab) victim(name string) *victim {
@@ -75,7 +74,7 @@ func (r *realLab) victim(name string) *victim {
 	return &victim{r: r, name: name, init: m.Init.PID, log: filepath.Join(m.Log, "muster-bootstrapper.log")}
 }
 
-// pid gives the bootstrapper's process, a child of the machine's PID 1; 0: there is none.
+// pid returns the bootstrapper's process, a child of the machine's PID 1; 0: there is none.
 func (v *victim) pid() int {
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", v.init))
 	if err != nil {
@@ -106,7 +105,7 @@ type line struct {
 	RetryAfter               string `json:"retry_after"`
 }
 
-// news gives the log's lines since the last call.
+// news returns the log's lines since the last call.
 func (v *victim) news() []line {
 	b, err := os.ReadFile(v.log)
 	if err != nil || len(b) < v.read {
@@ -129,8 +128,8 @@ func (v *victim) journal() (journal.Record, error) {
 	return journal.Open(fmt.Sprintf("/proc/%d/root/var/lib/muster/journal", v.init)).Load()
 }
 
-// killAt kills the bootstrapper with SIGKILL as soon as its log has a line of progress that
-// fits. A machine that is a node before can't be killed any more.
+// killAt kills the bootstrapper with SIGKILL as soon as its log has a matching line of progress. It fails if the
+// machine is a node before that.
 func (v *victim) killAt(what string, fits func(line) bool) {
 	v.r.t.Helper()
 	deadline := time.After(labtest.Patience)
@@ -151,7 +150,7 @@ func (v *victim) killAt(what string, fits func(line) bool) {
 				}
 				return nil
 			})
-			v.news() // what it told before it died
+			v.news() // its last lines
 			rec, err := v.journal()
 			if err != nil {
 				v.r.t.Fatalf("%s: killed at %s: %v", v.name, what, err)
@@ -159,7 +158,7 @@ func (v *victim) killAt(what string, fits func(line) bool) {
 			v.r.t.Logf("%s: killed at %s (%s %q); the journal says %s", v.name, what, l.Phase, l.Text, rec.Step)
 			return
 		}
-		// The last steps are quick: on a busy computer the process is through before it is looked at.
+		// The last steps are quick: on a busy computer the process finishes before the test reads its log.
 		if rec, err := v.journal(); err == nil && rec.Step == journal.StepDone && v.pid() == 0 {
 			v.r.t.Logf("%s: was a node before it could be killed at %s", v.name, what)
 			return
@@ -184,12 +183,12 @@ func (v *victim) joined() {
 	})
 }
 
-// phase fits a line of progress with that phase.
+// phase matches a line of progress with that phase.
 func phase(name string) func(line) bool {
 	return func(l line) bool { return l.Phase == "PHASE_"+name }
 }
 
-// says fits a line of progress whose text begins so.
+// says matches a line of progress whose text begins so.
 func says(text string) func(line) bool {
 	return func(l line) bool { return strings.HasPrefix(l.Text, text) }
 }
@@ -200,8 +199,8 @@ type point struct {
 	fits func(line) bool
 }
 
-// sample gives the points in their order: all of them in the long mode, else some by chance, one of
-// which is in kubeadm.
+// sample returns the points in their order: all of them in the long mode, else a random selection, one of which is in
+// kubeadm.
 func sample(t *testing.T, chance *rand.Rand, all []point) (some []point) {
 	t.Helper()
 	if long() {
@@ -221,9 +220,9 @@ func sample(t *testing.T, chance *rand.Rand, all []point) (some []point) {
 	return some
 }
 
-// B3 with the real kubeadm: the bootstrapper of the first machine, and then that of a worker, is
-// killed in each of its phases in turn, and started again by its unit. The owner's program is
-// called once and sees only that it had to wait; kubectl shows both nodes Ready.
+// B3 with the real kubeadm: the bootstrapper of the first machine, and then that of a worker, is killed in each of
+// its phases, and started again by its unit. The owner's program is called once and only has to wait; kubectl shows
+// both nodes Ready.
 func TestRealMachinesKilledInEachPhaseBecomeNodes(t *testing.T) {
 	t.Parallel() // it mostly waits
 	chance := seeded(t)

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// ledger counts power cuts by the point, what the disk was after it, and how it ended.
+// ledger counts power cuts by the point, the disk's state after it, and the result.
 type ledger struct {
 	mu   sync.Mutex
 	rows []string
@@ -37,14 +37,14 @@ func (l *ledger) log(t *testing.T) {
 	t.Logf("power cut at, disk after it, what became of it:\n%s\n%v", strings.Join(l.rows, "\n"), l.ends)
 }
 
-// The ends of B3, as a machine with an encrypted disk comes to them: each of these became a node afterwards.
+// The ends of B3 for a machine with an encrypted disk: each of these became a node afterwards.
 const (
 	endAgain    = "retryable: formatted again, joined or initialised anew"
 	endRejoin   = "node: got its key from a joinservice"
 	endRecovery = "locked: waited for `muster recover`, which opened it"
 )
 
-// kind makes machines that power cuts meet.
+// kind makes machines for power cuts.
 type kind struct {
 	name string
 	j    *joinservice // nil: init
@@ -66,7 +66,7 @@ func kinds(t *testing.T) []kind {
 	return out
 }
 
-// pointAt names an effect so that it is told from others of its name.
+// pointAt names an effect so that it differs from others of its name.
 func pointAt(points []string, at int) string {
 	if points[at] == "the journal is half written" {
 		return points[at] + strings.TrimPrefix(points[at-1], "the journal is about to say")
@@ -74,7 +74,7 @@ func pointAt(points []string, at int) string {
 	return points[at]
 }
 
-// off boots the machine, which has to die in that boot, and says what its disk is then.
+// off boots the machine, which has to die in that boot, and returns the disk's state after that.
 func (e *encrypted) off(b boot) (state string) {
 	e.t.Helper()
 	if err := e.boots(b); !errors.Is(err, errCut) {
@@ -87,7 +87,7 @@ func (e *encrypted) off(b boot) (state string) {
 	return state
 }
 
-// on boots the machine, which has to become a node, and says by which way.
+// on boots the machine, which has to become a node, and returns by which way.
 func (e *encrypted) on(state string) (end string) {
 	e.t.Helper()
 	before := e.recovered
@@ -112,9 +112,10 @@ func (e *encrypted) on(state string) (end string) {
 	return endRejoin
 }
 
-// B3: the power fails at points of chance of a first boot: in the initramfs while the disk is formatted, while the cluster's key
-// takes the place of the first one, and at each write of the journal, of an init and of a join. The next boot finds a
-// disk that never became the cluster's, and makes it anew, or one that opens with the cluster's key, and goes on by the journal.
+// B3: the power fails at random points of a first boot: in the initramfs while the disk is formatted, while the
+// cluster's key replaces the first one, and at each write of the journal, of an init and of a join. The next boot
+// finds a disk that never became the cluster's, and formats it again, or one that opens with the cluster's key, and
+// goes on by the journal.
 func TestAPowerCutInAFirstBootLosesNoMachine(t *testing.T) {
 	chance := seeded(t)
 	var book ledger
@@ -145,7 +146,7 @@ func TestAPowerCutInAFirstBootLosesNoMachine(t *testing.T) {
 					case errors.Is(err, errCut):
 						all := e.effects()
 						name = pointAt(all, len(all)-1)
-					case err == nil: // it had less to do than that
+					case err == nil: // it had fewer effects
 						e.cut()
 					default:
 						t.Fatal(err)
@@ -189,8 +190,9 @@ func TestAPowerCutInARejoinLosesNoNode(t *testing.T) {
 	}
 }
 
-// B3: the power fails while the bootstrapper itself writes: the first key, the header of a new disk, and the header that makes
-// the disk the cluster's. The kill comes from outside, as soon as something was written, so it may come later than in the middle.
+// B3: the power fails while the bootstrapper itself writes: the first key, the header of a new disk, and the header
+// that makes the disk the cluster's. The kill comes from outside, as soon as something was written, so it may come
+// later than in the middle.
 func TestAPowerCutWhileTheHeaderIsWritten(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -221,8 +223,9 @@ func TestAPowerCutWhileTheHeaderIsWritten(t *testing.T) {
 	book.log(t)
 }
 
-// B3: a machine that can't get its key says on its screen why, and that way out leads out: joinservices that are away come back;
-// a disk whose enrollment was ended is erased; a machine whose initramfs has died half-way is rebooted.
+// B3: a machine that cannot get its key shows the reason on its screen, and the shown remedy works: unreachable
+// joinservices come back; a disk whose enrollment was deleted is erased; a machine whose initramfs was killed is
+// rebooted.
 func TestAMachineThatIsLockedNamesTheWayOut(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -256,7 +259,8 @@ func TestAMachineThatIsLockedNamesTheWayOut(t *testing.T) {
 	}
 	e.cut()
 
-	// The initramfs dies, and starts its work over without a reboot: the disk is open, and the machine is locked to its cluster.
+	// The initramfs is killed, and starts again without a reboot: the disk is open, and the machine is locked to its
+	// cluster.
 	dies(boot{killAt: -1, goesOn: true}, "PCR 15 is extended")
 	if err := errors.Join(e.boots(boot{killAt: -1}), e.isNode(e.kind, e.id)); err != nil {
 		t.Fatal(err)

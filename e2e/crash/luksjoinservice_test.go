@@ -14,7 +14,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// newEnroller is a joinservice that remembers machines with their disks, and gives each disk its own key (J2).
+// newEnroller is a joinservice that records machines with their disks, and gives each disk its own key (J2).
 func newEnroller(t *testing.T, b *bench) *joinservice {
 	t.Helper()
 	j := newJoinservice(t, b)
@@ -22,7 +22,7 @@ func newEnroller(t *testing.T, b *bench) *joinservice {
 	return j
 }
 
-// enroll remembers the machine, and gives its disk's key. It is called with the mutex held.
+// enroll records the machine, and returns its disk's key. It is called with the mutex held.
 func (j *joinservice) enroll(ctx context.Context, req *joinv1.IssueJoinTicketRequest) ([]byte, error) {
 	peer, ok := attest.PeerFrom(ctx)
 	if !ok {

@@ -35,24 +35,25 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// encrypted is a machine whose state disk is encrypted, on a host without device-mapper. The disk's header is real, and only
-// the real cryptsetup and the bootstrapper touch it. What device-mapper and the kernel would do is done here: the folders of the state
-// disk are there while it is mounted, and otherwise lie on the disk, encrypted with the header's volume key.
+// encrypted is a machine whose state disk is encrypted, on a host without device-mapper. The disk's header is real,
+// and only the real cryptsetup and the bootstrapper use it. This code replaces device-mapper and the kernel: the
+// folders of the state disk exist while it is mounted, and otherwise are on the disk, encrypted with the header's
+// volume key.
 type encrypted struct {
 	*host
 	kind    journal.Kind
 	header  string // the state disk's first 1 MiB, and room behind it
-	data    string // what lies behind
+	data    string // the rest of the disk
 	mounted bool
-	markers []string // what was on the disk when the power failed and it was the cluster's
+	markers []string // content of the disk when the power failed and it was the cluster's
 	cuts    int
 
 	req       *initv1.InitRequest // of an init, and of recovery
 	id        [32]byte            // of the cluster
-	recovered int                 // how often the owner has given the key
+	recovered int                 // how often the owner has sent the key
 }
 
-// Folders of a machine on its state disk, as in the image: all that is not lost when it is switched off.
+// Folders of a machine on its state disk, as in the image: everything that survives a power cut.
 var onState = []string{"var", "etc", "usr"}
 
 func (b *bench) newEncrypted(t *testing.T, kind journal.Kind, id [32]byte, m meta, ownerKey []byte) *encrypted {
@@ -74,7 +75,7 @@ func (b *bench) newEncrypted(t *testing.T, kind journal.Kind, id [32]byte, m met
 	return e
 }
 
-// powerOn makes the folder that the first key goes to.
+// powerOn creates the folder for the first key.
 func (e *encrypted) powerOn() {
 	e.t.Helper()
 	if err := os.MkdirAll(filepath.Join(e.plan.Root, filepath.Dir(disk.FirstKeyFile)), 0o755); err != nil {
@@ -82,7 +83,7 @@ func (e *encrypted) powerOn() {
 	}
 }
 
-// state is what the disk is by its header alone, as the next boot finds it.
+// state is the disk's state by its header alone, as the next boot finds it.
 func (e *encrypted) state() string {
 	l, err := disk.OpenLUKS(e.header, disk.WithRoot(e.t.TempDir()), disk.WithIntegrity("none"))
 	if err != nil {
@@ -113,7 +114,8 @@ func (e *encrypted) volume() (c cipher.AEAD, mark string) {
 	return c, hex.EncodeToString(sum[:]) + "\n"
 }
 
-// mount is what the initramfs does once the disk is open. All that was on the disk when it became the cluster's is there again.
+// mount does what the initramfs does once the disk is open. Everything that was on the disk when it became the
+// cluster's must be there again.
 func (e *encrypted) mount() {
 	e.t.Helper()
 	c, mark := e.volume()
@@ -156,7 +158,7 @@ func (e *encrypted) tar(in []byte, args ...string) []byte {
 	return out
 }
 
-// cut is a power cut: nothing runs any more, what was in memory is lost, the disk is closed and PCRs are zero.
+// cut is a power cut: all processes end, memory is lost, the disk is closed and PCRs are zero.
 func (e *encrypted) cut() {
 	e.t.Helper()
 	e.cuts++
@@ -187,7 +189,7 @@ func (e *encrypted) cut() {
 	}
 	e.tpm.Restart()
 	e.powerOn()
-	// Only the disk's own words lie on the disk.
+	// Only the disk's own content is on the disk.
 	for _, file := range []string{e.header, e.data} {
 		raw, err := os.ReadFile(file)
 		if err != nil {
@@ -201,7 +203,7 @@ func (e *encrypted) cut() {
 	}
 }
 
-// mark leaves a file on the disk that has to be there from now on.
+// mark leaves a file on the disk that must exist from now on.
 func (e *encrypted) mark() {
 	e.t.Helper()
 	m := "marker-" + rand.Text()
@@ -211,22 +213,23 @@ func (e *encrypted) mark() {
 	e.markers = append(e.markers, m)
 }
 
-// boot says where a machine dies.
+// boot configures where a machine dies.
 type boot struct {
 	killAt int // the effect of this boot, from 0; negative: none
 	// inUnlock and inRun name the file at whose first change, in the initramfs or later, it dies; empty: none.
 	inUnlock, inRun string
-	// goesOn says that the power does not fail when a process dies.
+	// goesOn reports that the power does not fail when a process dies.
 	goesOn bool
-	// whileLocked is called, once, with what the screen shows while the machine waits for its key, and says whether it is
-	// switched off then.
+	// whileLocked is called, once, with the screen's content while the machine waits for its key, and reports whether
+	// it is switched off then.
 	whileLocked func(line string) (off bool)
 }
 
-// errCut says that the power failed.
+// errCut is returned if the power failed.
 var errCut = errors.New("the power has failed")
 
-// boots is one boot, from the initramfs to a node: nil. A machine that dies where b says is errCut, after which it is off.
+// boots is one boot, from the initramfs to a node: nil. For a machine that dies at the point of b it returns errCut;
+// the machine is off then.
 func (e *encrypted) boots(b boot) error {
 	e.t.Helper()
 	before := len(e.effects())
@@ -300,7 +303,7 @@ func (e *encrypted) watch(path string) <-chan struct{} {
 	return changed
 }
 
-// unlocks waits for the end of the initramfs. Where nobody but the owner has the key, the owner gives it.
+// unlocks waits for the end of the initramfs. Where only the owner has the key, the owner sends it.
 func (e *encrypted) unlocks(l *life, b boot) error {
 	e.t.Helper()
 	told := len(e.console())
@@ -356,7 +359,7 @@ func (e *encrypted) runs(l *life) error {
 	return l.end()
 }
 
-// console gives what the machine's screen has shown so far.
+// console returns what the machine's screen has shown so far.
 func (e *encrypted) console() []string {
 	e.t.Helper()
 	text, err := os.ReadFile(e.plan.beside("console"))

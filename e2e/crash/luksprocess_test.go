@@ -41,7 +41,7 @@ func unlockProcess(ctx context.Context, p plan, img *metadata.Image, f *fate, de
 	})
 }
 
-// mortalDisk is the state disk in the initramfs. What happens inside a call is told by the programs that it runs.
+// mortalDisk is the state disk in the initramfs. The programs that a call runs report what happens inside it.
 type mortalDisk struct {
 	*disk.LUKS
 	fate *fate
@@ -64,10 +64,10 @@ func (d mortalDisk) Unlock(ctx context.Context, key keys.Disk) error {
 	return d.fate.step("the cluster's key has opened the state disk")
 }
 
-// programs stand for cryptsetup and mkfs.ext4 on a machine that has no device-mapper. All that reads or writes a header is
-// the real cryptsetup. What would be mapped is in files: the folder kernel has the volume key while the volume is open, as
-// the kernel's memory would, and sysfs says so. mkfs leaves a mark of that key on the disk's data. Each tells the
-// process that has started it of what it is about to do and has done, and waits for the answer.
+// programs replace cryptsetup and mkfs.ext4 on a machine that has no device-mapper. The real cryptsetup reads and
+// writes headers. Mappings are files: the folder kernel has the volume key while the volume is open, as the kernel's
+// memory would, and sysfs shows the mapping. mkfs leaves a mark of that key on the disk's data. Each program reports
+// to the process that has started it what it is about to do and has done, and waits for the answer.
 var programs = map[string]string{
 	"cryptsetup": `#!/bin/sh
 set -eu
@@ -152,8 +152,9 @@ say() {
 	}
 }
 
-// withPrograms runs this program in a mount namespace of its own, in which the programs lie over those of the host: a bootstrapper looks
-// for its children in fixed folders, /usr/sbin first. The real cryptsetup is then beside them.
+// withPrograms runs this program in a mount namespace of its own, in which these programs are mounted over those of
+// the host: a bootstrapper looks for its children in fixed folders, /usr/sbin first. The real cryptsetup is then
+// beside them.
 func withPrograms(dir string) *exec.Cmd {
 	return exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-ec", `
 mount --bind /usr/sbin/cryptsetup "$0/real"
@@ -161,7 +162,7 @@ for p in cryptsetup mkfs.ext4; do mount --bind "$0/$p" "/usr/sbin/$p"; done
 exec "$1"`, dir, os.Args[0])
 }
 
-// ask makes what the programs tell effects of this process: if one is the last, the programs end with it.
+// ask makes the reports of the programs effects of this process: if one is the last, the programs end with it.
 func (f *fate) ask(programs string) error {
 	var pipes [2]*os.File
 	for i, name := range []string{"say", "heard"} {

@@ -39,12 +39,12 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// patience bounds what should happen soon, on a machine that does other things too.
+// patience limits the wait for something that should happen soon, on a busy machine.
 const patience = 90 * time.Second
 
 var kubeadmBinary = []byte("#!kubeadm")
 
-// bench is a TPM, a mirror and an API server that one machine after the other uses.
+// bench is a TPM, a mirror and an API server that the machines use one after the other.
 type bench struct {
 	t      *testing.T
 	tpm    *tpmtest.Emulator
@@ -69,7 +69,7 @@ type host struct {
 	heldBefore map[string]int
 }
 
-// meta is what /etc/muster/metadata.yaml says.
+// meta is the content of /etc/muster/metadata.yaml.
 type meta struct {
 	APIVersion     string   `json:"apiVersion"`
 	Kind           string   `json:"kind"`
@@ -82,7 +82,7 @@ type meta struct {
 
 var initSecret = bytes.Repeat([]byte{0xEE}, 32)
 
-// newHost gives a machine that was just installed and booted: PCR 15 is zero. ownerKey is
+// newHost returns a machine that was just installed and booted: PCR 15 is zero. ownerKey is
 // the owner's public key in its image, nil for none; change may be nil.
 func (b *bench) newHost(t *testing.T, m meta, ownerKey []byte) *host {
 	t.Helper()
@@ -130,7 +130,7 @@ func (b *bench) newHostIn(t *testing.T, dir string, m meta, ownerKey []byte, sta
 	return h
 }
 
-// setEndpoints changes the joinEndpoints in the machine's metadata, which it reads for each try.
+// setEndpoints changes the joinEndpoints in the machine's metadata, which it reads for each attempt.
 func (h *host) setEndpoints(joinEndpoints ...string) {
 	h.t.Helper()
 	h.meta.JoinEndpoints = joinEndpoints
@@ -162,7 +162,7 @@ type life struct {
 	err  error         // of Wait; valid once over is closed
 }
 
-// logBuffer keeps what a process prints.
+// logBuffer keeps the output of a process.
 type logBuffer struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
@@ -180,8 +180,8 @@ func (b *logBuffer) String() string {
 	return b.buf.String()
 }
 
-// start starts the machine's bootstrapper, which dies at the killAt-th effect of this life;
-// negative: it lives.
+// start starts the machine's bootstrapper, which dies at the killAt-th effect of this life; negative: it is not
+// killed.
 func (h *host) start(killAt int) *life {
 	h.t.Helper()
 	p := h.plan
@@ -208,13 +208,12 @@ func (h *host) start(killAt int) *life {
 	return l
 }
 
-// start starts a process that ends with the test's, also with one that is killed. over is told
-// what its Wait says.
+// start starts a process that ends with the test's, also if that is killed. over receives the result of its Wait.
 func start(cmd *exec.Cmd, over func(error)) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	go func() {
-		// The signal comes when the thread ends that started the process, so that thread stays.
+		// The signal is sent when the thread ends that started the process, so that thread stays.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
@@ -232,7 +231,7 @@ func (l *life) kill() {
 	<-l.over
 }
 
-// killed says whether the process was ended by SIGKILL. One that still runs was not.
+// killed reports whether the process was ended by SIGKILL. One that still runs was not.
 func (l *life) killed() bool {
 	select {
 	case <-l.over:
@@ -253,7 +252,7 @@ func (l *life) end() error {
 	}
 }
 
-// attributes gives those of the first line of the log with that message; nil: there is none.
+// attributes returns those of the first line of the log with that message; nil: there is none.
 func (l *life) attributes(msg string) map[string]any {
 	for line := range strings.Lines(l.log.String()) {
 		var a map[string]any
@@ -307,7 +306,7 @@ func (h *host) record() journal.Record {
 	return r
 }
 
-// effects gives the names of all effects so far, over all lives.
+// effects returns the names of all effects so far, over all lives.
 func (h *host) effects() []string {
 	b, err := os.ReadFile(h.plan.beside("effects"))
 	if err != nil {
@@ -347,7 +346,7 @@ func (h *host) held(name string) {
 	eventually(h.t, "the bootstrapper is held: "+name, func() bool { return h.count(heldAt+name) > h.heldBefore[name] })
 }
 
-// release lets the process go on that is held at name.
+// release lets the process that is held at name continue.
 func (h *host) release(name string) {
 	h.t.Helper()
 	gate, err := os.OpenFile(h.plan.gate(name), os.O_WRONLY, 0)
@@ -369,7 +368,7 @@ func (h *host) lockValue() []byte {
 	return v
 }
 
-// isNode says what is missing for the machine to be a node of the cluster.
+// isNode returns an error if the machine is not a node of the cluster.
 func (h *host) isNode(kind journal.Kind, clusterID [32]byte) error {
 	h.t.Helper()
 	rec := h.record()
@@ -394,7 +393,7 @@ func (h *host) isNode(kind journal.Kind, clusterID [32]byte) error {
 	return nil
 }
 
-// owners is who calls init, and the cluster that follows from the request.
+// owners are the callers of init, and the cluster that follows from the request.
 func request(mirror string) (*initv1.InitRequest, [32]byte) {
 	sum := sha256.Sum256(kubeadmBinary)
 	req := &initv1.InitRequest{
@@ -409,8 +408,7 @@ func request(mirror string) (*initv1.InitRequest, [32]byte) {
 	return req, root.ClusterID([32]byte(req.GetMeasurementSalt()))
 }
 
-// inState accepts genuine machines whose node lock is in one of the states. What they have
-// booted is not the matter here.
+// inState accepts genuine machines whose node lock is in one of the states. It does not check their measurements.
 type inState []attest.Lock
 
 func (s inState) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {

@@ -17,8 +17,7 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// processes gives the processes of a program in a machine, its pods included, as the host
-// sees them.
+// processes returns the processes of a program in a machine, with those of its pods, by their IDs on the host.
 func (r *realLab) processes(machine, program string) []int {
 	r.t.Helper()
 	init := r.machine(machine).Init.PID
@@ -55,7 +54,7 @@ func (r *realLab) processes(machine, program string) []int {
 	})
 }
 
-// kill kills a program of node1 with SIGKILL and says whether it was there.
+// kill kills a program of node1 with SIGKILL and reports whether it was running.
 func (r *realLab) kill(program string) bool {
 	r.t.Helper()
 	pids := r.processes("node1", program)
@@ -83,15 +82,15 @@ func (v *victim) refusedWith(reasons ...string) line {
 	return got
 }
 
-// lines gives the whole log.
+// lines returns the whole log.
 func (v *victim) lines() []line {
 	all := &victim{log: v.log}
 	return all.news()
 }
 
-// hintsHonoured checks that after each refusal with a hint the machine waited that long at
-// least before it asked again, and gives the reasons that came with one.
-func (v *victim) hintsHonoured() map[string]int {
+// hintsHonored checks that after each refusal with a hint the machine waited at least that long before its next
+// request, and returns the reasons of those refusals.
+func (v *victim) hintsHonored() map[string]int {
 	v.r.t.Helper()
 	seen := map[string]int{}
 	var until time.Time
@@ -119,8 +118,8 @@ func (r *realLab) addWorker(name string) *victim {
 	return r.victim(name)
 }
 
-// joinsWhileServicesDie lets three workers join while what a join needs is down or dies.
-// Each is told why not yet and when to come back, comes back no sooner, and is in at the end.
+// joinsWhileServicesDie lets three workers join while services that a join needs are down or die. Each receives the
+// reason and the time to wait, waits that long, and joins in the end.
 func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 	r.t = t
 	var victims []*victim
@@ -140,7 +139,7 @@ func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 
 	victims[0].joined() // so kms is back
 
-	// etcd is taken away for as long as it takes: kubelet ends a static pod without a manifest.
+	// etcd is down for a while: kubelet ends a static pod without a manifest.
 	const manifest, aside = "/etc/kubernetes/manifests/etcd.yaml", "/etc/kubernetes/etcd.yaml.aside"
 	r.Must(t, "node1", "", "mv", manifest, aside)
 	labtest.Eventually(t, func(context.Context) error {
@@ -164,7 +163,7 @@ func (r *realLab) joinsWhileServicesDie(t *testing.T, chance *rand.Rand) {
 	for _, v := range victims {
 		v.joined()
 		r.Ready(t, v.name)
-		hints := v.hintsHonoured()
+		hints := v.hintsHonored()
 		t.Logf("%s is in; refused before with a hint: %v", v.name, hints)
 		if v != victims[2] && len(hints) == 0 {
 			t.Errorf("%s was never told when to come back", v.name)

@@ -31,11 +31,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 
-// wire forwards connections, and cuts those that it is told to cut: after a number of bytes
-// or after a time, in the middle of whatever goes over it then.
+// wire forwards connections, and cuts some as configured: after a number of bytes or after a time, at any point of
+// the transmission.
 type wire struct {
 	listener net.Listener
-	target   atomic.Pointer[string] // nil: nobody is there
+	target   atomic.Pointer[string] // nil: there is no server
 	cuts     atomic.Int64           // connections that it has cut
 
 	mu   sync.Mutex
@@ -73,7 +73,7 @@ func newWire(t *testing.T) *wire {
 
 func (w *wire) addr() string { return w.listener.Addr().String() }
 
-// next gives what is to happen to the next connection.
+// next returns what happens to the next connection.
 func (w *wire) next() (cut, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -127,7 +127,7 @@ func (w *wire) forward(from net.Conn) {
 	done.Wait()
 }
 
-// seat is an owner's computer: a folder with policy, init secret and lists, and the program muster.
+// seat is an owner's workstation: a folder with policy, init secret and lists, and the program muster.
 type seat struct {
 	t      *testing.T
 	dir    string
@@ -237,7 +237,7 @@ func (p *program) kill() {
 	<-p.over
 }
 
-// stage is how far the owner's folder says that it got.
+// stage is the stage in the owner's folder.
 func (s *seat) stage(folder string) string {
 	var c struct{ Stage, ClusterID string }
 	b, err := os.ReadFile(filepath.Join(s.file(folder), "cluster.json"))
@@ -252,7 +252,7 @@ func (s *seat) has(folder string, p *program) {
 	s.t.Helper()
 	eventually(s.t, folder+" has the cluster's kubeconfig", func() bool {
 		if s.stage(folder) == "initialised" {
-			return true // what comes then needs a whole cluster, and is not the matter here
+			return true // the following steps need a whole cluster, and are not tested here
 		}
 		select {
 		case <-p.over:
@@ -272,9 +272,9 @@ func (s *seat) adminConf(folder string) []byte {
 	return b
 }
 
-// B3: the connection of an owner who calls init is cut, at bytes and moments of chance, and the machine's
-// bootstrapper is killed in every third run. The owner's program goes on by itself; kubeadm runs once, or
-// again after a kill in its middle, and the owner has what the machine has.
+// B3: the connection of an owner who calls init is cut, at random bytes and times, and the machine's bootstrapper is
+// killed in every third run. The owner's program continues by itself; kubeadm runs once, or again after a kill during
+// its run, and the owner has the machine's result.
 func TestAnInitWhoseConnectionIsCutIsResumed(t *testing.T) {
 	t.Parallel()
 	chance := seeded(t)
@@ -325,7 +325,7 @@ func TestAnInitWhoseConnectionIsCutIsResumed(t *testing.T) {
 	}
 }
 
-// cutsOf gives what happens to the first connections: one to three are cut, the first for sure, since an exchange
+// cutsOf returns what happens to the first connections: one to three are cut, the first for sure, since an exchange
 // takes about 6 KiB however fast it is.
 func cutsOf(chance *mathrand.Rand) []cut {
 	var out []cut
@@ -342,9 +342,9 @@ func cutsOf(chance *mathrand.Rand) []cut {
 	return out
 }
 
-// Two owners' programs call at once: with copies of one folder both get the same cluster and kubeadm runs
-// once; with another folder, so other secrets and another idempotency key, one of them gets it, and the
-// other is told that the machine was taken. A folder in use is not used twice.
+// Two owners' programs call at once: with copies of one folder both get the same cluster and kubeadm runs once; with
+// another folder, so other secrets and another idempotency key, one of them gets it, and the other gets the error
+// that the machine was taken. A folder in use is not used twice.
 func TestInitCalledTwice(t *testing.T) {
 	t.Parallel()
 	chance := seeded(t)
@@ -355,7 +355,7 @@ func TestInitCalledTwice(t *testing.T) {
 			h.plan.Linger = patience
 			s, w := newSeat(t, h), newWire(t)
 			var two *program
-			one := s.init("one", w.addr()) // nobody is there yet
+			one := s.init("one", w.addr()) // there is no server yet
 			eventually(t, "the owner's folder is made", func() bool { return s.stage("one") == "prepared" })
 			if same {
 				again := s.init("one", w.addr())
@@ -400,13 +400,13 @@ func TestInitCalledTwice(t *testing.T) {
 	}
 }
 
-// oneIsRefused waits until one of two owners has the machine and the other was told so.
+// oneIsRefused waits until one of two owners has the machine and the other was refused.
 func (s *seat) oneIsRefused(one, two *program) {
 	s.t.Helper()
 	var refused *program
 	eventually(s.t, "one is refused", func() bool {
 		for _, p := range []*program{one, two} {
-			// Who comes after the lock is taken sees that in PCR 15, before anything is sent.
+			// An owner who comes after the lock sees that in PCR 15, before anything is sent.
 			if text := p.out.String(); strings.Contains(text, "Reason: NODE_LOCKED") || strings.Contains(text, "Reason: LOCK_FOREIGN") {
 				refused = p
 				return true

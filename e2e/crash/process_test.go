@@ -1,12 +1,11 @@
-// Package crash kills Muster's programs with SIGKILL, cuts their connections, fills their
-// disks and moves their clocks, and looks at what is left (B3, B2, J3). Points and their end
-// states are the table of docs/crashes.md.
+// Package crash kills Muster's programs with SIGKILL, cuts their connections, fills their disks and moves their
+// clocks, and checks the state after that (B3, B2, J3). The table of docs/crashes.md lists the points and their end
+// states.
 //
-// Most of it happens to a bootstrapper process of its own: this test's program, started
-// again, runs the bootstrapper with a real TPM (swtpm) and real attested TLS; only kubeadm,
-// systemctl and the API server are played, so that a run takes a fraction of a second. What
-// kills it is in this package alone: nothing that ships has a hook for it. The rest happens
-// in the lab, to real programs of a real cluster.
+// Most tests use a bootstrapper process: this test's program, started again, runs the bootstrapper with a real TPM
+// (swtpm) and real attested TLS; only kubeadm, systemctl and the API server are fakes, so that a run takes a fraction
+// of a second. The code that kills it is only in this package: no shipped program has a hook for it. The other tests
+// run in the lab, with real programs of a real cluster.
 package crash
 
 import (
@@ -56,10 +55,10 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// plan is what a bootstrapper process runs with, and where it dies.
+// plan is the configuration of a bootstrapper process, and where it dies.
 type plan struct {
-	// Root stands for the root of the machine's file system. Beside it are image.yaml,
-	// metadata.yaml, admin.conf and effects, to which the name of each effect is appended.
+	// Root replaces the root of the machine's file system. Beside it are image.yaml, metadata.yaml, admin.conf and
+	// effects, to which the name of each effect is appended.
 	Root string
 	// TPMLock is the lock of the TPM that image.yaml names.
 	TPMLock string
@@ -69,10 +68,10 @@ type plan struct {
 	KillAt int
 	// KillIn, if set, is the name of the effect at which it kills itself.
 	KillIn string
-	// Hold are names of effects, or texts of progress in the log, at which the process waits, each the first time, until
-	// the test lets it go on: at that moment of their order nothing comes next by chance.
+	// Hold are names of effects, or texts of progress in the log, at which the process waits, each the first time,
+	// until the test releases it: this makes the order of events deterministic.
 	Hold []string
-	// Programs is the folder of programs that stand for those of a machine with a device-mapper; empty: none do.
+	// Programs is the folder of programs that replace those of a machine with a device-mapper; empty: none.
 	Programs string
 	// Unlock is the path of the state disk of a process that is `bootstrapper unlock`; empty: it is `bootstrapper run`.
 	Unlock string
@@ -85,7 +84,7 @@ func (p plan) gate(name string) string {
 	return p.beside("hold-" + strings.ReplaceAll(name, " ", "-"))
 }
 
-// now is the machine's clock. The file clock says how far it is off, and may change at any time.
+// now is the machine's clock. The file clock contains its offset, and may change at any time.
 func (p plan) now() time.Time {
 	text, err := os.ReadFile(p.beside("clock"))
 	if err != nil {
@@ -103,7 +102,7 @@ const (
 	unitsDir    = "/run/units" // a file for each unit that runs
 )
 
-// runProcess is the program `bootstrapper run` on a machine whose programs are played.
+// runProcess is the program `bootstrapper run` on a machine with fake programs.
 func runProcess(text string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
@@ -124,7 +123,7 @@ func runProcess(text string) error {
 		return err
 	}
 	defer effects.Close()
-	f := &fate{left: p.KillAt, name: p.KillIn, told: effects, hold: slices.Clone(p.Hold), gate: p.gate}
+	f := &fate{left: p.KillAt, name: p.KillIn, log: effects, hold: slices.Clone(p.Hold), gate: p.gate}
 	if p.Programs != "" {
 		if err := f.ask(p.Programs); err != nil {
 			return err
@@ -145,13 +144,13 @@ func runProcess(text string) error {
 	if err != nil {
 		return err
 	}
-	played := &machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step, Units: filepath.Join(p.Root, unitsDir)}
+	fake := &machinetest.Machine{Root: p.Root, AdminConf: conf, Step: f.step, Units: filepath.Join(p.Root, unitsDir)}
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Public: public,
 		Config: bootstrapper.Config{Config: provision.Config{
 			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(p.beside("metadata.yaml")) },
 			Journal: &mortalJournal{journal.Open(filepath.Join(p.Root, journalPath)), f}, Root: p.Root,
-			Machine: played,
+			Machine: fake,
 			TPM:     mortalTPM{device, f}, Attester: own, NewVerifier: verifierOf,
 			Now:        p.now,
 			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
@@ -162,7 +161,7 @@ func runProcess(text string) error {
 		},
 			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 				_ = f.step("the cluster's objects are about to be written")
-				if !played.Running(machine.UnitKubelet) {
+				if !fake.Running(machine.UnitKubelet) {
 					return errors.New("no kubelet runs, and so no API server")
 				}
 				err := clusterstate.Write(ctx, kubeconfig, s)
@@ -170,10 +169,10 @@ func runProcess(text string) error {
 				return err
 			},
 			CleanEtcd: func(ctx context.Context, _ etcd.Target) ([]etcd.Member, error) {
-				if !played.Member() {
+				if !fake.Member() {
 					return nil, nil
 				}
-				return []etcd.Member{{ID: 7}}, played.LeaveEtcd(ctx)
+				return []etcd.Member{{ID: 7}}, fake.LeaveEtcd(ctx)
 			},
 		},
 	})
@@ -183,21 +182,21 @@ func verifierOf(roots []*x509.Certificate) (attest.Verifier, error) {
 	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 }
 
-// fate counts what the process does to its machine, and kills it at one of them.
+// fate counts the effects of the process on its machine, and kills it at one of them.
 type fate struct {
 	mu   sync.Mutex
 	left int
 	name string
-	told *os.File
+	log  *os.File
 	hold []string
 	gate func(name string) string
 }
 
-// step tells of an effect before it happens. If it is the last one, step does not return.
+// step records an effect before it happens. If it is the last one, step does not return.
 func (f *fate) step(name string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if _, err := fmt.Fprintln(f.told, name); err != nil {
+	if _, err := fmt.Fprintln(f.log, name); err != nil {
 		return err
 	}
 	if f.left == 0 || name == f.name {
@@ -207,20 +206,20 @@ func (f *fate) step(name string) error {
 	return f.holdAt(name)
 }
 
-// holdAt waits, if the process is to be held at name, until the test lets it go on. It is called with
-// the mutex held, and gives it up meanwhile.
+// holdAt waits, if the process is to be held at name, until the test releases it. It is called with the mutex held,
+// and unlocks it meanwhile.
 func (f *fate) holdAt(name string) error {
 	at := slices.Index(f.hold, name)
 	if at < 0 {
 		return nil
 	}
 	f.hold = slices.Delete(f.hold, at, at+1)
-	if _, err := fmt.Fprintln(f.told, heldAt+name); err != nil {
+	if _, err := fmt.Fprintln(f.log, heldAt+name); err != nil {
 		return err
 	}
 	f.mu.Unlock()
 	defer f.mu.Lock()
-	gate, err := os.Open(f.gate(name)) // until somebody opens it for writing
+	gate, err := os.Open(f.gate(name)) // until the test opens it for writing
 	if err != nil {
 		return err
 	}
@@ -230,7 +229,7 @@ func (f *fate) holdAt(name string) error {
 // heldAt is what comes before the name of an effect at which the process waits.
 const heldAt = "held: "
 
-// heldLog holds the process after it has told what it is about to do.
+// heldLog holds the process after it has logged its next step.
 type heldLog struct {
 	slog.Handler
 	fate *fate
@@ -275,7 +274,7 @@ func kill() {
 	select {}
 }
 
-// mortalJournal may be the last that the process wrote: not at all, in the middle, or whole.
+// mortalJournal may be the last write of the process: not at all, in the middle, or whole.
 type mortalJournal struct {
 	*journal.File
 	fate *fate

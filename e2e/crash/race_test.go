@@ -15,14 +15,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// takesTheLock is what a process does to its machine while it takes the node lock, in this order. From the
-// second on the journal says who has it.
+// takesTheLock are the effects of a process while it takes the node lock, in this order. From the second on, the
+// journal contains its owner.
 var takesTheLock = []string{
 	"the journal is about to say locking", "the journal says locking", "PCR 15 is about to be extended", "PCR 15 is extended",
 	"the journal is about to say locked", "the journal says locked",
 }
 
-// Where a process that has the lock is held until the other side was told, and where an init is held that was
+// Where a process that has the lock is held until the other side was refused, and where an init is held that was
 // admitted and has not asked for the lock yet.
 const (
 	initGoesOn, joinGoesOn = "kubeadm init begins", "kubeadm join begins"
@@ -36,7 +36,7 @@ type contest struct {
 	id   [32]byte // of the init's cluster
 	l    *life
 	open func()    // lets the ticket out
-	got  chan call // what the owner's call came to
+	got  chan call // the result of the owner's call
 }
 
 // begin starts the machine's bootstrapper, to be held at the names, and waits until it has asked for a ticket,
@@ -66,8 +66,8 @@ func (c *contest) callInit(t *testing.T) {
 	}(c.got)
 }
 
-// initHas lets out the ticket, if there is one to come, once an init has the lock and before it goes on; the ticket
-// comes back, and the machine ends as the first node.
+// initHas releases the ticket, if one was requested, once an init has the lock and before it goes on; the ticket is
+// returned, and the machine ends as the first node.
 func (c *contest) initHas(t *testing.T, tickets int) {
 	t.Helper()
 	c.h.held(initGoesOn)
@@ -84,8 +84,8 @@ func (c *contest) initHas(t *testing.T, tickets int) {
 	}
 }
 
-// joinHas waits for the refusal of the owner's call once a join has the lock and before it goes on; the machine ends as a
-// node of the joinservice's cluster, and no ticket comes back.
+// joinHas waits for the refusal of the owner's call once a join has the lock and before it goes on; the machine ends
+// as a node of the joinservice's cluster, and no ticket is returned.
 func (c *contest) joinHas(t *testing.T, want ...string) {
 	t.Helper()
 	c.h.held(joinGoesOn)
@@ -99,7 +99,7 @@ func (c *contest) joinHas(t *testing.T, want ...string) {
 	}
 }
 
-// ends checks that journal, PCR 15, kubeadm and units say the same (B2).
+// ends checks that journal, PCR 15, kubeadm and units agree (B2).
 func (c *contest) ends(t *testing.T, kind journal.Kind, id [32]byte) {
 	t.Helper()
 	if err := c.l.end(); err != nil {
@@ -132,9 +132,9 @@ func (c *contest) dies(t *testing.T, reboot bool) {
 	}
 }
 
-// B2: an owner's init and a joinservice's ticket reach the same machine. Both win, each at each step of taking the
-// node lock the other one comes, and at each the process lives or is killed. Exactly one of them takes the machine: the journal,
-// PCR 15 and kubeadm say the same one, the other is told so, and its ticket comes back.
+// B2: an owner's init and a joinservice's ticket reach the same machine. Both win: at each step of taking the node
+// lock the other one comes, and at each the process lives or is killed. Exactly one of them takes the machine: the
+// journal, PCR 15 and kubeadm name the same one, the other is refused, and its ticket is returned.
 func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
 	t.Parallel()
 	b := newBench(t)
@@ -169,7 +169,7 @@ func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
 			c.h.held(at)
 			c.callInit(t)
 			c.h.release(at)
-			c.joinHas(t, "NODE_LOCKED", "LOCK_FOREIGN") // by the machine, or by the caller, who looks at PCR 15
+			c.joinHas(t, "NODE_LOCKED", "LOCK_FOREIGN") // by the machine, or by the caller, which checks PCR 15
 		})
 		try("an init was admitted before a join takes the lock: "+at, func(t *testing.T, c *contest) {
 			c.begin(t, true, initAdmitted, at, joinGoesOn)
@@ -222,8 +222,8 @@ func TestOfInitAndJoinExactlyOneWins(t *testing.T) {
 	}
 }
 
-// B2: the same at moments of chance; in a third of the runs the bootstrapper is killed as well. Who wins is nobody's
-// matter here: it depends on who is faster.
+// B2: the same at random times; in a third of the runs the bootstrapper is killed as well. Either may win: it depends
+// on which is faster.
 func TestOfInitAndJoinAtMomentsOfChanceOneWins(t *testing.T) {
 	t.Parallel()
 	chance := seeded(t)
@@ -262,7 +262,7 @@ type race struct {
 	kills, losers int
 }
 
-// call is what the owner's call came to.
+// call is the result of the owner's call.
 type call struct {
 	result *initv1.InitResult
 	err    error
@@ -291,7 +291,7 @@ func (r *race) run(t *testing.T) (journal.Kind, error) {
 		}
 		err := l.end()
 		if err == nil {
-			return r.judge(got)
+			return r.outcome(got)
 		}
 		if !l.killed() {
 			return "", fmt.Errorf("the bootstrapper ended with %w\n%s", err, l.log)
@@ -301,8 +301,8 @@ func (r *race) run(t *testing.T) (journal.Kind, error) {
 	return "", fmt.Errorf("no winner after %d lives", livesAtMost)
 }
 
-// judge says who won, and what is wrong with that.
-func (r *race) judge(got call) (journal.Kind, error) {
+// outcome returns the winner, or an error if the end state is wrong.
+func (r *race) outcome(got call) (journal.Kind, error) {
 	rec := r.h.record()
 	issued, returned := r.j.counts()
 	lock := r.h.lockValue()

@@ -1,5 +1,5 @@
-// Package demo runs the demonstration as a test, and then lets in, repaired, whom the
-// demonstration refused: what was refused was refused for its one fault.
+// Package demo runs the demonstration as a test, and then repairs and admits the machines that it refused, to prove
+// that each refusal had only its one reason.
 package demo
 
 import (
@@ -61,13 +61,13 @@ func TestDemonstration(t *testing.T) {
 	}
 }
 
-// cluster is what the demonstration has left up.
+// cluster is the cluster that the demonstration has left.
 type cluster struct {
 	*labtest.Cluster
 }
 
-// withoutAdmissionTheTokenGetsACertificateRequest takes away the one thing that refuses the
-// intruder's token, Muster's admission policy, and puts it back.
+// withoutAdmissionTheTokenGetsACertificateRequest removes the only check that refuses the intruder's token, Muster's
+// admission policy, and restores it.
 func (c *cluster) withoutAdmissionTheTokenGetsACertificateRequest(ctx context.Context) error {
 	const binding = "muster-node-certificates"
 	saved, err := c.Kubectl(ctx, "get", "validatingadmissionpolicybinding", binding, "-o", "json")
@@ -100,15 +100,14 @@ func (c *cluster) withoutAdmissionTheTokenGetsACertificateRequest(ctx context.Co
 	}
 	return labtest.Within(ctx, labtest.Patience, func(ctx context.Context) error {
 		err := c.requestWithToken(ctx, "422")
-		if err != nil { // what got through before the policy was in force again
+		if err != nil { // requests that were accepted before the policy was in force again
 			_, _ = c.Kubectl(ctx, "delete", "csr", "-l", "by=intruder")
 		}
 		return err
 	})
 }
 
-// requestWithToken asks for a node's certificate with the bootstrap token, and wants that
-// HTTP status.
+// requestWithToken asks for a node's certificate with the bootstrap token, and expects that HTTP status.
 func (c *cluster) requestWithToken(ctx context.Context, want string) error {
 	const script = `set -eu
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout /dev/null -subj /O=system:nodes/CN=system:node:intruder -out /root/i.csr 2>/dev/null
@@ -124,7 +123,8 @@ curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.012
 	return nil
 }
 
-// policyIsTheManifests fails if the policy's image was read back from a machine: its values are those of the image's manifest.
+// policyIsTheManifests fails if the policy's image was read back from a machine: its values must be those of the
+// image's manifest.
 func (c *cluster) policyIsTheManifests(t *testing.T) {
 	m, err := c.Measurements()
 	if err != nil {
@@ -158,7 +158,7 @@ func (c *cluster) policyIsTheManifests(t *testing.T) {
 	}
 }
 
-// keyMakesTheDifference is the intruder's refused request with node2's own key.
+// keyMakesTheDifference sends the intruder's refused request with node2's own key.
 func (c *cluster) keyMakesTheDifference(t *testing.T) {
 	const url = "https://192.168.77.1:6443/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
 	get := func(where, cert, key, ca string) (string, error) {
@@ -187,7 +187,7 @@ func (c *cluster) enroll(t *testing.T) {
 		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id)
 		return err
 	}
-	for range 2 { // the same again changes nothing
+	for range 2 { // a repetition changes nothing
 		if err := enroll(id); err != nil {
 			t.Fatal(err)
 		}

@@ -61,7 +61,7 @@ func checkEcho(t *testing.T, b bench) {
 	}
 }
 
-// traces is what a running lab has on this machine.
+// traces are the objects of a running lab on this machine.
 type traces struct {
 	dir        string
 	processes  []driver.Process
@@ -146,7 +146,7 @@ func (tr traces) processesGone() error {
 
 func (tr traces) checkGone(t *testing.T) {
 	t.Helper()
-	// All have ended; who adopted an orphan may take a moment to notice.
+	// All have ended; the process that adopted an orphan may need a moment to reap it.
 	eventually(t, 5*time.Second, func(context.Context) error { return tr.processesGone() })
 	for _, c := range tr.cgroups {
 		if _, err := os.Stat(c); err == nil {

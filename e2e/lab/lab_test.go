@@ -1,7 +1,7 @@
-// Package lab_test brings up the lab's machines and makes a cluster of them by hand, with
-// kubeadm and nothing of Muster: what fails here is the lab's fault.
+// Package lab_test brings up the lab's machines and makes a cluster of them by hand, with kubeadm and without Muster:
+// a failure here is a fault of the lab.
 //
-// It needs root on a Debian machine, and installs what else is missing.
+// It needs root on a Debian machine, and installs the other requirements.
 package lab_test
 
 import (
@@ -34,15 +34,14 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const source = "../.."
 
-// bench is a lab under test and what the tests need beside it.
+// bench is a lab under test and the tests' tools.
 type bench struct {
 	*driver.Lab
 	kubectl string // path
 }
 
-// newBench builds the lab's program and brings a lab up; it is taken down with the test.
-// The image boots the pod sandbox's program in the bootstrapper's place: any program that
-// runs will do where nothing of Muster is under test.
+// newBench builds the lab's program and brings a lab up; it is taken down with the test. The image boots the pod
+// sandbox's program instead of the bootstrapper: any program that runs is sufficient where Muster is not tested.
 func newBench(t *testing.T, up driver.Up) bench {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "lab") // t.TempDir's names are too long for the sockets below
@@ -82,7 +81,7 @@ func newBench(t *testing.T, up driver.Up) bench {
 	return bench{l, filepath.Join(kube, "kubectl")}
 }
 
-// run runs a command in a machine or on the owner's seat.
+// run runs a command in a machine or on the owner's workstation.
 func (b bench) run(ctx context.Context, where string, stdin []byte, argv ...string) (string, error) {
 	cmd, err := b.Command(ctx, where, argv...)
 	if err != nil {
@@ -105,7 +104,7 @@ func (b bench) must(t *testing.T, where string, stdin []byte, argv ...string) st
 	return out
 }
 
-// kube runs kubectl on the owner's seat.
+// kube runs kubectl on the owner's workstation.
 func (b bench) kube(ctx context.Context, args ...string) (string, error) {
 	return b.run(ctx, driver.Owner, nil, append([]string{b.kubectl, "--kubeconfig", "admin.conf"}, args...)...)
 }
@@ -233,7 +232,7 @@ func TestMachinesThatDifferMeasureDifferently(t *testing.T) {
 	checkRoots(t, b, tampered, true)
 
 	foreign := add(driver.Node{Name: "node2", ForeignEK: true})
-	differs(foreign) // it boots what it should; only nobody vouches for its TPM
+	differs(foreign) // its measurements are right; only its TPM's root is not trusted
 	checkRoots(t, b, foreign, false)
 
 	differs(add(driver.Node{Name: "intruder", Number: 99, NoBootstrapper: true}), 4)
@@ -297,7 +296,7 @@ func TestTwoLabsDoNotMeetAndAKilledOneIsCleanedUp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Kill(); err != nil { // the pid is the daemon's: it has just answered, and we are its parent
+	if err := p.Kill(); err != nil { // the pid is the daemon's: it has just answered, and this process is its parent
 		t.Fatal(err)
 	}
 	eventually(t, 20*time.Second, func(context.Context) error { return traces.processesGone() }) // the kernel does it
@@ -310,7 +309,7 @@ func TestTwoLabsDoNotMeetAndAKilledOneIsCleanedUp(t *testing.T) {
 	}
 }
 
-// checkMeasured compares a machine's PCRs and event log with what the image promised.
+// checkMeasured compares a machine's PCRs and event log with the image's manifest.
 func checkMeasured(t *testing.T, b bench, m driver.Machine, want driver.Measurements) {
 	t.Helper()
 	for pcr, value := range readPCRs(t, m, want) {
@@ -356,7 +355,7 @@ func readPCRs(t *testing.T, m driver.Machine, want driver.Measurements) map[int]
 	return values
 }
 
-// checkRoots verifies the machine's EK certificate against the roots that the owner has.
+// checkRoots verifies the machine's EK certificate against the owner's roots.
 func checkRoots(t *testing.T, b bench, m driver.Machine, genuine bool) {
 	t.Helper()
 	dev := tpm.Open(m.TPMSocket, tpm.WithLock(filepath.Join(t.TempDir(), "lock")))

@@ -1,5 +1,5 @@
-// Package leave takes names from machines of a real cluster: one is forgotten and its name goes to
-// another machine, one gets a new TPM.
+// Package leave removes names from machines of a real cluster: one is forgotten and its name is given to another
+// machine, one gets a new TPM.
 package leave
 
 import (

@@ -20,8 +20,8 @@ const (
 	metadata    = "/etc/muster/metadata.yaml"
 )
 
-// writes creates a Node, in a dry run, from node1 with the given certificate and key. It is an error if the
-// API server refuses that. That there is such a Node already is no refusal.
+// writes creates a Node, in a dry run, from node1 with the given certificate and key. It is an error if the API
+// server refuses that. An existing Node is no refusal.
 func (c *cluster) writes(ctx context.Context, node, pem string) error {
 	const script = `set -eu
 umask 077; cat > /root/as.pem
@@ -38,8 +38,8 @@ curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --
 	return nil
 }
 
-// refused is an error if the API server takes a write as the node with that key, or refuses it for
-// another reason than a revoked certificate.
+// refused returns an error if the API server accepts a write as the node with that key, or refuses it for another
+// reason than a revoked certificate.
 func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 	err := c.writes(ctx, node, key)
 	if err == nil {
@@ -51,7 +51,7 @@ func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 	return nil
 }
 
-// believes says with what status the API server answers whoever shows the token and lists Services.
+// believes returns the API server's status for a request with the token that lists Services.
 func (c *cluster) believes(ctx context.Context, token string) (string, error) {
 	const script = `set -eu
 umask 077; { printf 'Authorization: Bearer '; cat; } > /root/as.header
@@ -59,7 +59,8 @@ curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt -H @/root/as.header -o
 	return c.At(ctx, "node1", token, "sh", "-c", script)
 }
 
-// watches opens a watch on the node's pods for a day, with the kubelet's certificate. What it returns is closed when the watch has ended.
+// watches opens a watch on the node's pods for a day, with the kubelet's certificate. The returned channel is closed
+// when the watch has ended.
 func (c *cluster) watches(t *testing.T, node, pem string) <-chan struct{} {
 	t.Helper()
 	const script = `set -eu
@@ -73,7 +74,7 @@ exec curl -sS -N --cacert /etc/kubernetes/pki/ca.crt --cert /root/watch.pem --ke
 		t.Log("the watch has ended:", out, err)
 	}()
 	t.Cleanup(func() {
-		_, _ = c.At(context.WithoutCancel(t.Context()), "node1", "", "pkill", "-f", "/root/watch.pem") // that there is none any more is what is hoped for
+		_, _ = c.At(context.WithoutCancel(t.Context()), "node1", "", "pkill", "-f", "/root/watch.pem") // it is expected that none is left
 		<-ended
 	})
 	labtest.Eventually(t, func(ctx context.Context) error {
@@ -92,7 +93,8 @@ func (c *cluster) shows(ctx context.Context, want string, args ...string) error 
 	return err
 }
 
-// What somebody took from a node ends with its ban, its kubelet can't bring it back, and it comes back once the ban is lifted.
+// Credentials that were taken from a node end with its ban; its kubelet cannot restore access, and gets it back once
+// the ban is lifted.
 func (c *cluster) ban(t *testing.T, node string) {
 	t.Helper()
 	key := c.Must(t, node, "", "cat", certificate)
@@ -203,7 +205,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 			}
 			return err
 		})
-		labtest.Eventually(t, func(ctx context.Context) error { // its Node is the old one's, so that it is Ready says nothing yet
+		labtest.Eventually(t, func(ctx context.Context) error { // its Node is the old one's, so that Ready proves nothing yet
 			out, err := c.Kubectl(ctx, "get", "attestednode", "node3", "-o", "jsonpath={.spec.machineID} {.spec.diskID}")
 			if want := id + " " + strings.TrimSpace(oldDisk); err == nil && out != want {
 				t.Fatalf("enrolled: %s, want %s", out, want)

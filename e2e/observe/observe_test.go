@@ -1,5 +1,5 @@
-// Package observe watches a real cluster with a real Prometheus: the configuration, rules and
-// dashboards that ship, against what the programs serve.
+// Package observe monitors a real cluster with a real Prometheus: it checks the shipped configuration, rules and
+// dashboards against the programs' metrics.
 package observe
 
 import (
@@ -25,7 +25,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestAClusterIsWatched(t *testing.T) {
-	w := &world{labtest.Up(t, "muster-obs")}
+	w := &fixture{labtest.Up(t, "muster-obs")}
 	w.startPrometheus(t)
 	w.add(t, w.First(t), labtest.Worker("node2"))
 	w.Init(t, "watched")
@@ -38,8 +38,8 @@ func TestAClusterIsWatched(t *testing.T) {
 	t.Run("the dashboards show data", w.dashboardsShowData)
 }
 
-func (w *world) targetsAreUp(t *testing.T) {
-	// A bootstrapper ends when its machine is a node, and the attester begins; node3 will be none.
+func (w *fixture) targetsAreUp(t *testing.T) {
+	// A bootstrapper ends when its machine is a node, and the attester begins; node3 will be no node.
 	want := []string{"muster-attester node1 1", "muster-attester node2 1", "muster-bootstrapper node3 1", "muster-joinservice node1 1", "muster-kms node1 1"}
 	var got []string
 	labtest.Eventually(t, func(ctx context.Context) error {
@@ -75,14 +75,14 @@ type alert struct {
 	State  string
 }
 
-func (w *world) alerts(ctx context.Context) ([]alert, error) {
+func (w *fixture) alerts(ctx context.Context) ([]alert, error) {
 	var data struct{ Alerts []alert }
 	err := w.ask(ctx, "alerts", nil, &data)
 	return data.Alerts, err
 }
 
-// firing gives nil if an alert with these labels fires.
-func (w *world) firing(ctx context.Context, name, label, value string) error {
+// firing returns nil if an alert with these labels fires.
+func (w *fixture) firing(ctx context.Context, name, label, value string) error {
 	alerts, err := w.alerts(ctx)
 	if err == nil && !slices.ContainsFunc(alerts, fires(name, label, value)) {
 		err = fmt.Errorf("%s with %s=%s does not fire; these do: %v", name, label, value, alerts)
@@ -96,7 +96,7 @@ func fires(name, label, value string) func(alert) bool {
 	}
 }
 
-func (w *world) rulesAreLoaded(t *testing.T) {
+func (w *fixture) rulesAreLoaded(t *testing.T) {
 	type rule struct{ Name, Health, LastError string }
 	labtest.Eventually(t, func(ctx context.Context) error {
 		var data struct{ Groups []struct{ Rules []rule } }
@@ -119,11 +119,11 @@ func (w *world) rulesAreLoaded(t *testing.T) {
 	})
 }
 
-func (w *world) refusalsRaiseAlerts(t *testing.T) {
+func (w *fixture) refusalsRaiseAlerts(t *testing.T) {
 	labtest.Eventually(t, func(ctx context.Context) error {
 		return w.firing(ctx, "MusterMachinesRefused", "reason", "POLICY_REFUSED")
 	})
-	// The lab's machines have no encrypted disk, and its policy says that this is all right.
+	// The lab's machines have no encrypted disk, and its policy allows that.
 	labtest.Eventually(t, func(ctx context.Context) error {
 		return w.firing(ctx, "MusterInsecureSwitch", "reason", "allowPlainState")
 	})
@@ -138,7 +138,7 @@ func (w *world) refusalsRaiseAlerts(t *testing.T) {
 	}
 }
 
-func (w *world) policyAlertComesAndGoes(t *testing.T) {
+func (w *fixture) policyAlertComesAndGoes(t *testing.T) {
 	good := w.MustKubectl(t, "get", "attestationpolicy", "default", "-o", "jsonpath={.spec.signature}")
 	sign := func(signature string) {
 		patch, err := json.Marshal(object{"spec": object{"signature": signature}})
@@ -171,7 +171,7 @@ func (w *world) policyAlertComesAndGoes(t *testing.T) {
 // quiet panels have no data in a healthy cluster of some minutes, whose disks are plain.
 var quiet = []string{"Tickets given back", "Keys for machines that rebooted", "Tries to unlock the state disk", "Recoveries", "Turns of control planes", "Connections closed before TLS", "Requests of kubelets for certificates"}
 
-func (w *world) dashboardsShowData(t *testing.T) {
+func (w *fixture) dashboardsShowData(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(w.Root, "deploy", "charts", "muster", "files", "*.json"))
 	if err != nil || len(files) < 2 {
 		t.Fatalf("%v %v", files, err)
@@ -211,7 +211,7 @@ func (w *world) dashboardsShowData(t *testing.T) {
 }
 
 // series counts the series that an expression has had in the last minutes.
-func (w *world) series(t *testing.T, expr string) (int, error) {
+func (w *fixture) series(t *testing.T, expr string) (int, error) {
 	t.Helper()
 	now := time.Now()
 	var data struct{ Result []sample }

@@ -1,5 +1,5 @@
-// Package operate looks at a real cluster as its owner does: who is in, who waits and why, and what is
-// wrong with it once something was broken.
+// Package operate examines a real cluster as its owner does: which machines are nodes, which wait and why, and which
+// faults are reported after something was broken.
 package operate
 
 import (
@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// seat is the owner's, beside a cluster of node1 and node2.
+// seat is the owner's workstation, beside a cluster of node1 and node2.
 type seat struct {
 	lab *driver.Lab
 	bin string
@@ -41,7 +41,7 @@ func newSeat(t *testing.T) *seat {
 	return s
 }
 
-// at runs a program somewhere and gives its standard output.
+// at runs a program on a machine and returns its standard output.
 func (s *seat) at(ctx context.Context, where, stdin string, argv ...string) (string, error) {
 	cmd, err := s.lab.Command(ctx, where, argv...)
 	if err != nil {
@@ -64,7 +64,7 @@ func (s *seat) kubectl(ctx context.Context, stdin string, args ...string) (strin
 	return s.at(ctx, "node1", stdin, append([]string{"kubectl", "--kubeconfig", "/etc/kubernetes/admin.conf"}, args...)...)
 }
 
-// show puts what a person would see into the test's log.
+// show puts the output for a person into the test's log.
 func (s *seat) show(t *testing.T, args ...string) {
 	t.Helper()
 	out, err := s.muster(t.Context(), args...)
@@ -123,7 +123,7 @@ func (s *seat) oneMachine(t *testing.T) {
 	}
 	s.show(t, "status", "--endpoint", "192.168.77.13")
 	s.show(t, "doctor", "--endpoint", "192.168.77.13")
-	// node2 is a node: its bootstrapper has ended, and the command says what that means.
+	// node2 is a node: its bootstrapper has ended, and the command explains that.
 	if _, err := s.muster(t.Context(), "status", "--endpoint", "192.168.77.12"); err == nil || !strings.Contains(err.Error(), "is a node already") {
 		t.Errorf("a node: %v", err)
 	}
@@ -155,7 +155,7 @@ func (s *seat) whoWaits(t *testing.T) {
 	}
 }
 
-// examine gives what doctor found but OK. Its exit code must be 1 exactly if something failed.
+// examine returns doctor's findings that are not OK. Its exit code must be 1 exactly if a check failed.
 func (s *seat) examine(t *testing.T) (failed []checkup.Finding) {
 	t.Helper()
 	text, err := s.muster(t.Context(), "doctor", "--output", "json")

@@ -18,9 +18,9 @@ import (
 var controlPlanes = []string{"node1", "node2", "node3"}
 
 // bringUpPlanes makes a cluster of three control planes.
-func bringUpPlanes(t *testing.T, validity string) *world {
+func bringUpPlanes(t *testing.T, validity string) *fixture {
 	t.Helper()
-	w := &world{labtest.UpFor(t, "muster-e2e", validity)}
+	w := &fixture{labtest.UpFor(t, "muster-e2e", validity)}
 	t.Cleanup(func() {
 		if t.Failed() {
 			for _, name := range controlPlanes {
@@ -48,7 +48,7 @@ func bringUpPlanes(t *testing.T, validity string) *world {
 	}
 	for _, name := range controlPlanes {
 		w.Ready(t, name)
-		// A Node is Ready before the join is done, and the machine takes an unfinished one up again at boot.
+		// A Node is Ready before the join is done, and the machine resumes an unfinished one at boot.
 		within(t, func(ctx context.Context) error {
 			_, err := w.At(ctx, name, "", "grep", "-q", "this machine is a node", "/var/log/muster-bootstrapper.log")
 			return err
@@ -58,7 +58,7 @@ func bringUpPlanes(t *testing.T, validity string) *world {
 }
 
 // apiServer is the certificate on a control plane's disk.
-func (w *world) apiServer(ctx context.Context, node string) (*x509.Certificate, error) {
+func (w *fixture) apiServer(ctx context.Context, node string) (*x509.Certificate, error) {
 	out, err := w.At(ctx, node, "", "cat", "/etc/kubernetes/pki/apiserver.crt")
 	if err != nil {
 		return nil, err
@@ -70,8 +70,9 @@ func (w *world) apiServer(ctx context.Context, node string) (*x509.Certificate, 
 	return x509.ParseCertificate(block.Bytes)
 }
 
-// All certificates of kubeadm live twelve minutes, and the cluster goes on when the last of the first ones has ended. They are due after six of them; three control planes
-// take four for their turns, more on a computer that does other things too. One whose turn comes too late renews alone, which counts as well.
+// All certificates of kubeadm live twelve minutes, and the cluster goes on when the last of the first ones has ended.
+// They are due after six minutes; three control planes need four to renew one after another, more on a busy computer.
+// One whose slot comes too late renews alone, which is accepted as well.
 func TestControlPlanesOutliveTheirCertificates(t *testing.T) {
 	w := bringUpPlanes(t, "12m")
 	first, end := map[string]*x509.Certificate{}, time.Time{}
@@ -105,7 +106,7 @@ func TestControlPlanesOutliveTheirCertificates(t *testing.T) {
 	}
 	began := time.Now()
 	for _, name := range controlPlanes {
-		within(t, func(ctx context.Context) error { // what its kubelet has said since, not what was said of it before
+		within(t, func(ctx context.Context) error { // only what its kubelet has reported since
 			out, err := w.Kubectl(ctx, "-n", "kube-node-lease", "get", "lease", name, "-o", "jsonpath={.spec.renewTime}")
 			if err != nil {
 				return err
@@ -121,7 +122,7 @@ func TestControlPlanesOutliveTheirCertificates(t *testing.T) {
 	t.Log(out, err)
 }
 
-// What kubeadm has issued ends while all machines are off. They come back by themselves.
+// Kubeadm's certificates end while all machines are off. They come back by themselves.
 func TestControlPlanesComeBackAfterALongPowerOff(t *testing.T) {
 	w := bringUpPlanes(t, "")
 	version := w.Must(t, "node1", "", "kubeadm", "version", "-o", "short")

@@ -22,7 +22,7 @@ import (
 )
 
 // ownerReturns gives the owner's folder a kubeconfig that has ended, and has it renewed by the owner's key.
-func (w *world) ownerReturns(t *testing.T, name string) {
+func (w *fixture) ownerReturns(t *testing.T, name string) {
 	t.Helper()
 	pair, err := tls.X509KeyPair([]byte(w.Must(t, "node1", "", "cat", "/etc/kubernetes/pki/ca.crt")), []byte(w.Must(t, "node1", "", "cat", "/etc/kubernetes/pki/ca.key")))
 	if err != nil {

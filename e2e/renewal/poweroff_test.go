@@ -28,10 +28,10 @@ var (
 	workers = []string{"node4", "node5"}
 )
 
-// Nobody's clock is changed: what a machine finds after its boot are certificates that ended while it was off, signed by the cluster's own
-// authority. Nobody does anything but to switch machines on.
+// No clock is changed: after its boot, a machine finds certificates that ended while it was off, signed by the
+// cluster's own authority. The only action is to switch machines on.
 func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T) {
-	w := &world{labtest.Up(t, "muster-e2e")}
+	w := &fixture{labtest.Up(t, "muster-e2e")}
 	endpoints := []string{"192.168.77.11:30090", "192.168.77.12:30090", "192.168.77.13:30090"}
 	machines := []driver.Node{w.First(t)}
 	for _, name := range planes[1:] {
@@ -87,11 +87,12 @@ func TestMachinesThatWereOffForLongerThanTheirCertificatesComeBack(t *testing.T)
 	t.Run("their owner, whose kubeconfig has ended too", func(t *testing.T) { w.ownerReturns(t, "poweroff") })
 }
 
-// bannedGetsNothing bans a node whose certificates have ended, and does what has it ask for others; once it is allowed it comes back.
-func (w *world) bannedGetsNothing(t *testing.T, node string, ask func()) {
+// bannedGetsNothing bans a node whose certificates have ended, and has it ask the other nodes; once it is allowed it
+// comes back.
+func (w *fixture) bannedGetsNothing(t *testing.T, node string, ask func()) {
 	t.Helper()
 	refused := func(ctx context.Context) int {
-		out, _ := w.At(ctx, node, "", "grep", "the kubelet's certificates are not renewed yet", "/var/log/muster-bootstrapper.log") // none is an error of grep's
+		out, _ := w.At(ctx, node, "", "grep", "the kubelet's certificates are not renewed yet", "/var/log/muster-bootstrapper.log") // an error of grep means that there is none
 		return strings.Count(out, `"reason":"BANNED"`)
 	}
 	ban := func(banned bool) { // API servers restart after a ban
@@ -127,8 +128,8 @@ func (w *world) bannedGetsNothing(t *testing.T, node string, ask func()) {
 	w.back(t, before)
 }
 
-// noLongLife reads the certificates from the disks, and compares them with what the owner is shown.
-func (w *world) noLongLife(t *testing.T, nodes []string) {
+// noLongLife reads the certificates from the disks, and compares them with the owner's output.
+func (w *fixture) noLongLife(t *testing.T, nodes []string) {
 	t.Helper()
 	for _, name := range nodes {
 		c, err := w.certificate(t.Context(), name, "client")
@@ -158,7 +159,7 @@ func (w *world) noLongLife(t *testing.T, nodes []string) {
 }
 
 // expire gives the nodes certificates that have ended, and returns the clients'.
-func (w *world) expire(t *testing.T, nodes ...string) map[string]*x509.Certificate {
+func (w *fixture) expire(t *testing.T, nodes ...string) map[string]*x509.Certificate {
 	t.Helper()
 	pair, err := tls.X509KeyPair([]byte(w.Must(t, "node1", "", "cat", "/etc/kubernetes/pki/ca.crt")), []byte(w.Must(t, "node1", "", "cat", "/etc/kubernetes/pki/ca.key")))
 	if err != nil {
@@ -209,18 +210,18 @@ func each(t *testing.T, nodes []string, do func(string) error) {
 	}
 }
 
-func (w *world) off(t *testing.T, nodes ...string) {
+func (w *fixture) off(t *testing.T, nodes ...string) {
 	t.Helper()
 	each(t, nodes, func(n string) error { return w.KillNode(t.Context(), n) })
 }
 
-func (w *world) on(t *testing.T, nodes ...string) {
+func (w *fixture) on(t *testing.T, nodes ...string) {
 	t.Helper()
 	each(t, nodes, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
 }
 
-// back waits until the nodes are Ready with other certificates, by what they have said since.
-func (w *world) back(t *testing.T, before map[string]*x509.Certificate) {
+// back waits until the nodes are Ready with other certificates, by what they have reported since.
+func (w *fixture) back(t *testing.T, before map[string]*x509.Certificate) {
 	t.Helper()
 	began := time.Now()
 	for name, old := range before {

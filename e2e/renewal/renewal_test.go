@@ -22,12 +22,12 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const life = labtest.ShortLife
 
-type world struct {
+type fixture struct {
 	*labtest.Cluster
 }
 
-// Node2 renews both certificates by itself. Node3's attester is stopped: it gets neither, and the reason
-// stands where one looks for it; once it attests again it gets both, before the old ones end.
+// Node2 renews both certificates by itself. Node3's attester is stopped: it gets neither, and the reason is shown
+// where an operator looks for it; once it attests again it gets both, before the old ones end.
 func TestNodesLiveLongerThanTheirCertificates(t *testing.T) {
 	w := bringUp(t)
 	w.ShortenCertificates(t)
@@ -137,16 +137,16 @@ func TestNodesLiveLongerThanTheirCertificates(t *testing.T) {
 }
 
 // bringUp makes a cluster of one control plane.
-func bringUp(t *testing.T) *world {
+func bringUp(t *testing.T) *fixture {
 	t.Helper()
-	w := &world{labtest.Up(t, "muster-e2e")}
+	w := &fixture{labtest.Up(t, "muster-e2e")}
 	w.Add(t, w.First(t))
 	w.Init(t, "renewal")
 	return w
 }
 
-// certificate is what the node's kubelet uses now.
-func (w *world) certificate(ctx context.Context, node, kind string) (*x509.Certificate, error) {
+// certificate is the one that the node's kubelet uses now.
+func (w *fixture) certificate(ctx context.Context, node, kind string) (*x509.Certificate, error) {
 	out, err := w.At(ctx, node, "", "cat", "/var/lib/kubelet/pki/kubelet-"+kind+"-current.pem")
 	if err != nil {
 		return nil, err
@@ -158,7 +158,7 @@ func (w *world) certificate(ctx context.Context, node, kind string) (*x509.Certi
 	return x509.ParseCertificate(block.Bytes)
 }
 
-// within waits for what comes while a certificate lives.
+// within waits for a condition while a certificate is valid.
 func within(t *testing.T, check func(context.Context) error) {
 	t.Helper()
 	if err := labtest.Within(t.Context(), life, check); err != nil {

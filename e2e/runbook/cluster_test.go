@@ -26,18 +26,19 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// world is a lab and the owner's files. Nodes 1 to 3 are control planes, the others workers.
-type world struct {
+// fixture is a lab and the owner's files. Nodes 1 to 3 are control planes, the others workers.
+type fixture struct {
 	*labtest.Cluster
 	initSecretHash string
 	began          time.Time
 }
 
-// prepare executes what comes before any machine boots, and brings up a lab with that owner's image; it goes with the test.
-func prepare(t *testing.T) *world {
+// prepare executes the steps before any machine boots, and brings up a lab with that owner's image; it is removed
+// after the test.
+func prepare(t *testing.T) *fixture {
 	t.Helper()
 	lab, root := labtest.New(t, "muster-rb")
-	w := &world{Cluster: &labtest.Cluster{Lab: lab, Root: root}, began: time.Now()}
+	w := &fixture{Cluster: &labtest.Cluster{Lab: lab, Root: root}, began: time.Now()}
 	t.Cleanup(func() { // before the lab is taken down
 		if t.Failed() {
 			w.logs(t)
@@ -72,7 +73,7 @@ func prepare(t *testing.T) *world {
 	return w
 }
 
-// line gives a file's only line.
+// line returns a file's only line.
 func line(t *testing.T, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -82,7 +83,7 @@ func line(t *testing.T, path string) string {
 	return strings.TrimSpace(string(b))
 }
 
-func (w *world) say(t *testing.T, format string, args ...any) {
+func (w *fixture) say(t *testing.T, format string, args ...any) {
 	t.Helper()
 	t.Logf("%6.1f s  %s", time.Since(w.began).Seconds(), fmt.Sprintf(format, args...))
 }
@@ -90,7 +91,7 @@ func (w *world) say(t *testing.T, format string, args ...any) {
 func address(node string) string { return "192.168.77.1" + strings.TrimPrefix(node, "node") }
 
 // machine is the machine of that name before it has booted.
-func (w *world) machine(node string) driver.Node {
+func (w *fixture) machine(node string) driver.Node {
 	n := driver.Node{Name: node}
 	for _, c := range []string{"node1", "node2", "node3"} {
 		n.JoinEndpoints = append(n.JoinEndpoints, address(c)+":30090")
@@ -101,14 +102,15 @@ func (w *world) machine(node string) driver.Node {
 	return n
 }
 
-// blockTime bounds a block, which has its own limits of ten minutes where it waits.
+// blockTime limits a block, which has its own limits of ten minutes where it waits.
 const blockTime = 12 * time.Minute
 
-// cutOff is what programs say that reached an API server which went away just then, or found none.
+// cutOff are the errors of programs whose API server was not reachable or became unavailable.
 var cutOff = regexp.MustCompile(`EOF|connection re(?:set|fused)|Unable to connect|http2: |ServiceUnavailable|etcdserver: `)
 
-// owner executes a block of the page on the owner's seat, and again, as a person would, if its connection broke.
-func (w *world) owner(t *testing.T, title, node string, more ...string) {
+// owner executes a block of the page on the owner's workstation, and repeats it, as a person would, if its connection
+// broke.
+func (w *fixture) owner(t *testing.T, title, node string, more ...string) {
 	t.Helper()
 	script, variables := labtest.Runbooks(t, w.Root)[title], slices.Concat(more, []string{"NODE=" + node, "ADDRESS=" + address(node)})
 	if err := labtest.Within(t.Context(), blockTime, func(ctx context.Context) error {
@@ -124,8 +126,8 @@ func (w *world) owner(t *testing.T, title, node string, more ...string) {
 	}
 }
 
-// well repeats the page's last look, as it says, until nothing is wrong.
-func (w *world) well(t *testing.T) {
+// well repeats the page's last check until it finds no fault.
+func (w *fixture) well(t *testing.T) {
 	t.Helper()
 	script := labtest.Runbooks(t, w.Root)["all-well"]
 	labtest.Eventually(t, func(ctx context.Context) error {
@@ -135,13 +137,13 @@ func (w *world) well(t *testing.T) {
 	w.say(t, "doctor finds nothing wrong")
 }
 
-// kubectl runs on the owner's seat, over the load balancer.
-func (w *world) kubectl(ctx context.Context, args ...string) (string, error) {
+// kubectl runs on the owner's workstation, over the load balancer.
+func (w *fixture) kubectl(ctx context.Context, args ...string) (string, error) {
 	return w.At(ctx, driver.Owner, "", append([]string{"kubectl", "--kubeconfig", filepath.Join("muster-"+clusterName, "admin.conf"), "--request-timeout=5s"}, args...)...)
 }
 
-// enrollments gives the cluster's, by node.
-func (w *world) enrollments(ctx context.Context) (map[string]v1alpha1.AttestedNode, error) {
+// enrollments returns the cluster's, by node.
+func (w *fixture) enrollments(ctx context.Context) (map[string]v1alpha1.AttestedNode, error) {
 	text, err := w.kubectl(ctx, "get", "attestednodes", "-o", "json")
 	if err != nil {
 		return nil, err
@@ -157,8 +159,8 @@ func (w *world) enrollments(ctx context.Context) (map[string]v1alpha1.AttestedNo
 	return out, nil
 }
 
-// known is [world.enrollments] of now.
-func (w *world) known(t *testing.T) (out map[string]v1alpha1.AttestedNode) {
+// known is [fixture.enrollments] of now.
+func (w *fixture) known(t *testing.T) (out map[string]v1alpha1.AttestedNode) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) (err error) {
 		out, err = w.enrollments(ctx)
@@ -167,8 +169,8 @@ func (w *world) known(t *testing.T) (out map[string]v1alpha1.AttestedNode) {
 	return out
 }
 
-// get gives a part of an object.
-func (w *world) get(t *testing.T, object, path string) (out string) {
+// get returns a part of an object.
+func (w *fixture) get(t *testing.T, object, path string) (out string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) (err error) {
 		out, err = w.kubectl(ctx, "get", object, "-o", "jsonpath="+path)
@@ -177,9 +179,9 @@ func (w *world) get(t *testing.T, object, path string) (out string) {
 	return out
 }
 
-// back waits until nodes are Ready whose kubelets have reported, and whose machines were accepted, after a time: what the
-// API says may be of before.
-func (w *world) back(t *testing.T, since time.Time, nodes ...string) {
+// back waits until nodes are Ready whose kubelets have reported, and whose machines were accepted, after a time: the
+// API's state may be older.
+func (w *fixture) back(t *testing.T, since time.Time, nodes ...string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error {
 		enrolled, err := w.enrollments(ctx)
@@ -206,7 +208,7 @@ func (w *world) back(t *testing.T, since time.Time, nodes ...string) {
 }
 
 // voters waits until etcd has these members, and no learner.
-func (w *world) voters(t *testing.T, at string, want ...string) {
+func (w *fixture) voters(t *testing.T, at string, want ...string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error {
 		voters, learners, err := w.Members(ctx, at)
@@ -217,7 +219,7 @@ func (w *world) voters(t *testing.T, at string, want ...string) {
 	})
 }
 
-// each does something with machines, all at once.
+// each runs a function for machines, all at once.
 func each(t *testing.T, nodes []string, do func(node string) error) {
 	t.Helper()
 	errs := make([]error, len(nodes))
@@ -232,7 +234,7 @@ func each(t *testing.T, nodes []string, do func(node string) error) {
 }
 
 // logs shows the ends of the machines' logs of a test that failed.
-func (w *world) logs(t *testing.T) {
+func (w *fixture) logs(t *testing.T) {
 	t.Helper()
 	paths, err := filepath.Glob(filepath.Join(w.Dir, "machines", "*", "disk", "log", "*.log"))
 	if err != nil {

@@ -27,7 +27,7 @@ const (
 	diskCheck   = "/var/lib/muster/state/key-check"
 )
 
-var everybody = []string{"node1", "node2", "node3", "node4", "node5"}
+var allNodes = []string{"node1", "node2", "node3", "node4", "node5"}
 
 // One cluster lives through all of them, so a failure ends the rest.
 func TestTheRunbooks(t *testing.T) {
@@ -52,7 +52,7 @@ func TestTheRunbooks(t *testing.T) {
 	}
 }
 
-func (w *world) firstBoot(t *testing.T) {
+func (w *fixture) firstBoot(t *testing.T) {
 	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--ek-key ecc-p384 --allow-plain-state")
 	first := w.machine("node1")
 	first.InitSecretHash = w.initSecretHash
@@ -72,7 +72,7 @@ func (w *world) firstBoot(t *testing.T) {
 }
 
 // newControlPlanes names machines that wait, and lets them join.
-func (w *world) newControlPlanes(t *testing.T, nodes ...string) {
+func (w *fixture) newControlPlanes(t *testing.T, nodes ...string) {
 	t.Helper()
 	for _, n := range nodes {
 		w.MachineID(t, address(n)) // its bootstrapper listens
@@ -83,7 +83,7 @@ func (w *world) newControlPlanes(t *testing.T, nodes ...string) {
 	}
 }
 
-func (w *world) reboot(t *testing.T) {
+func (w *fixture) reboot(t *testing.T) {
 	w.owner(t, "reboot-before", "node4")
 	start := time.Now()
 	if _, err := w.RebootNode(t.Context(), "node4"); err != nil {
@@ -95,7 +95,7 @@ func (w *world) reboot(t *testing.T) {
 		t.Errorf("node4 is still cordoned: %q", out)
 	}
 
-	// Power fails, and nobody does anything.
+	// Power fails; no person acts.
 	start = time.Now()
 	each(t, []string{"node5", "node2"}, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
 	w.back(t, start, "node5", "node2")
@@ -103,14 +103,14 @@ func (w *world) reboot(t *testing.T) {
 	w.well(t)
 }
 
-// raiseNoSpace has node1's etcd say that it is full.
+// raiseNoSpace has node1's etcd raise the NOSPACE alarm.
 const raiseNoSpace = `ask() {
   curl -sS --fail --cacert /etc/kubernetes/pki/etcd/ca.crt --cert /etc/kubernetes/pki/etcd/server.crt --key /etc/kubernetes/pki/etcd/server.key "https://127.0.0.1:2379/v3/maintenance/$1" -d "$2"
 }
 id=$(ask status '{}' | grep -o '"member_id":"[0-9]*"' | head -n 1 | grep -o '[0-9]*')
 ask alarm '{"action":"ACTIVATE","memberID":"'"$id"'","alarm":"NOSPACE"}'`
 
-func (w *world) etcdIsFull(t *testing.T) {
+func (w *fixture) etcdIsFull(t *testing.T) {
 	write := func(ctx context.Context) error {
 		_, err := w.kubectl(ctx, "annotate", "node", "node4", "--overwrite", "example.com/written="+time.Now().Format("150405"))
 		return err
@@ -130,13 +130,13 @@ func (w *world) etcdIsFull(t *testing.T) {
 	if err := write(t.Context()); err != nil {
 		t.Error(err)
 	}
-	for _, n := range everybody {
+	for _, n := range allNodes {
 		w.owner(t, "node-ready", n)
 	}
 	w.well(t)
 }
 
-func (w *world) lostTPM(t *testing.T, node string) {
+func (w *fixture) lostTPM(t *testing.T, node string) {
 	before := w.known(t)
 	labtest.Eventually(t, func(ctx context.Context) error {
 		_, err := w.kubectl(ctx, "label", "node", node, "--overwrite", "rack=seven")
@@ -150,7 +150,7 @@ func (w *world) lostTPM(t *testing.T, node string) {
 	if _, err := w.RebootNode(t.Context(), node); err != nil {
 		t.Fatal(err)
 	}
-	id := w.MachineID(t, address(node)) // it waits, and says who it is now
+	id := w.MachineID(t, address(node)) // it waits, and reports its new ID
 	if id == before[node].Spec.MachineID {
 		t.Fatal("the TPM is the old one")
 	}
@@ -178,7 +178,7 @@ func (w *world) lostTPM(t *testing.T, node string) {
 }
 
 // clearedTPM clears the TPM of a machine that has been rebooted since it joined.
-func (w *world) clearedTPM(t *testing.T, node string) {
+func (w *fixture) clearedTPM(t *testing.T, node string) {
 	before := w.known(t)[node]
 	if err := w.ClearTPM(t.Context(), node); err != nil {
 		t.Fatal(err)
@@ -202,7 +202,7 @@ func (w *world) clearedTPM(t *testing.T, node string) {
 	w.well(t)
 }
 
-func (w *world) lostWorker(t *testing.T) {
+func (w *fixture) lostWorker(t *testing.T) {
 	if err := w.RemoveNode(t.Context(), "node5"); err != nil {
 		t.Fatal(err)
 	}
@@ -214,7 +214,7 @@ func (w *world) lostWorker(t *testing.T) {
 	w.well(t)
 }
 
-func (w *world) lostControlPlane(t *testing.T) {
+func (w *fixture) lostControlPlane(t *testing.T) {
 	if err := w.RemoveNode(t.Context(), "node1"); err != nil {
 		t.Fatal(err)
 	}
@@ -229,7 +229,7 @@ func (w *world) lostControlPlane(t *testing.T) {
 }
 
 // policy reads the policy in force.
-func (w *world) policy(t *testing.T) (out map[string]any) {
+func (w *fixture) policy(t *testing.T) (out map[string]any) {
 	t.Helper()
 	if err := json.Unmarshal([]byte(w.get(t, "attestationpolicy/default", "{.spec.policy}")), &out); err != nil {
 		t.Fatal(err)
@@ -238,12 +238,12 @@ func (w *world) policy(t *testing.T) (out map[string]any) {
 }
 
 // answers waits until the API does.
-func (w *world) answers(t *testing.T) {
+func (w *fixture) answers(t *testing.T) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error { _, err := w.kubectl(ctx, "get", "--raw", "/readyz"); return err })
 }
 
-func (w *world) lostQuorum(t *testing.T) {
+func (w *fixture) lostQuorum(t *testing.T) {
 	before, policy := w.known(t), w.policy(t)
 	each(t, []string{"node1", "node2"}, func(n string) error { return w.RemoveNode(t.Context(), n) })
 	labtest.Eventually(t, func(ctx context.Context) error {
@@ -252,7 +252,7 @@ func (w *world) lostQuorum(t *testing.T) {
 		}
 		return nil
 	})
-	// The one that is left was off too: its kubelet has seen no API server since it started.
+	// The remaining one was off too: its kubelet has had no API server since it started.
 	if _, err := w.RebootNode(t.Context(), "node3"); err != nil {
 		t.Fatal(err)
 	}
@@ -303,14 +303,14 @@ func (w *world) lostQuorum(t *testing.T) {
 	w.well(t)
 }
 
-func (w *world) restart(t *testing.T) {
+func (w *fixture) restart(t *testing.T) {
 	before := w.known(t)
-	each(t, everybody, func(n string) error { return w.KillNode(t.Context(), n) })
+	each(t, allNodes, func(n string) error { return w.KillNode(t.Context(), n) })
 	start := time.Now()
 	w.say(t, "all machines are off")
-	each(t, everybody, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
+	each(t, allNodes, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
 	w.Block(t, driver.Owner, "restart-wait")
-	w.back(t, start, everybody...)
+	w.back(t, start, allNodes...)
 	w.voters(t, "node1", "node1", "node2", "node3")
 	if now := slices.Sorted(maps.Keys(w.known(t))); !slices.Equal(now, slices.Sorted(maps.Keys(before))) {
 		t.Errorf("enrolled: %v", now)

@@ -1,5 +1,5 @@
-// Package statedisk runs the state disk's code where it belongs, on a machine with device-mapper: a virtual
-// one, whose disk the test has in its hands between two boots.
+// Package statedisk runs the state disk's code on a machine with device-mapper: a virtual one, whose disk the test
+// can change between two boots.
 package statedisk
 
 import (
@@ -30,8 +30,8 @@ func TestTheStateDisk(t *testing.T) {
 	id := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$")
 	m.hasNoMarker(t)
 
-	// It was switched off before it had a cluster's key. Its ID stays: it may have been told already. The key goes to the disk that is
-	// open, though the configured link leads to a copy by then.
+	// It was switched off before it had a cluster's key. Its ID stays: it may have been sent already. The key goes to
+	// the disk that is open, though the configured link leads to a copy by then.
 	said = m.boot(t, "join", nil)
 	wants(t, said, "^state new$", "^key set in ", "^another key: STATE_DISK: .*another cluster", "^the second disk is as it was: true, <nil>$")
 	if again := submatch(t, said, "^disk ([0-9a-f-]{36}) is open$"); again != id {
@@ -54,7 +54,7 @@ func TestTheStateDisk(t *testing.T) {
 		"^marker: 32000 bytes, whole true, <nil>$")
 	m.hasNoMarker(t)
 
-	// One bit, somewhere in the data: the kernel gives no block whose MAC is wrong.
+	// One bit, somewhere in the data: the kernel returns no block whose MAC is wrong.
 	m.flip(t, 24<<20)
 	wants(t, m.boot(t, "unlock", nil), "^blocks: [1-9][0-9]* good, [1-9][0-9]* bad$")
 }

@@ -20,8 +20,8 @@ import (
 // programs of the guest, with their libraries.
 var programs = []string{"/usr/sbin/cryptsetup", "/usr/sbin/mkfs.ext4"}
 
-// modules that the guest's kernel needs, beside what these depend on. Ciphers are the kernel's own in C: QEMU without KVM
-// has been seen to hang in the self-tests of those that use vector instructions, on a busy machine.
+// modules that the guest's kernel needs, beside their dependencies. Ciphers are the kernel's own in C: QEMU without
+// KVM has hung in the self-tests of those with vector instructions, on a busy machine.
 var modules = []string{"virtio_pci", "virtio_blk", "dm_crypt", "dm_integrity", "xts", "ecb", "authenc"}
 
 // machine is a virtual machine with a state disk, another small one, and nothing else.
@@ -71,8 +71,8 @@ func newMachine(t *testing.T, diskSize int64) *machine {
 	return m
 }
 
-// boot runs the machine until it powers itself off, and gives what the guest said. If a line fits cut, the power is
-// cut there.
+// boot runs the machine until it powers itself off, and returns the guest's output. If a line matches cut, the power
+// is cut there.
 func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
@@ -119,7 +119,7 @@ func (m *machine) boot(t *testing.T, do string, cut *regexp.Regexp) []string {
 	return said
 }
 
-// debianKernel gives a folder with Debian's kernel for virtual machines. It is fetched once and kept.
+// debianKernel returns a folder with Debian's kernel for virtual machines. It is fetched once and kept.
 func debianKernel(t *testing.T) string {
 	t.Helper()
 	depends, err := exec.CommandContext(t.Context(), "apt-cache", "depends", "--important", "linux-image-cloud-amd64").Output()
@@ -160,7 +160,7 @@ func debianKernel(t *testing.T) string {
 	return dir
 }
 
-// moduleFiles gives the modules in the order in which they can be loaded.
+// moduleFiles returns the modules in the order in which they can be loaded.
 func moduleFiles(t *testing.T, root, version string) []string {
 	t.Helper()
 	base := filepath.Join("lib/modules", version)

@@ -1,4 +1,4 @@
-// Package token puts Muster into a real cluster that kubeadm made by hand, and has an attested machine join it with a
+// Package token installs Muster in a real cluster that kubeadm made, and has an attested machine join it with a
 // bootstrap token in its ticket.
 package token
 
@@ -21,8 +21,8 @@ type cluster struct {
 	*labtest.Cluster
 }
 
-// bringUp makes a lab with a machine that waits for its owner, node1, and one that knows nothing of Muster, node4. It is
-// taken down when the test ends.
+// bringUp makes a lab with a machine that waits for its owner, node1, and one without Muster, node4. It is taken down
+// when the test ends.
 func bringUp(t *testing.T) *cluster {
 	t.Helper()
 	c := &cluster{labtest.Up(t, "muster-token", "kubeadm", "kubectl")}
@@ -30,7 +30,7 @@ func bringUp(t *testing.T) *cluster {
 	return c
 }
 
-// byHand makes a cluster of both as kubeadm's manual says, with kubeadm's defaults and its bootstrap token.
+// byHand makes a cluster of both as kubeadm's manual describes, with kubeadm's defaults and its bootstrap token.
 func (c *cluster) byHand(t *testing.T) {
 	t.Helper()
 	config, err := byhand.Init([]byte(c.Must(t, "node1", "", "cat", "/etc/muster/image.yaml")), byhand.Node{Name: "node1", Address: "192.168.77.11"})

@@ -23,7 +23,7 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// ownToken has what joinservice gives a ticket's token, made by a hand that may make Secrets.
+// ownToken has the content of a ticket's token from joinservice, made by a user who may create Secrets.
 const ownToken = "mustrx.0123456789abcdef"
 
 const ownSecret = `apiVersion: v1
@@ -33,7 +33,8 @@ type: bootstrap.kubernetes.io/token
 stringData: {token-id: mustrx, token-secret: 0123456789abcdef, usage-bootstrap-authentication: "true", auth-extra-groups: "system:bootstrappers:muster"}
 `
 
-// asks files a request for a node's certificate, in a dry run, with nothing but a token, and gives the answer's status.
+// asks files a request for a node's certificate, in a dry run, with only a token, and returns the status of the
+// answer.
 func (c *cluster) asks(ctx context.Context, t *testing.T, token string) (string, error) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -53,7 +54,7 @@ func (c *cluster) asks(ctx context.Context, t *testing.T, token string) (string,
 	return out, err
 }
 
-// answers wants a status of asks, once the API server knows the token.
+// answers waits for a status of asks, once the API server knows the token.
 func (c *cluster) answers(t *testing.T, token, status string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error {
@@ -65,7 +66,7 @@ func (c *cluster) answers(t *testing.T, token, status string) {
 	})
 }
 
-// watchTokens gives the bootstrap tokens that come and go until stop is called.
+// watchTokens returns the bootstrap tokens that come and go until stop is called.
 func (c *cluster) watchTokens(t *testing.T) (stop func() string) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -75,7 +76,7 @@ func (c *cluster) watchTokens(t *testing.T) (stop func() string) {
 		t.Fatal(err)
 	}
 	var out bytes.Buffer
-	cmd.Stdout, cmd.WaitDelay = &out, time.Second // what runs in the machine is not ours to end
+	cmd.Stdout, cmd.WaitDelay = &out, time.Second // the test does not wait for programs in the machine
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -93,7 +94,7 @@ func (c *cluster) tokens(ctx context.Context) (string, error) {
 func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 	c := bringUp(t)
 	c.byHand(t)
-	// What Muster is to end: whoever has kubeadm's token becomes a node of any name.
+	// Muster is to end this: anyone with kubeadm's token can become a node of any name.
 	c.answers(t, byhand.Token, "201")
 
 	c.install(t, "--policy", "policy.yaml")
@@ -101,7 +102,7 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 	alive := c.alive(t, "node4")
 
 	t.Run("a token alone does not become a node", func(t *testing.T) {
-		c.answers(t, byhand.Token, "422") // admission's refusal: RBAC would let it
+		c.answers(t, byhand.Token, "422") // refused by admission: RBAC would allow it
 		if why := c.Must(t, "node1", "", "cat", "/root/answer"); !strings.Contains(why, "node certificates come from Muster's joinservice only") {
 			t.Errorf("refused for another reason: %s", why)
 		}
@@ -200,7 +201,7 @@ func (c *cluster) install(t *testing.T, more ...string) {
 	}, more...)...)
 }
 
-// alive gives when a node last said that it is; empty if it has yet to.
+// alive returns when a node last reported that it is ready; empty if it has not yet.
 func (c *cluster) alive(t *testing.T, node string) string {
 	t.Helper()
 	return c.MustKubectl(t, "-n", "kube-node-lease", "get", "lease", node, "--ignore-not-found", "-o", "jsonpath={.spec.renewTime}")

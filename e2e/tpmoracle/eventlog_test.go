@@ -17,13 +17,13 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// TestRealEventLogs replays logs that real firmware wrote, and lets go-eventlog judge the
-// values that come out. For one machine the values are known independently of both.
+// TestRealEventLogs replays logs of real firmware, and has go-eventlog check the resulting values. For one machine
+// the values are known independently of both.
 func TestRealEventLogs(t *testing.T) {
 	for name, tt := range map[string]struct {
 		raw      []byte
 		legacy   bool // the old format, SHA-1 only
-		stricter bool // go-eventlog wants more of it than PCR values
+		stricter bool // go-eventlog checks more than PCR values
 		pcr4     string
 		drivers  int // from outside the firmware
 	}{

@@ -123,7 +123,7 @@ func TestEvidenceOfEveryTPMPassesTheWholeExchange(t *testing.T) {
 // header (65 bytes), PCR, type, number of digests (4 each) and algorithm (2).
 const firstDigest = 65 + 14
 
-// TestOurEvidencePassesTheirServer gives our quote to go-tpm-tools' server package.
+// TestOurEvidencePassesTheirServer passes our quote to go-tpm-tools' server package.
 func TestOurEvidencePassesTheirServer(t *testing.T) {
 	_, dev := simulated(t, attesttest.NewCA(t))
 	firmware := boot(t, dev)
@@ -193,7 +193,7 @@ func TestOurEvidencePassesTheirServer(t *testing.T) {
 	}
 }
 
-// boot measures what a firmware would, and gives its log.
+// boot measures what a firmware would, and returns its log.
 func boot(t testing.TB, dev *tpm.TPM) []byte {
 	t.Helper()
 	log, measured := attesttest.BootLog(t, attesttest.Options{}, tpm.SHA256)

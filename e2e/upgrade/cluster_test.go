@@ -1,5 +1,5 @@
-// Package upgrade_test brings up a real cluster in the lab, upgrades Muster in it, well and badly,
-// and looks at what etcd holds.
+// Package upgrade_test makes a real cluster in the lab, upgrades Muster in it, with and without failures, and checks
+// the content of etcd.
 package upgrade_test
 
 import (
@@ -16,7 +16,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const ownersFolder = "muster-upgrade"
 
-// cluster is a lab with one control plane, initialised by its owner.
+// cluster is a lab with one control plane, initialized by its owner.
 type cluster struct {
 	*labtest.Cluster
 }
@@ -30,8 +30,8 @@ func bringUp(t *testing.T) *cluster {
 	return c
 }
 
-// images builds the services' images from the binaries in bin with another version, puts them into
-// the lab's registry, and gives the path of their digests.json.
+// images builds the services' images from the binaries in bin with another version, puts them into the lab's
+// registry, and returns the path of their digests.json.
 func (c *cluster) images(t *testing.T, bin, version string) string {
 	t.Helper()
 	dir := t.TempDir()

@@ -21,14 +21,14 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// TestUpgrade is one cluster's life: an upgrade that fails, one while machines join, one that is
-// killed, and what plain helm makes of the release.
+// TestUpgrade runs on one cluster: an upgrade that fails, one while machines join, one that is killed, and plain
+// helm's view of the release.
 func TestUpgrade(t *testing.T) {
 	// The CLI itself, of the version that muster carries.
 	helm := filepath.Join(t.TempDir(), "helm")
 	var built sync.WaitGroup
 	built.Go(func() {
-		// The flags of `make build`, so that what muster has of it is not compiled twice.
+		// The flags of `make build`, so that muster's packages are not compiled twice.
 		cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-o", helm, "helm.sh/helm/v4/cmd/helm")
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := cmd.CombinedOutput(); err != nil {
@@ -51,7 +51,8 @@ func TestUpgrade(t *testing.T) {
 type release struct {
 	*cluster
 	helm string
-	// before is how many revisions there were before the installation's last one: a busy API server may need more than one try.
+	// before is the number of revisions before the installation's last one: a busy API server may need more than one
+	// attempt.
 	before int
 }
 
@@ -60,7 +61,7 @@ type revision struct {
 	Status   string `json:"status"`
 }
 
-// history is what plain helm says.
+// history is the output of plain helm.
 func (c *release) history(t *testing.T) []revision {
 	t.Helper()
 	var out []revision
@@ -89,7 +90,7 @@ func (c *release) wantHistory(t *testing.T, want ...string) {
 	}
 }
 
-// etcdHoldsNoSecret looks at the value through etcd's own API, and then at all that lies on the disk.
+// etcdHoldsNoSecret reads the value through etcd's own API, and then the files on the disk.
 func (c *release) etcdHoldsNoSecret(t *testing.T) {
 	root := make([]byte, 32)
 	text, err := os.ReadFile(filepath.Join(c.OwnerDir(), ownersFolder, "root-secret"))
@@ -179,7 +180,7 @@ func (c *release) whileMachinesJoin(t *testing.T, images string) {
 	}
 }
 
-// checkBackup lets the API server say whether what was saved could be put back.
+// checkBackup has the API server check whether the backup could be restored.
 func (c *release) checkBackup(t *testing.T, dir string) {
 	t.Helper()
 	for _, f := range []string{"definitions.yaml", "objects.yaml", "disks.yaml", "configmaps.yaml", "values.yaml", "manifest.yaml", "release.yaml"} {
@@ -227,7 +228,7 @@ func (c *release) killed(t *testing.T, images string) {
 		t.Fatal(err)
 	}
 	c.wantHistory(t, "superseded", "failed", "superseded", "deployed", "pending-upgrade")
-	// The pods of before still serve beside those that crash.
+	// The previous pods still serve beside those that crash.
 	c.Add(t, labtest.Worker("node5"))
 	c.Ready(t, "node5")
 	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images)

@@ -11,8 +11,9 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// A node whose certificates end comes back by itself, with an encrypted state disk and under the real units: first it runs on while its only control plane is
-// away, then it is off itself. Nobody's clock is changed: its certificates live ten minutes, and it is cut off for longer.
+// A node whose certificates end comes back by itself, with an encrypted state disk and under the real units: first
+// while it runs and its only control plane is away, then while it is off itself. No clock is changed: its
+// certificates live ten minutes, and it is cut off for longer.
 func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T) {
 	w := bringUp(t)
 	w.ShortenCertificates(t)
@@ -27,7 +28,7 @@ func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T
 	}
 	back := time.Now()
 	w.says(t, "node7", "the node node7 has new certificates", joinTime)
-	w.heard(t, "node7", back)
+	w.renewed(t, "node7", back)
 	if boot := w.ready(t, "node7", ""); boot != first {
 		t.Errorf("boot %q, and was %q: it has rebooted", boot, first)
 	}
@@ -39,12 +40,12 @@ func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T
 	back = time.Now()
 	w.boot(t, "node7", w.image)
 	w.says(t, "node7", "the node node7 has new certificates", joinTime)
-	w.heard(t, "node7", back)
+	w.renewed(t, "node7", back)
 	w.ready(t, "node7", first)
 }
 
-// allEnd waits until every certificate of a node has ended that was issued before.
-func (w *world) allEnd(t *testing.T) {
+// allEnd waits until every certificate of a node that was issued so far has ended.
+func (w *fixture) allEnd(t *testing.T) {
 	t.Helper()
 	end := time.Now().Add(labtest.ShortLife + time.Minute)
 	until(t, 2*labtest.ShortLife, func(context.Context) error {
@@ -55,8 +56,8 @@ func (w *world) allEnd(t *testing.T) {
 	})
 }
 
-// heard waits until the node's kubelet has renewed its Lease after a moment: by the certificate that it has now.
-func (w *world) heard(t *testing.T, name string, after time.Time) {
+// renewed waits until the node's kubelet has renewed its Lease after that time: with its present certificate.
+func (w *fixture) renewed(t *testing.T, name string, after time.Time) {
 	t.Helper()
 	until(t, joinTime, func(ctx context.Context) error {
 		out, err := w.Kubectl(ctx, "-n", "kube-node-lease", "get", "lease", name, "-o", "jsonpath={.spec.renewTime}")

@@ -56,7 +56,7 @@ func TestAMachineWhoseClockIsHoursOffAsksTheSitesServerAndJoins(t *testing.T) {
 			t.Errorf("%s has asked for the time", from)
 		}
 		t.Logf("%s has asked for the time", from)
-	case <-time.After(joinTime): // the disk is made before
+	case <-time.After(joinTime): // includes the formatting of the disk
 		t.Fatal("nobody has asked for the time")
 	}
 	w.acceptFirmware(t, node7)

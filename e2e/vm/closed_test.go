@@ -44,7 +44,7 @@ func TestAMachineWithoutARegistryRunsTheImagesOfItsRoot(t *testing.T) {
 }
 
 // layout makes an OCI image layout of some of the lab's images.
-func (w *world) layout(t *testing.T, names ...string) string {
+func (w *fixture) layout(t *testing.T, names ...string) string {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(w.Dir, "lab.json"))
 	if err != nil {

@@ -16,8 +16,9 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// copied is a virtual machine with a copy of another one's state disk, firmware variables and TPM, at an address of its own. It has no power yet.
-func (w *world) copied(t *testing.T, of, as string) driver.VM {
+// copied is a virtual machine with a copy of another one's state disk, firmware variables and TPM, at an address of
+// its own. It is not powered yet.
+func (w *fixture) copied(t *testing.T, of, as string) driver.VM {
 	t.Helper()
 	from, to := filepath.Dir(w.StateDisk(of)), filepath.Dir(w.StateDisk(as))
 	if err := os.MkdirAll(to, 0o700); err != nil {
@@ -31,7 +32,7 @@ func (w *world) copied(t *testing.T, of, as string) driver.VM {
 	return v
 }
 
-// copyFolder copies a folder and those inside of it, without sockets.
+// copyFolder copies a folder and its subfolders, without sockets.
 func copyFolder(to, from string) error {
 	entries, err := os.ReadDir(from)
 	if err != nil {
@@ -61,7 +62,7 @@ func copyFolder(to, from string) error {
 }
 
 // attested returns the AttestedNode.
-func (w *world) attested(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
+func (w *fixture) attested(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
 	out, err := w.Kubectl(ctx, "get", "attestednode", name, "-o", "json")
 	if err != nil {
 		return nil, err
@@ -153,7 +154,7 @@ func TestOfAMachineAndItsCopyOneRunsAndAnErasedDiskOpensForNobody(t *testing.T) 
 		if err == nil || !strings.Contains(said+err.Error(), "DISK_ERASED") {
 			t.Errorf("%v\n%s%s", err, said, out)
 		}
-		// Whoever writes another salt gets another key, which opens nothing.
+		// An administrator who writes another salt gets another key, which opens nothing.
 		w.MustKubectl(t, "delete", "attesteddisk", disk)
 		w.Apply(t, fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: AttestedDisk\nmetadata: {name: %s}\nspec: {machineID: %s, salt: %s, rootVersion: 1}\n", disk, machine, strings.Repeat("5a", 32)))
 		w.Muster(t, "enroll", "node7", "--role", "worker", "--machine-id", machine, "--disk-id", disk)
@@ -161,8 +162,8 @@ func TestOfAMachineAndItsCopyOneRunsAndAnErasedDiskOpensForNobody(t *testing.T) 
 	})
 }
 
-// cloned waits until the owner is told of two machines, one of which was refused.
-func (w *world) cloned(t *testing.T, accepted, refused string) {
+// cloned waits until the owner's output names two machines, one of which was refused.
+func (w *fixture) cloned(t *testing.T, accepted, refused string) {
 	t.Helper()
 	until(t, joinTime, func(ctx context.Context) error {
 		n, err := w.attested(ctx, "node7")

@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// A provider puts something below an image that is not changed (A9): each time the joinservice refuses the machine with the register and
-// the event in its audit record, and the machine as it was comes back.
+// A provider adds something below an unchanged image (A9): each time the joinservice refuses the machine, with the
+// register and the event in its audit record, and the original machine is accepted again.
 func TestADriverOrOtherFirmwareBelowTheImageIsRefused(t *testing.T) {
 	w := bringUp(t)
 	boot := w.join(t, w.worker("node7"), node7)
@@ -66,7 +66,7 @@ echo done
 		if err := w.KillVM(t.Context(), "node7"); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.Remove(w.FirmwareVariables("node7")); err != nil { // they are made anew
+		if err := os.Remove(w.FirmwareVariables("node7")); err != nil { // they are created again
 			t.Fatal(err)
 		}
 	})

@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// pcrs are those that tell one image from another.
+// pcrs are those that distinguish images.
 var pcrs = []string{"4", "9", "11"}
 
 func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
@@ -38,7 +38,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	if err := w.KillVM(t.Context(), "node7"); err != nil {
 		t.Fatal(err)
 	}
-	// That it was written there is seen when it is read after the last boot.
+	// The test reads it after the last boot.
 	if at := find(t, w.StateDisk("node7"), marker); at >= 0 {
 		t.Errorf("the marker stands in the raw state disk, at byte %d", at)
 	}
@@ -77,7 +77,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 		}
 	})
 
-	// The power comes back, with the image as it was, and no person does anything.
+	// The power comes back, with the original image; no person acts.
 	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: w.image}); err != nil {
 		t.Fatal(err)
 	}
@@ -89,8 +89,8 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	}
 }
 
-// guarded tries as root of a node to get other code into its kernel.
-func (w *world) guarded(t *testing.T, node string) {
+// guarded tries as root of a node to load other code into its kernel.
+func (w *fixture) guarded(t *testing.T, node string) {
 	t.Helper()
 	said := w.shell(t, node, "kernel", `
 echo lockdown: $(cat /sys/kernel/security/lockdown)
@@ -114,9 +114,9 @@ true`)
 	t.Logf("root on %s:\n%s", node, said)
 }
 
-// measures compares what the machine has measured, at its first program's start and again when all of the
-// system runs, with what the image's build foretold.
-func (w *world) measures(t *testing.T, name string) {
+// measures compares the machine's measurements, at its first program's start and again when all of the system runs,
+// with those that the image's build predicted.
+func (w *fixture) measures(t *testing.T, name string) {
 	t.Helper()
 	for _, pcr := range pcrs {
 		if line := w.says(t, name, "PCR "+pcr+" is ", bootTime); !strings.HasSuffix(line, w.predicted[pcr]) {
@@ -132,24 +132,24 @@ func (w *world) measures(t *testing.T, name string) {
 
 const markerFile = "/keep/marker"
 
-// mark writes a text into a file on a machine's state disk, and gives the text.
-func (w *world) mark(t *testing.T, node string) string {
+// mark writes a text into a file on a machine's state disk, and returns the text.
+func (w *fixture) mark(t *testing.T, node string) string {
 	t.Helper()
 	marker := rand.Text() + rand.Text()
 	w.pod(t, node, "write", "put", markerFile, marker)
 	return marker
 }
 
-// pod runs the lab's program echo on a node to its end, with a folder of the node's state disk at /keep, and
-// gives what it printed.
-func (w *world) pod(t *testing.T, node, name string, args ...string) string {
+// pod runs the lab's program echo on a node to its end, with a folder of the node's state disk at /keep, and returns
+// its output.
+func (w *fixture) pod(t *testing.T, node, name string, args ...string) string {
 	t.Helper()
 	return w.completed(t, node, name, corev1.Container{Args: args, VolumeMounts: []corev1.VolumeMount{{Name: "keep", MountPath: "/keep"}}},
 		corev1.HostPathVolumeSource{Path: "/var/lib/keep", Type: new(corev1.HostPathDirectoryOrCreate)})
 }
 
-// shell runs a script as root of a node, with the node's own programs and files, and gives what it printed.
-func (w *world) shell(t *testing.T, node, name, script string) string {
+// shell runs a script as root of a node, with the node's own programs and files, and returns its output.
+func (w *fixture) shell(t *testing.T, node, name, script string) string {
 	t.Helper()
 	const lib = "/keep/usr/lib/x86_64-linux-gnu"
 	return w.completed(t, node, name, corev1.Container{
@@ -159,8 +159,8 @@ func (w *world) shell(t *testing.T, node, name, script string) string {
 	}, corev1.HostPathVolumeSource{Path: "/"})
 }
 
-// completed runs a pod of the lab's program echo, or of what the container's command is, to its end.
-func (w *world) completed(t *testing.T, node, name string, c corev1.Container, keep corev1.HostPathVolumeSource) string {
+// completed runs a pod of the lab's program echo, or of the container's command, to its end.
+func (w *fixture) completed(t *testing.T, node, name string, c corev1.Container, keep corev1.HostPathVolumeSource) string {
 	t.Helper()
 	c.Name, c.Image = "echo", "lab.muster.dev/echo:v1"
 	manifest, err := json.Marshal(corev1.Pod{
@@ -190,7 +190,7 @@ func (w *world) completed(t *testing.T, node, name string, c corev1.Container, k
 	return out
 }
 
-// find gives where a text stands in a file, or -1.
+// find returns the position of a text in a file, or -1.
 func find(t *testing.T, path, text string) int64 {
 	t.Helper()
 	f, err := os.Open(path)
@@ -220,7 +220,7 @@ func find(t *testing.T, path, text string) int64 {
 }
 
 // changed makes a copy of the image and changes it.
-func (w *world) changed(t *testing.T, change func(*os.File) error) string {
+func (w *fixture) changed(t *testing.T, change func(*os.File) error) string {
 	t.Helper()
 	b, err := os.ReadFile(w.image)
 	if err != nil {
@@ -237,7 +237,7 @@ func (w *world) changed(t *testing.T, change func(*os.File) error) string {
 	return f.Name()
 }
 
-// partition gives the offset of a partition, in bytes (GUID partition table: UEFI 2.10, section 5.3).
+// partition returns the offset of a partition, in bytes (GUID partition table: UEFI 2.10, section 5.3).
 func partition(disk *os.File, name string) (int64, error) {
 	const sector, entry, entries = 512, 128, 128
 	table := make([]byte, entry*entries)

@@ -22,12 +22,12 @@ import (
 )
 
 // worker is a virtual machine that is to join the cluster of node1.
-func (w *world) worker(name string) driver.VM {
+func (w *fixture) worker(name string) driver.VM {
 	return driver.VM{Name: name, Image: w.image, StateMiB: stateMiB, JoinEndpoints: []string{joinservice1}}
 }
 
-// Power cuts at moments that nobody chose: in the first boot, while it joins, and in a boot after that; and one at a
-// moment that is chosen, when the machine has just become a node and what others wrote is seconds old.
+// Power cuts at random times: in the first boot, while it joins, and in a boot after that; and one at a chosen time,
+// when the machine has just become a node and files from other programs are seconds old.
 func TestPowerCutsAtRandomMoments(t *testing.T) {
 	w := bringUp(t)
 	if _, err := w.AddVM(t.Context(), w.worker("node7")); err != nil {
@@ -47,8 +47,8 @@ func TestPowerCutsAtRandomMoments(t *testing.T) {
 	w.ready(t, "node7", first)
 }
 
-// cut takes the power away within a time after the console has had a text.
-func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
+// cut cuts the power within a time after the console has had a text.
+func (w *fixture) cut(t *testing.T, name, after string, within time.Duration) {
 	t.Helper()
 	w.says(t, name, after, joinTime)
 	moment := rand.N(within + 1)
@@ -64,15 +64,15 @@ func (w *world) cut(t *testing.T, name, after string, within time.Duration) {
 	t.Logf("power cut %.1f s after %q; the last line was: %s", moment.Seconds(), after, driver.CleanLine(lines[len(lines)-1]))
 }
 
-// boot gives a machine power, with an image.
-func (w *world) boot(t *testing.T, name, image string) {
+// boot powers a machine on with an image.
+func (w *fixture) boot(t *testing.T, name, image string) {
 	t.Helper()
 	if _, err := w.RebootVM(t.Context(), name, driver.Boot{Image: image}); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// A disk belongs to the machine that it was enrolled with (J2), and its header is read as an attacker's (B5).
+// A disk belongs to the machine that it was enrolled with (J2), and its header is treated as an attacker's (B5).
 func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 	w := bringUp(t)
 	first := w.join(t, w.worker("node7"), node7)
@@ -112,14 +112,14 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 		if err := copySparse(good, disk); err != nil {
 			t.Fatal(err)
 		}
-		if err := judged(disk); err != nil {
+		if err := checkHeader(disk); err != nil {
 			t.Fatal(err)
 		}
 		if err := rewriteHeader(disk, "aes-xts-plain64", "cipher_null-ecb"); err != nil {
 			t.Fatal(err)
 		}
-		// Nothing but the cipher is wrong with it.
-		if err := judged(disk); err == nil || !strings.Contains(err.Error(), "cipher_null-ecb") {
+		// Only the cipher is wrong.
+		if err := checkHeader(disk); err == nil || !strings.Contains(err.Error(), "cipher_null-ecb") {
 			t.Fatalf("the header is judged: %v", err)
 		}
 		w.boot(t, "node7", w.image)
@@ -133,8 +133,8 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 	w.ready(t, "node7", first)
 }
 
-// judged reads a disk's header as `bootstrapper unlock` does.
-func judged(disk string) error {
+// checkHeader reads a disk's header as `bootstrapper unlock` does.
+func checkHeader(disk string) error {
 	f, err := os.Open(disk)
 	if err != nil {
 		return err
@@ -148,7 +148,7 @@ func judged(disk string) error {
 	return err
 }
 
-// copySparse copies a file of zeros mostly.
+// copySparse copies a file that consists mostly of zeros.
 func copySparse(to, from string) error {
 	in, err := os.Open(from)
 	if err != nil {
@@ -241,7 +241,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
 	w.initialise(t, node5, "--timeout", "40m")
 	marker := w.mark(t, "node5")
-	until(t, joinTime, func(ctx context.Context) error { // its disk says what the cluster was
+	until(t, joinTime, func(ctx context.Context) error { // its disk has the state of the cluster
 		known, err := w.epoch(ctx)
 		if err == nil && (known == "" || known == "0") {
 			err = fmt.Errorf("the machine knows epoch %q", known)
@@ -282,16 +282,16 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w.revived(t, earlier)
 }
 
-// epoch is the number of the newest one of the cluster that node5's TPM knows.
-func (w *world) epoch(ctx context.Context) (string, error) {
+// epoch is the number of the newest epoch of the cluster that node5's TPM knows.
+func (w *fixture) epoch(ctx context.Context) (string, error) {
 	known, err := w.Kubectl(ctx, "get", "node", "node5", "-o", "jsonpath={.metadata.annotations.muster\\.dev/epoch}")
 	number, _, _ := strings.Cut(known, ":")
 	return number, err
 }
 
-// revived has the owner change the policy, puts back the disk of before, and sees that the control plane starts nothing of it until the owner has
-// accepted what it would revive (B7).
-func (w *world) revived(t *testing.T, earlier string) {
+// revived has the owner change the policy, restores the previous disk, and checks that the control plane starts
+// nothing of it until the owner has accepted what it would revive (B7).
+func (w *fixture) revived(t *testing.T, earlier string) {
 	t.Helper()
 	w.policy(t, 9, "policy2.yaml", w.image)
 	w.Muster(t, "policy", "apply", "policy2.yaml")
@@ -317,7 +317,7 @@ func (w *world) revived(t *testing.T, earlier string) {
 	w.Muster(t, "recover", node5)
 	w.says(t, "node5", "CLUSTER_ROLLED_BACK", joinTime)
 	_, said, err := w.Run(t.Context(), driver.Owner, "", "muster", "recover", node5)
-	// The disk of then may have noted the epoch of before the first policy.
+	// The old disk may have recorded the epoch before the first policy.
 	if err == nil || !strings.Contains(said+err.Error(), "would revive epoch ") || !strings.Contains(said+err.Error(), "the folder knows serial 9") {
 		t.Fatalf("muster recover revives an earlier epoch without a word: %v\n%s", err, said)
 	}
@@ -343,7 +343,7 @@ func (w *world) revived(t *testing.T, earlier string) {
 }
 
 // join adds a virtual machine, whose firmware becomes a class of the policy in force, and waits until it is a node.
-func (w *world) join(t *testing.T, v driver.VM, address string) (boot string) {
+func (w *fixture) join(t *testing.T, v driver.VM, address string) (boot string) {
 	t.Helper()
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)

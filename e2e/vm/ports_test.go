@@ -24,10 +24,10 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// scanned is what of a machine can be reached from outside.
+// scanned are the ports of a machine that can be reached from outside.
 type scanned struct {
 	TCP    []int `json:"tcp"`    // ports that took a connection
-	UDP    []int `json:"udp"`    // ports that the machine doesn't say to be closed
+	UDP    []int `json:"udp"`    // ports that the machine does not report as closed
 	Silent []int `json:"silent"` // TCP ports that neither took nor refused one
 }
 
@@ -37,7 +37,7 @@ var udpPorts = []int{53, 68, 111, 123, 161, 323, 500, 514, 546, 4789, 5353, 5355
 const (
 	connectTimeout = 3 * time.Second
 	connections    = 256 // at a time
-	tries          = 4   // a busy machine loses packets
+	attempts       = 4   // a busy machine loses packets
 )
 
 // scan asks TCP ports of an address for a connection, and UDP ports for anything.
@@ -69,7 +69,7 @@ func scan(ctx context.Context, address string, tcp iter.Seq[int], udp []int) sca
 	close(next)
 	wg.Wait()
 	for _, port := range udp {
-		if !closedUDP(ctx, address, port, 3*tries) {
+		if !closedUDP(ctx, address, port, 3*attempts) {
 			s.UDP = append(s.UDP, port)
 		}
 	}
@@ -80,7 +80,7 @@ func scan(ctx context.Context, address string, tcp iter.Seq[int], udp []int) sca
 
 func connect(ctx context.Context, address string, port int) (open, answered bool) {
 	d := net.Dialer{Timeout: connectTimeout}
-	for range tries {
+	for range attempts {
 		c, err := d.DialContext(ctx, "tcp", net.JoinHostPort(address, strconv.Itoa(port)))
 		if err == nil {
 			_ = c.(*net.TCPConn).SetLinger(0) // gone at once
@@ -94,8 +94,8 @@ func connect(ctx context.Context, address string, port int) (open, answered bool
 	return false, false
 }
 
-// closedUDP says whether the machine says that nothing takes what comes to a port (RFC 1122, section 4.1.3.1). Linux says so
-// about once a second at most.
+// closedUDP reports whether the machine answers that a UDP port is closed (RFC 1122, section 4.1.3.1). Linux answers
+// so about once a second at most.
 func closedUDP(ctx context.Context, address string, port, rounds int) bool {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "udp", net.JoinHostPort(address, strconv.Itoa(port)))
@@ -121,8 +121,9 @@ func every(yield func(int) bool) {
 	}
 }
 
-// ask scans a machine from the owner's seat: the TCP ports named, or all and some UDP ports if there are none.
-func (w *world) ask(ctx context.Context, t *testing.T, address string, tcp ...int) (s scanned, err error) {
+// ask scans a machine from the owner's workstation: the named TCP ports, or, if there are none, all of them and some
+// UDP ports.
+func (w *fixture) ask(ctx context.Context, t *testing.T, address string, tcp ...int) (s scanned, err error) {
 	t.Helper()
 	args := onSeat(t, "scan", address)
 	for _, port := range tcp {
@@ -135,9 +136,9 @@ func (w *world) ask(ctx context.Context, t *testing.T, address string, tcp ...in
 	return s, json.Unmarshal([]byte(out), &s)
 }
 
-// reachable compares what answers at a virtual machine with the list of docs/image.md, once what is to answer does:
-// kube-proxy's rules come seconds after a node is Ready.
-func (w *world) reachable(t *testing.T, name, address, state string) {
+// reachable compares the open ports of a virtual machine with the list of docs/image.md, once all expected ones
+// answer: kube-proxy's rules come seconds after a node is Ready.
+func (w *fixture) reachable(t *testing.T, name, address, state string) {
 	t.Helper()
 	want := scanned{TCP: documented(t, w.Root, state, "open"), Silent: documented(t, w.Root, state, "silent")}
 	until(t, joinTime, func(ctx context.Context) error {
@@ -158,7 +159,7 @@ func (w *world) reachable(t *testing.T, name, address, state string) {
 	}
 }
 
-// documented gives the ports that are what docs/image.md says by that word, in a state, which is a column of its table.
+// documented returns the ports with that word in docs/image.md, in a state, which is a column of its table.
 func documented(t *testing.T, root, state, word string) (ports []int) {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(root, "docs", "image.md"))

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Somebody is root on a node once, and leaves on the state disk what would make him root again (B8).
+// An attacker is root on a node once, and leaves files on the state disk that would give root again (B8).
 func TestWhatRootLeavesOnTheStateDiskDoesNotRunAfterAReboot(t *testing.T) {
 	w := bringUp(t)
 	boot := w.join(t, w.worker("node7"), node7)

@@ -18,7 +18,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// seatVariable says what this program does instead of running tests, when a test has started it on the owner's seat.
+// seatVariable selects what this program does instead of running tests, when a test has started it on the owner's
+// workstation.
 const seatVariable = "MUSTER_E2E_VM_SEAT"
 
 func TestMain(m *testing.M) {
@@ -43,7 +44,7 @@ func onSeat(t *testing.T, what, address string) []string {
 	return []string{"env", seatVariable + "=" + what, self, address}
 }
 
-// seat is this program on the owner's seat.
+// seat is this program on the owner's workstation.
 func seat(ctx context.Context, what, address string, more ...string) error {
 	switch what {
 	case "scan":
@@ -64,13 +65,13 @@ func seat(ctx context.Context, what, address string, more ...string) error {
 		if err != nil {
 			return err
 		}
-		return tellTime(c)
+		return serveTime(c)
 	}
 	return fmt.Errorf("%s=%q: want scan or time", seatVariable, what)
 }
 
-// tellTime answers requests for the time (RFC 5905, section 7.3) by this host's clock, and prints who asks.
-func tellTime(c net.PacketConn) error {
+// serveTime answers requests for the time (RFC 5905, section 7.3) by this host's clock, and prints the clients.
+func serveTime(c net.PacketConn) error {
 	b := make([]byte, 512)
 	for {
 		n, from, err := c.ReadFrom(b)
@@ -98,7 +99,7 @@ func answer(asked [48]byte) []byte {
 	said[1] = 1        // with a clock of its own
 	said[2], said[3] = asked[2], 0xec
 	copy(said[12:], "LAB")
-	copy(said[24:32], asked[40:]) // what the client said its time was
+	copy(said[24:32], asked[40:]) // the client's time in its request
 	for _, at := range []int{16, 32, 40} {
 		binary.BigEndian.PutUint64(said[at:], stamp)
 	}

@@ -12,8 +12,8 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// With Secure Boot on, the loader starts the kernel itself, and PCR 4 is another: the build foretells it too. The
-// firmware's key is one that Debian gives to everybody, for tests.
+// With Secure Boot on, the loader starts the kernel itself, and PCR 4 differs: the build predicts that value too. The
+// firmware's key is one that Debian publishes for tests.
 func TestWithSecureBootTheSignedImageMeasuresWhatWasForetoldAndNoOtherStarts(t *testing.T) {
 	w := prepare(t)
 	key := filepath.Join(t.TempDir(), "db.key")

@@ -1,10 +1,9 @@
-// Package bench measures what attestation costs: clusters made through Muster beside clusters
-// made with kubeadm by hand, on the same machines, in turn.
+// Package bench measures the cost of attestation: it compares clusters made through Muster with clusters made with
+// kubeadm by hand, on the same machines, alternately.
 //
-// A round is one of each: init of a first machine and join of a second, both to the moment at
-// which the node is Ready. Which of the two goes first changes from round to round, so that a machine
-// that gets slower or faster favours neither. [Run] gives every figure; docs/performance.md has
-// the medians.
+// A round is one of each: init of a first machine and join of a second, both to the moment at which the node is
+// Ready. The order changes from round to round, so that a machine that becomes slower or faster favors neither. [Run]
+// returns every figure; docs/performance.md has the medians.
 package bench
 
 import (
@@ -20,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// Options says what to run with. All fields are required.
+// Options are the options of a run. All fields are required.
 type Options struct {
 	Lab    *driver.Lab
 	Bin    string    // folder with lab, muster and bootstrapper
@@ -40,12 +39,12 @@ type Sample struct {
 	Stages map[string]float64 `json:"stages,omitempty"`
 	// Resources are what Muster's processes used, by name.
 	Resources map[string]Usage `json:"resources,omitempty"`
-	// Requests are those to the API server from the ticket's decision until it was issued, by
-	// who and what ("joinservice create attestednodes").
+	// Requests are those to the API server from the ticket's decision until it was issued, by client and request
+	// ("joinservice create attestednodes").
 	Requests map[string]int `json:"requests,omitempty"`
 }
 
-// Times are in seconds from the beginning of what is measured.
+// Times are in seconds from the beginning of the measurement.
 type Times struct {
 	Kubeadm float64 `json:"kubeadm"`
 	Ready   float64 `json:"ready"`
@@ -60,7 +59,7 @@ type Results struct {
 	Load     string    `json:"load"` // load averages before the run, /proc/loadavg
 	Muster   []Sample  `json:"muster"`
 	Kubeadm  []Sample  `json:"kubeadm"`
-	Failures []string  `json:"failures,omitempty"` // rounds that did not end, which no median counts
+	Failures []string  `json:"failures,omitempty"` // rounds that did not finish, which no median includes
 }
 
 type run struct {
@@ -103,7 +102,7 @@ func Run(ctx context.Context, o Options) (res Results, err error) {
 			switch {
 			case ctx.Err() != nil:
 				return res, context.Cause(ctx)
-			case err != nil: // said in the results; the others still count
+			case err != nil: // reported in the results; the others still count
 				res.Failures = append(res.Failures, fmt.Sprintf("round %d, %s: %v", r.round, k.name, err))
 				fmt.Fprintf(o.Out, "%2d %-8s FAILED: %v\n", r.round, k.name, err)
 			default:
@@ -137,7 +136,7 @@ func (r *run) sample(ctx context.Context, k kind) (s Sample, err error) {
 	return k.do(ctx)
 }
 
-// at runs a command in a machine or on the owner's seat and gives what it printed.
+// at runs a command in a machine or on the owner's workstation and returns its output.
 func (r *run) at(ctx context.Context, where string, stdin []byte, argv ...string) ([]byte, error) {
 	cmd, err := r.Lab.Command(ctx, where, argv...)
 	if err != nil {

@@ -30,8 +30,8 @@ func (r *run) policy(ctx context.Context) error {
 	return err
 }
 
-// muster makes a cluster through Muster: init with the network's manifest, and a join. The
-// second machine boots once the first is a cluster, so its join waits for nobody.
+// muster makes a cluster through Muster: init with the network's manifest, and a join. The second machine boots once
+// the first is a cluster, so its join does not wait.
 func (r *run) muster(ctx context.Context) (Sample, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -84,7 +84,7 @@ func (r *run) muster(ctx context.Context) (Sample, error) {
 	return s, err
 }
 
-// logLine is what the measurement reads of a line of the bootstrapper's log.
+// logLine is the part of a line of the bootstrapper's log that the measurement reads.
 type logLine struct {
 	Time  time.Time `json:"time"`
 	Msg   string    `json:"msg"`
@@ -92,7 +92,7 @@ type logLine struct {
 	Text  string    `json:"text"`
 }
 
-// log gives the lines of a machine's bootstrapper.
+// log returns the lines of a machine's bootstrapper.
 func (r *run) log(ctx context.Context, node string) ([]logLine, error) {
 	out, err := r.at(ctx, node, nil, "cat", "/var/log/muster-bootstrapper.log")
 	if err != nil {

@@ -144,7 +144,7 @@ func stageSpread(samples []Sample, name string) spread {
 	return spreadOf(samples, func(s Sample) float64 { return s.Stages[name] })
 }
 
-// stageNames gives the stages in the order in which they happen.
+// stageNames returns the stages in the order in which they happen.
 func stageNames(samples []Sample) []string {
 	var order []string
 	for _, s := range initStages {

@@ -16,7 +16,7 @@ import (
 // before. Stages of kubeadm's own are measured too, and named so.
 type stage struct{ name, mark string }
 
-// Stages of `muster init` until the machine is a node, from what the machine tells the CLI.
+// Stages of `muster init` until the machine is a node, from the machine's progress in the output of the CLI.
 var initStages = []stage{
 	{"init: judge the machine", "machine "},
 	{"init: node lock", "the machine is locked"},
@@ -40,13 +40,13 @@ var joinStages = []stage{
 	{"join: start of the node", "this machine is a node"},
 }
 
-// event is something that was said at a time.
+// event is an output with its time.
 type event struct {
 	at   time.Time
 	text string
 }
 
-// split gives the duration of each stage in seconds, or says which one has no end.
+// split returns the duration of each stage in seconds, or an error that names a stage without an end.
 func split(start time.Time, events []event, stages []stage) (map[string]float64, error) {
 	out := map[string]float64{}
 	last := start
@@ -66,9 +66,8 @@ func split(start time.Time, events []event, stages []stage) (map[string]float64,
 	return out, nil
 }
 
-// initStages reads the events that muster init printed. The node may get Ready before or
-// after the command ends: its own condition says when, to the second, so that is asked for
-// by a watch which began before.
+// initStages reads the events that muster init printed. The node may become Ready before or after the command ends:
+// its condition has the time, to the second, and is read by a watch that began before.
 func (r *run) initStages(s *Sample, start time.Time, printed []byte) error {
 	var events []event
 	for line := range strings.Lines(string(printed)) {
@@ -104,8 +103,8 @@ func (r *run) initStages(s *Sample, start time.Time, printed []byte) error {
 	return nil
 }
 
-// whenReady waits, beside a running muster init, until the first machine is Ready. It gives
-// the seconds since start.
+// whenReady waits, beside a running muster init, until the first machine is Ready. It returns the seconds since
+// start.
 func (r *run) whenReady(ctx context.Context, start time.Time, admin string) (float64, error) {
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()

@@ -23,8 +23,8 @@ type Usage struct {
 	RSS float64 `json:"maxRSSMiB"`  // most resident memory that it had at a time
 }
 
-// services are the processes on the first machine that go on running, by their first argument.
-// The first machine's bootstrapper still is there for an owner whose connection broke.
+// services are the long-running processes on the first machine, by their first argument. The first machine's
+// bootstrapper still runs for an owner whose connection broke.
 var services = map[string]string{"joinservice": "/joinservice", "kms": "/kms", "attester": "/usr/bin/bootstrapper attester", "bootstrapper, init": "/usr/bin/bootstrapper run"}
 
 // usage reads what Muster's processes have used: those that run from /proc of the first
@@ -94,7 +94,7 @@ func parseUsage(out []byte) (map[string]Usage, error) {
 
 var endedLine = regexp.MustCompile(`msg=ended unit=(\S+) result="[^"]*" cpu_seconds=(\S+) max_rss_kib=(\d+)`)
 
-// ended reads what PID 1 of a machine noted of a unit that has ended.
+// ended reads the record of PID 1 of a machine about a unit that has ended.
 func (r *run) ended(node, unit string) (Usage, error) {
 	b, err := os.ReadFile(r.Lab.InitLog(node))
 	if err != nil {
@@ -114,8 +114,8 @@ func (r *run) ended(node, unit string) (Usage, error) {
 	return Usage{}, fmt.Errorf("PID 1 of %s did not see %s end", node, unit)
 }
 
-// requests counts what the API server was asked for while the last ticket was made: from the audit
-// record "ticket decided" to "ticket issued".
+// requests counts the requests to the API server while the last ticket was made: from the audit record "ticket
+// decided" to "ticket issued".
 func (r *run) requests(ctx context.Context) (map[string]int, error) {
 	records, err := r.at(ctx, "node1", nil, "cat", "/var/log/muster/audit.jsonl")
 	if err != nil {
@@ -190,7 +190,7 @@ func countRequests(log []byte, from, to time.Time) (map[string]int, error) {
 	return out, scan.Err()
 }
 
-// describe says where and when a run was.
+// describe describes place and time of a run.
 func describe() (Results, error) {
 	load, err := os.ReadFile("/proc/loadavg")
 	if err != nil {

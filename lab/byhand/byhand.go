@@ -1,5 +1,5 @@
-// Package byhand writes the configurations with which kubeadm makes a cluster of a lab's
-// machines without anything of Muster: what Muster is compared with, and what tests the lab.
+// Package byhand writes the configurations with which kubeadm makes a cluster of a lab's machines without Muster: as
+// a reference for Muster, and to test the lab.
 package byhand
 
 import (
@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// Token is kubeadm's own way in, which Muster's clusters do not have.
+// Token is kubeadm's bootstrap token, which Muster's clusters do not have.
 const Token = "abcdef.0123456789abcdef"
 
 // Node is a machine that is to become a node.
@@ -27,7 +27,7 @@ type Node struct {
 
 type object = map[string]any
 
-// Init gives the configuration of `kubeadm init`. image is the machine's
+// Init returns the configuration of `kubeadm init`. image is the machine's
 // /etc/muster/image.yaml, whose fragments say what the lab's machines need.
 func Init(image []byte, n Node) ([]byte, error) {
 	var conf struct {
@@ -69,7 +69,7 @@ func Init(image []byte, n Node) ([]byte, error) {
 	)
 }
 
-// Join gives the configuration of `kubeadm join` with a bootstrap token. ca is the
+// Join returns the configuration of `kubeadm join` with a bootstrap token. ca is the
 // cluster's CA certificate, PEM.
 func Join(ca []byte, n Node) ([]byte, error) {
 	block, _ := pem.Decode(ca)

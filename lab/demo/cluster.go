@@ -149,8 +149,7 @@ func (r *run) names(ctx context.Context, resource string) ([]string, error) {
 	return names, nil
 }
 
-// echo starts a pod on each node and lets each fetch the other's answer by its pod IP and
-// by the service's name.
+// echo starts a pod on each node and has each fetch the other's answer by its pod IP and by the service's name.
 func (r *run) echo(ctx context.Context) error {
 	manifest, err := os.ReadFile(r.owner(filepath.Join("manifests", "echo.yaml")))
 	if err != nil {
@@ -200,8 +199,8 @@ func (r *run) echo(ctx context.Context) error {
 	return nil
 }
 
-// Cluster makes a cluster of node1, its control plane, and node2, a worker, and leaves it up: what
-// tests of other things begin with. It is the first half of [Run].
+// Cluster makes a cluster of node1, its control plane, and node2, a worker, and leaves it running for other tests. It
+// is the first half of [Run].
 func Cluster(ctx context.Context, o Options) (err error) {
 	for _, path := range []*string{&o.Bin, &o.Images} {
 		if *path, err = filepath.Abs(*path); err != nil {

@@ -16,8 +16,8 @@ const (
 	node5Joinservice = "192.168.77.15:30090"
 )
 
-// secondControlPlane lets the owner enroll a machine for the role, without which it gets no CA keys
-// whatever it has booted, and waits until etcd has it.
+// secondControlPlane has the owner enroll a machine for the role, without which it gets no CA keys, and waits until
+// etcd has it.
 func (r *run) secondControlPlane(ctx context.Context) error {
 	n := driver.Node{Name: "node5", Role: "control-plane", JoinEndpoints: []string{node1Joinservice, node5Joinservice}}
 	if _, err := r.Lab.AddNode(ctx, n); err != nil {
@@ -64,8 +64,8 @@ func (r *run) secondControlPlane(ctx context.Context) error {
 	return err
 }
 
-// etcdMembers asks node1's etcd, over its JSON gateway, who has a vote; that nobody is without one is
-// checked.
+// etcdMembers asks node1's etcd, over its JSON gateway, for the voting members; it fails if there is a member without
+// a vote.
 func (r *run) etcdMembers(ctx context.Context) ([]string, error) {
 	const pki = "/etc/kubernetes/pki/etcd/"
 	out, err := r.at(ctx, "node1", "curl", "-sS", "--max-time", "5", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",

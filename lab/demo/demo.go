@@ -1,10 +1,9 @@
-// Package demo shows what Muster does on a lab: three machines become a real Kubernetes
-// cluster, and three that should not get in stay out.
+// Package demo demonstrates Muster on a lab: three machines become a real Kubernetes cluster, and three that must not
+// join are refused.
 //
-// [Run] is a script that reads from top to bottom. Every step checks what it shows, and the
-// first that is not as it should be ends it with an error: it is the product's acceptance
-// test as much as its demonstration. The policy is made from the image's measurements
-// before any machine exists, so nothing that a machine says can end up in it.
+// [Run] is a script that reads from top to bottom. Every step checks its result, and the first wrong one ends it with
+// an error: it is also the product's acceptance test. The policy is made from the image's measurements before any
+// machine exists, so no data from a machine can be in it.
 package demo
 
 import (
@@ -22,29 +21,29 @@ import (
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
-// Options says what to run with. All fields but Keep are required.
+// Options are the options of a run. All fields but Keep are required.
 type Options struct {
 	Lab    *driver.Lab
 	Bin    string    // folder with lab, muster and bootstrapper
 	Images string    // folder with the services' images (joinservice.tar, kms.tar) and digests.json
-	Out    io.Writer // what a person reads
+	Out    io.Writer // the output for a person
 	// Keep leaves the cluster up.
 	Keep bool
 	// WhileTokenWorks, if set, is called while kubeadm's bootstrap token is put back.
 	WhileTokenWorks func(context.Context) error
 }
 
-// Refusal is what became of one that had to stay out.
+// Refusal is the result of a machine that had to be refused.
 type Refusal struct {
 	// Who, in a few words.
 	Who string
 	// Reason is the code by which it was refused.
 	Reason string
-	// Evidence is a line of a log or an answer that says so.
+	// Evidence is a line of a log or an answer that proves it.
 	Evidence string
 }
 
-// Report is what a run has found.
+// Report is the result of a run.
 type Report struct {
 	Nodes    []string
 	Members  []string // of etcd
@@ -60,11 +59,11 @@ type run struct {
 	started time.Time
 	number  int
 	report  Report
-	ticket  ticket // what the intruder holds of node2's
+	ticket  ticket // the intruder's copy of node2's ticket
 }
 
-// Run brings the cluster up, shows it, and lets three that should not get in try. It takes
-// the lab down at the end, also after an error, unless Keep is set.
+// Run brings the cluster up, shows it, and tries to join three machines that must be refused. It takes the lab down
+// at the end, also after an error, unless Keep is set.
 func Run(ctx context.Context, o Options) (report Report, err error) {
 	for _, path := range []*string{&o.Bin, &o.Images} { // commands run in other folders
 		if *path, err = filepath.Abs(*path); err != nil {
@@ -75,7 +74,7 @@ func Run(ctx context.Context, o Options) (report Report, err error) {
 	o.Lab.Log = &indent{to: o.Out}
 	if !o.Keep {
 		defer func() {
-			// The demonstration may have been interrupted; what it made goes all the same.
+			// The demonstration may have been interrupted; its objects are removed nevertheless.
 			err = errors.Join(err, r.step(context.WithoutCancel(ctx), "Take everything down again", func(ctx context.Context) error { return o.Lab.Down(ctx) }))
 		}()
 	}
@@ -149,7 +148,7 @@ func shorten(s string, n int) string {
 	return s[:n] + " …"
 }
 
-// at runs a command in a machine or on the owner's seat and gives what it printed.
+// at runs a command in a machine or on the owner's workstation and returns its output.
 func (r *run) at(ctx context.Context, where string, argv ...string) (string, error) {
 	return r.pipe(ctx, where, nil, argv...)
 }
@@ -167,7 +166,7 @@ func (r *run) pipe(ctx context.Context, where string, stdin []byte, argv ...stri
 	return out.String(), nil
 }
 
-// show runs a command and shows it with what it prints.
+// show runs a command and shows it with its output.
 func (r *run) show(ctx context.Context, where string, argv ...string) error {
 	r.say("%s$ %s", where, strings.Join(argv, " "))
 	cmd, err := r.Lab.Command(ctx, where, argv...)
@@ -220,7 +219,7 @@ func (r *run) kubectl(ctx context.Context, args ...string) (string, error) {
 // patience bounds each wait, on a computer that does other things too: a step takes seconds on one that doesn't.
 const patience = 10 * time.Minute
 
-// until repeats a check until it succeeds, and gives its last error after [patience].
+// until repeats a check until it succeeds, and returns its last error after [patience].
 func until(ctx context.Context, check func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()

@@ -30,8 +30,8 @@ func (r *run) refuseForeign(ctx context.Context) error {
 	return r.refuseMachine(ctx, driver.Node{Name: "node4", JoinEndpoints: []string{node1Joinservice}, ForeignEK: true}, "a machine whose TPM no root vouches for", "EK_UNTRUSTED")
 }
 
-// refuseMachine boots a machine and waits until the joinservice has refused it by name of
-// the reason, in the machine's own log and in the joinservice's audit record.
+// refuseMachine boots a machine and waits until the joinservice has refused it with the reason, in the machine's own
+// log and in the joinservice's audit record.
 func (r *run) refuseMachine(ctx context.Context, n driver.Node, who, reason string) error {
 	m, err := r.Lab.AddNode(ctx, n)
 	if err != nil {
@@ -73,8 +73,8 @@ func tail(s string, lines int) string {
 
 const attacker = "node9"
 
-// node1API is where the intruder knocks: the API server whose manifest an administrator changes below. The
-// load balancer would send half of its requests to node5's, which takes no token.
+// node1API is the address that the intruder dials: the API server whose manifest an administrator changes below. The
+// load balancer would send half of its requests to node5's, which accepts no token.
 const node1API = "192.168.77.11:6443"
 
 // refuseIntruder gives a machine without evidence all of node2's ticket but its keys.
@@ -102,7 +102,7 @@ func (r *run) refuseIntruder(ctx context.Context) error {
 	return r.kubeadmByCertificate(ctx)
 }
 
-// steal takes what a ticket holds from node2's disk, without the keys that node2 made.
+// steal reads the parts of a ticket from node2's disk, without the keys that node2 made.
 func (r *run) steal(ctx context.Context) error {
 	for path, to := range map[string]*string{
 		"/etc/kubernetes/pki/ca.crt":                      &r.ticket.ca,
@@ -141,7 +141,7 @@ func (r *run) steal(ctx context.Context) error {
 	return nil
 }
 
-// record is what the demonstration reads of an audit record.
+// record is the part of an audit record that the demonstration reads.
 type record struct {
 	Event  string `json:"event"`
 	Node   string `json:"node"`
@@ -150,7 +150,7 @@ type record struct {
 	line   string
 }
 
-// Events of the audit log that stand for something given.
+// Events of the audit log that record a grant.
 const (
 	ticketDecided = "ticket decided"
 	ticketIssued  = "ticket issued"
@@ -172,7 +172,7 @@ func (r *run) audit(ctx context.Context) ([]record, error) {
 	return list, nil
 }
 
-// attempts runs the intruder's raw requests on the attacker's machine. None may get in.
+// attempts runs the intruder's raw requests on the attacker's machine. None may succeed.
 func (r *run) attempts(ctx context.Context, token string) error {
 	out, err := r.at(ctx, attacker, "/usr/lib/muster-lab/lab", "intruder", "--server", node1API, "--joinservice", node1Joinservice,
 		"--ca", "/root/ca.crt", "--certificate", "/root/client.crt", "--serving", "/root/serving.crt", "--ticket", r.ticket.id, "--ek-roots", "/root/ek-roots.pem", "--victim", "node2", "--token", token)
@@ -254,7 +254,7 @@ func (r *run) kubeadmByCertificate(ctx context.Context) error {
 	return nil
 }
 
-// kubeadmJoin must fail, and gives the line that says with what.
+// kubeadmJoin must fail, and returns the line with the error.
 func (r *run) kubeadmJoin(ctx context.Context, who string) (said string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 90*time.Second)
 	defer cancel()
@@ -277,9 +277,8 @@ func (r *run) kubeadmJoin(ctx context.Context, who string) (said string, err err
 // bootstrapToken is the one that kubeadm's documents use.
 const bootstrapToken = "abcdef.0123456789abcdef"
 
-// refuseToken undoes by hand what Muster's init left out: kubeadm's bootstrap token, its
-// bindings, and the API server's switch. The admission policies still keep the intruder
-// out. Then it puts everything back.
+// refuseToken adds by hand what Muster's init left out: kubeadm's bootstrap token, its bindings, and the API server's
+// switch. The admission policies still refuse the intruder. Then it restores everything.
 func (r *run) refuseToken(ctx context.Context) error {
 	if err := r.admin(ctx,
 		[]string{"kubeadm", "init", "phase", "bootstrap-token", "--kubeconfig", adminConf},
@@ -304,7 +303,7 @@ func (r *run) refuseToken(ctx context.Context) error {
 			return err
 		}
 	}
-	// Whoever keeps the cluster keeps it as Muster made it.
+	// A cluster that is kept must be in Muster's state.
 	if err := r.admin(ctx,
 		[]string{"kubectl", "--kubeconfig", adminConf, "-n", "kube-system", "delete", "secret", "--field-selector", "type=bootstrap.kubernetes.io/token"},
 		[]string{"kubectl", "--kubeconfig", adminConf, "delete", "--ignore-not-found", "clusterrolebinding", "kubeadm:get-nodes", "kubeadm:kubelet-bootstrap", "kubeadm:node-autoapprove-bootstrap", "kubeadm:node-autoapprove-certificate-rotation"},
@@ -360,7 +359,7 @@ func (r *run) tokenGets(ctx context.Context, status string) error {
 
 // kubeadmByToken runs kubeadm join with the token.
 func (r *run) kubeadmByToken(ctx context.Context) error {
-	// Reported the cluster's CA, kubeadm goes all the way to the kubelet's request for a certificate.
+	// With the cluster's CA given, kubeadm goes all the way to the kubelet's request for a certificate.
 	for path, content := range map[string]string{
 		"/root/discovery.conf": "apiVersion: v1\nkind: Config\nclusters: [{name: \"\", cluster: {server: \"https://" + node1API + "\", certificate-authority: /root/ca.crt}}]\n",
 		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: " + bootstrapToken),
@@ -378,7 +377,7 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// It would go on asking, whatever else is tried by then.
+	// It would go on asking during the following attempts.
 	if _, err := r.at(ctx, attacker, "systemctl", "stop", "kubelet"); err != nil {
 		return err
 	}
@@ -398,7 +397,7 @@ func (r *run) forTicket(name, user string) bool {
 	})
 }
 
-// unchanged checks that nobody who was refused has left anything in the cluster.
+// unchanged checks that no refused machine has left anything in the cluster.
 func (r *run) unchanged(ctx context.Context) error {
 	for _, resource := range []string{"nodes", "attestednodes"} {
 		got, err := r.names(ctx, resource)
@@ -420,7 +419,7 @@ func (r *run) unchanged(ctx context.Context) error {
 			return fmt.Errorf("somebody else asked for a certificate: %s", line)
 		}
 	}
-	// Requests go some minutes after they were used, so what was given stands in the audit log.
+	// Requests are deleted some minutes after they were used, so the audit log has the grants.
 	records, err := r.audit(ctx)
 	if err != nil {
 		return err

@@ -1,9 +1,8 @@
-// Package driver drives a lab: it is what the program lab does, for programs and tests
-// that want the same without parsing its output.
+// Package driver drives a lab: it implements the program lab, for programs and tests that need the same without
+// parsing its output.
 //
-// A lab is a folder and one daemon process. Everything else (machines, their TPMs, the
-// network) hangs off that process, so a [Lab] is only a folder name and needs no closing;
-// what must be closed is the lab itself, with [Lab.Down].
+// A lab is a folder and one daemon process. Everything else (machines, their TPMs, the network) depends on that
+// process, so a [Lab] is only a folder name and needs no closing; the lab itself must be closed, with [Lab.Down].
 package driver
 
 import (
@@ -39,11 +38,11 @@ import (
 //go:embed manifests
 var manifests embed.FS
 
-// DefaultDir is where a lab keeps its state unless told otherwise.
+// DefaultDir is the default folder of a lab's state.
 const DefaultDir = "/var/lib/muster-lab"
 
-// Owner is the name of the owner's seat for [Lab.Command]: not a machine, but a place on
-// the lab's network with the address [OwnerAddress].
+// Owner is the name of the owner's workstation for [Lab.Command]: not a machine, but a network namespace on the lab's
+// network with the address [OwnerAddress].
 const Owner = "owner"
 
 // OwnerKeyFile is the owner's key in the owner's folder, of a lab that was brought up with Muster.
@@ -60,7 +59,7 @@ const (
 	PodSubnet            = "10.244.0.0/16"
 	ServiceSubnet        = "10.96.0.0/16"
 	NodeSubnet           = lan.Network
-	RegistryMirror       = lan.Registry // HTTP; serves what machines pull, whatever registry a reference names
+	RegistryMirror       = lan.Registry // HTTP; serves all images that machines pull, for any registry in a reference
 )
 
 // Tags of images in the lab's registry that kubeadm would give others, since the lab builds them from modules.
@@ -76,7 +75,7 @@ type (
 	Status = daemon.Status
 	// Measurements are the PCR values that a policy is made of.
 	Measurements = firmware.Measurements
-	// Process is one process for good: a reused pid is another Process.
+	// Process identifies one process: a reused pid is another Process.
 	Process = host.Process
 )
 
@@ -98,8 +97,8 @@ func Open(dir string, log io.Writer) (*Lab, error) {
 	return &Lab{Dir: abs, Log: log}, nil
 }
 
-// OwnerDir is the folder in which commands of the owner's seat run. It holds
-// components.yaml and manifests/ from the lab, and what the owner makes.
+// OwnerDir is the folder in which commands of the owner's workstation run. It holds components.yaml and manifests/
+// from the lab, and the owner's files.
 func (l *Lab) OwnerDir() string { return filepath.Join(l.Dir, "owner") }
 
 // MeasurementsPath is the file that [Lab.Measurements] reads, written when the image is built.
@@ -111,8 +110,8 @@ func (l *Lab) ClassFlag() string { return "lab-firmware=" + l.firmwarePath() }
 // firmwarePath is the file with the values of the lab's firmware, written beside the measurements.
 func (l *Lab) firmwarePath() string { return filepath.Join(l.Dir, "firmware.json") }
 
-// Measurements returns what a machine of this lab measures, computed from the image when
-// it was built; no machine is asked.
+// Measurements returns the measurements of a machine of this lab, computed from the image when it was built; it asks
+// no machine.
 func (l *Lab) Measurements() (Measurements, error) {
 	m, err := image.LoadManifest(image.Image{Dir: filepath.Join(l.Dir, "image")}.ManifestPath())
 	if err != nil {
@@ -121,7 +120,7 @@ func (l *Lab) Measurements() (Measurements, error) {
 	return m.Measurements()
 }
 
-// InitLog is the log of a machine's PID 1: when units started and ended, and what they used.
+// InitLog is the log of a machine's PID 1: when units started and ended, and the resources that they used.
 func (l *Lab) InitLog(machine string) string {
 	return filepath.Join(l.Dir, "machines", machine, "init.log")
 }
@@ -146,7 +145,7 @@ func (l *Lab) Push(ctx context.Context, path string) error {
 	return nil
 }
 
-// Node says what machine to add.
+// Node describes a machine to add.
 type Node struct {
 	Name   string // nodeN gets address 192.168.77.(10+N); others need Number
 	Number int    // 1 to 240; 0: the one in the name
@@ -158,7 +157,7 @@ type Node struct {
 
 	TamperBootstrapper bool // its bootstrapper differs from the image's in one byte, and runs
 	ForeignEK          bool // its TPM is genuine, but comes from a CA that the image's ekRoots don't name
-	NoBootstrapper     bool // nothing of Muster in it, but kubelet, kubeadm and kubectl
+	NoBootstrapper     bool // without Muster, but with kubelet, kubeadm and kubectl
 	PullImages         bool // begin without container images: each one is pulled from the mirror
 }
 
@@ -183,7 +182,7 @@ func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
 	return m, err
 }
 
-// RemoveNode ends a machine and deletes all that it had.
+// RemoveNode ends a machine and deletes all its files.
 func (l *Lab) RemoveNode(ctx context.Context, name string) error {
 	return l.client().RemoveNode(ctx, name)
 }
@@ -193,14 +192,14 @@ func (l *Lab) RebootNode(ctx context.Context, name string) (Machine, error) {
 	return l.client().RebootNode(ctx, name)
 }
 
-// KillNode cuts a machine's power without notice. Its disk stays, and the load balancer goes on
-// asking for it; RebootNode gives it its power back.
+// KillNode cuts a machine's power without notice. Its disk stays, and the load balancer goes on asking for it;
+// RebootNode powers it on again.
 func (l *Lab) KillNode(ctx context.Context, name string) error {
 	return l.client().KillNode(ctx, name)
 }
 
-// ExchangeTPM gives a machine without power another TPM of the same maker, as with a new mainboard: its
-// disk stays.
+// ExchangeTPM replaces the TPM of a powered-off machine by another one of the same maker, as with a new mainboard:
+// its disk stays.
 func (l *Lab) ExchangeTPM(ctx context.Context, name string) error {
 	s, err := l.Status(ctx)
 	if err != nil {
@@ -236,8 +235,8 @@ func (l *Lab) ClearTPM(ctx context.Context, name string) error {
 	return errors.Join(err, t.Close())
 }
 
-// Command returns a command that runs in a machine, or on the owner's seat. Standard input
-// and output are the caller's to set. Killing it kills what it runs.
+// Command returns a command that runs in a machine, or on the owner's workstation. The caller sets standard input and
+// output. Killing it kills the command inside.
 func (l *Lab) Command(ctx context.Context, where string, argv ...string) (*exec.Cmd, error) {
 	args, env, err := l.enter(ctx, where)
 	if err != nil {
@@ -251,7 +250,7 @@ func (l *Lab) Command(ctx context.Context, where string, argv ...string) (*exec.
 	return cmd, nil
 }
 
-// Exec replaces this process by a command in a machine or on the owner's seat.
+// Exec replaces this process by a command in a machine or on the owner's workstation.
 func (l *Lab) Exec(ctx context.Context, where string, argv ...string) error {
 	cmd, err := l.Command(ctx, where, argv...)
 	if err != nil {
@@ -285,7 +284,8 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil
 }
 
-// ownerEnv lets the owner's seat find muster, as the checkout builds it, and kubectl.
+// ownerEnv is the environment of the owner's workstation: muster, as the checkout builds it, and kubectl are in its
+// path.
 func (l *Lab) ownerEnv() ([]string, error) {
 	b, err := os.ReadFile(filepath.Join(l.Dir, "lab.json"))
 	if err != nil {
@@ -299,8 +299,8 @@ func (l *Lab) ownerEnv() ([]string, error) {
 	return append(os.Environ(), "PATH="+path), nil
 }
 
-// Down ends everything that runs and removes all that the lab has made, its folder
-// included. It is also right for a lab whose daemon was killed, and for one that is down.
+// Down ends all processes and removes all files of the lab, with its folder. It also works for a lab whose daemon was
+// killed, and for one that is down.
 func (l *Lab) Down(ctx context.Context) error {
 	if _, err := os.Stat(filepath.Join(l.Dir, "lab.json")); errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -311,7 +311,7 @@ func (l *Lab) Down(ctx context.Context) error {
 		return err
 	}
 	if p.Alive() {
-		if err := l.client().Shutdown(ctx); err != nil { // it can't answer: then the kernel ends what hangs off it
+		if err := l.client().Shutdown(ctx); err != nil { // the kernel then ends the remaining processes
 			if err := p.Signal(syscall.SIGTERM); err != nil {
 				return err
 			}
@@ -340,8 +340,7 @@ func (l *Lab) Down(ctx context.Context) error {
 	return nil
 }
 
-// Entries of a lab's folder. Down removes these and nothing else, whatever folder it was
-// pointed at.
+// Entries of a lab's folder. Down removes only these, whatever folder it gets.
 var entries = []string{
 	"machines", "image", "tools", "registry", "layouts", "ca", "ca-foreign", "owner", "measurements.json", "firmware.json",
 	"daemon.sock", "daemon.log", "daemon.json", "owner.log", "lab.json",

@@ -28,7 +28,7 @@ import (
 // components are the programs that machines fetch from the mirror, as a ticket lists them.
 var components = []string{"kubelet", "kubeadm", "kubectl"}
 
-// Up says what lab to bring up.
+// Up describes the lab to bring up.
 type Up struct {
 	Source       string   // the checkout; empty: found above the working directory
 	Lab          string   // the program lab; empty: this program
@@ -39,7 +39,7 @@ type Up struct {
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
 	Validity     string   // how long kubeadm's certificates live, as "8m"; empty: a year
-	Audit        bool     // API servers write down every request: see [AuditLog]
+	Audit        bool     // API servers log every request: see [AuditLog]
 }
 
 // Up installs what is missing on the host, builds what is missing in the cache, builds the
@@ -51,7 +51,7 @@ func (l *Lab) Up(ctx context.Context, u Up) error {
 	if _, err := l.Status(ctx); err == nil {
 		return fmt.Errorf("a lab is up in %s; lab down takes it down", l.Dir)
 	}
-	if err := l.Down(ctx); err != nil { // what a killed lab has left
+	if err := l.Down(ctx); err != nil { // the remains of a killed lab
 		return err
 	}
 	if left, err := os.ReadDir(l.Dir); err == nil && len(left) > 0 {
@@ -170,7 +170,7 @@ func (l *Lab) writeConfig(cfg daemon.Config) error {
 	return os.WriteFile(filepath.Join(l.Dir, "lab.json"), j, 0o600)
 }
 
-// buildImage makes both CAs and the image, and writes down what it will measure.
+// buildImage makes both CAs and the image, and writes the predicted measurements.
 func (l *Lab) buildImage(u Up, build kube.Build) error {
 	ca, err := vtpm.NewCA(filepath.Join(l.Dir, "ca"), "Muster lab EK CA")
 	if err != nil {
@@ -213,7 +213,7 @@ func writeJSON(path string, v any) error {
 	return os.WriteFile(path, append(j, '\n'), 0o644)
 }
 
-// ownerFiles puts into the owner's folder what an owner of this lab's machines needs.
+// ownerFiles writes the files that an owner of this lab's machines needs into the owner's folder.
 func (l *Lab) ownerFiles(build kube.Build, layout string) error {
 	files := lan.Files{}
 	var list []versions.Component

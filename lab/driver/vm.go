@@ -20,8 +20,8 @@ import (
 // MaxVMs is how many virtual machines of a lab may have power at a time.
 const MaxVMs = daemon.MaxVMs
 
-// Whose signature a [VM] with SecureBoot accepts: a private key that everybody has, encrypted, its passphrase, and
-// its certificate. They come with Debian's package ovmf.
+// The signer that a [VM] with SecureBoot accepts: a published private key, encrypted, its passphrase, and its
+// certificate. They come with Debian's package ovmf.
 const (
 	SecureBootKey         = vm.SecureBootKey
 	SecureBootPassphrase  = vm.SecureBootPassphrase
@@ -31,8 +31,8 @@ const (
 	NoSecureBootVariables = vm.NoSecureBootVariables
 )
 
-// VM says what virtual machine to add: real firmware that boots a disk image, on the same network, with a
-// TPM from the same CA, as machines made of namespaces.
+// VM describes a virtual machine to add: real firmware that boots a disk image, on the same network, with a TPM from
+// the same CA, as machines made of namespaces.
 type VM struct {
 	Name   string // nodeN gets address 192.168.77.(10+N); others need Number
 	Number int    // 1 to 240; 0: the one in the name
@@ -48,18 +48,17 @@ type VM struct {
 	JoinEndpoints  []string // host:port of joinservices
 
 	ForeignEK bool // its TPM is genuine, but comes from a CA that no policy of the lab names
-	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else.
+	// SecureBoot gives it firmware that starts only programs signed by [SecureBootKey].
 	SecureBoot bool
 	Hardware   Hardware
-	// ClockOffset is how far its firmware's clock is ahead of the host's, whenever it gets power.
+	// ClockOffset is how far its firmware's clock is ahead of the host's, at each power-on.
 	ClockOffset time.Duration
 	NTP         []string // addresses of time servers, for its config medium
 }
 
-// AddVM makes a virtual machine, gives it power, and returns when what it boots has written to its
-// console, after half a minute or so. It is a machine of the lab like others: [Lab.KillNode],
-// [Lab.RebootNode] and [Lab.RemoveNode] take its name, and [Lab.Down] ends it. Nothing gets into it from
-// outside: there is no [Lab.Command] in it.
+// AddVM makes a virtual machine, powers it on, and returns when the booted program has written to its console, after
+// half a minute or so. It is a machine of the lab like others: [Lab.KillNode], [Lab.RebootNode] and [Lab.RemoveNode]
+// take its name, and [Lab.Down] ends it. It cannot be entered from outside: there is no [Lab.Command] in it.
 func (l *Lab) AddVM(ctx context.Context, v VM) (Machine, error) {
 	number, role, err := seat(v.Name, v.Number, v.Role)
 	if err != nil {
@@ -118,7 +117,7 @@ func (l *Lab) RebootVM(ctx context.Context, name string, b Boot) (Machine, error
 // Its disk stays as it was at that moment.
 func (l *Lab) KillVM(ctx context.Context, name string) error { return l.client().KillNode(ctx, name) }
 
-// StopVM presses a virtual machine's power button and returns when it has gone off.
+// StopVM presses a virtual machine's power button and returns when it is off.
 func (l *Lab) StopVM(ctx context.Context, name string) error { return l.client().StopVM(ctx, name) }
 
 // RemoveVM cuts a virtual machine's power and deletes all that it had.
@@ -126,10 +125,11 @@ func (l *Lab) RemoveVM(ctx context.Context, name string) error {
 	return l.client().RemoveNode(ctx, name)
 }
 
-// StateDisk is the raw image of a virtual machine's state disk. It is the machine's while that has power.
+// StateDisk is the raw image of a virtual machine's state disk. Only the machine may use it while it is powered.
 func (l *Lab) StateDisk(name string) string { return vm.StatePath(daemon.MachineDir(l.Dir, name)) }
 
-// FirmwareVariables is the flash image with a virtual machine's firmware variables. It is the machine's while that has power.
+// FirmwareVariables is the flash image with a virtual machine's firmware variables. Only the machine may use it while
+// it is powered.
 func (l *Lab) FirmwareVariables(name string) string {
 	return vm.VariablesPath(daemon.MachineDir(l.Dir, name))
 }
@@ -159,7 +159,7 @@ func (l *Lab) WaitConsole(ctx context.Context, name, text string) (string, error
 	return line, nil
 }
 
-// CleanLine makes of a console's line what a person would read, without what terminals obey.
+// CleanLine converts a console's line to the text that a person would read, without control characters.
 func CleanLine(line string) string { return vm.Clean(line) }
 
 // seat completes a machine's number and role.
@@ -199,7 +199,7 @@ func configMedium(v VM, number int, role string) (map[string][]byte, error) {
 	conf := map[string]any{
 		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineNetwork",
 		"interfaces":  []map[string]any{{"mac": lan.HardwareAddress(v.Name).String(), "addresses": []string{lan.Address(number) + "/24"}, "gateway": lan.Gateway}},
-		"nameservers": []string{lan.Gateway}, // as other machines of the lab: nobody listens there, names outside the cluster fail at once
+		"nameservers": []string{lan.Gateway}, // as other machines of the lab: nothing listens there, names outside the cluster fail at once
 	}
 	if len(v.NTP) > 0 {
 		conf["ntp"] = v.NTP

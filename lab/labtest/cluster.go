@@ -150,7 +150,7 @@ func (c *Cluster) Ready(t *testing.T, name string) {
 	t.Logf("%s Ready after %.1f s", name, time.Since(start).Seconds())
 }
 
-// IsReady gives nil if a node is.
+// IsReady returns nil if a node is.
 func (c *Cluster) IsReady(ctx context.Context, name string) error {
 	out, err := c.Kubectl(ctx, "--request-timeout=10s", "get", "node", name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status}`)
 	if err == nil && out != "True" {

@@ -13,7 +13,7 @@ import (
 
 var titled = regexp.MustCompile("(?ms)^```sh title=([a-z-]+)\n(.*?)^```$")
 
-// Runbooks gives the titled blocks of docs/runbooks.md, as they stand there; root is that of the checkout.
+// Runbooks returns the titled blocks of docs/runbooks.md, as they stand there; root is that of the checkout.
 func Runbooks(t *testing.T, root string) map[string]string {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(root, "docs", "runbooks.md"))

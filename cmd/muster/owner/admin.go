@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Connect gives a client for the cluster of an owner's folder.
+// Connect returns a client for the cluster of an owner's folder.
 func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	kubeconfig, err := d.Read(ownerdir.AdminConf)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -27,9 +27,10 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	return clusterapi.Connect(kubeconfig)
 }
 
-// Enroll gives a name to a machine before it comes, as control planes need it. A control plane is listed in the owner's policy first (A7): from
-// the enrollment on it may join, and what it serves then is believed. After an interruption the same call finishes; say is told of each step.
-func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, say func(string)) (created bool, err error) {
+// Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in
+// the owner's policy (A7): from the enrollment on it may join, and its services are then trusted. After an
+// interruption the same call finishes. Each step is reported to report.
+func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, report func(string)) (created bool, err error) {
 	kube, err := Connect(d)
 	if err != nil {
 		return false, err
@@ -41,13 +42,13 @@ func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Att
 	if err != nil {
 		return false, err
 	}
-	if err := l.apply(ctx, d, kube, say); err != nil {
+	if err := l.apply(ctx, d, kube, report); err != nil {
 		return false, err
 	}
 	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
 }
 
-// SignedPolicy signs the policy of an owner's folder as it stands there.
+// SignedPolicy signs the current policy of an owner's folder.
 func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, error) {
 	text, err := d.Read(ownerdir.PolicyFile)
 	if err != nil {
@@ -64,8 +65,7 @@ func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, erro
 	return p, attest.SignPolicy(key, json), nil
 }
 
-// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits until the
-// services say what they make of it.
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result.
 func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPolicy, error) {
 	p, signed, err := SignedPolicy(d)
 	if err != nil {

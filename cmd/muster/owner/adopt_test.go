@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// The folder says which call is made: a control plane that is there must never be initialised.
+// The folder determines the call: an existing control plane must never be initialized.
 func TestAMachineOfAClusterThatIsThereIsAdopted(t *testing.T) {
 	fresh(t)
 	ca := attesttest.NewCA(t)
@@ -54,7 +54,7 @@ func TestARefusedAdoptionSaysWhatTheMachineMustBe(t *testing.T) {
 	}
 }
 
-// add makes a Node, until the test ends.
+// add creates a Node, until the test ends.
 func add(t *testing.T, name string) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
@@ -73,8 +73,8 @@ func enroll(t *testing.T, name string) {
 	t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), n) })
 }
 
-// Nodes that were there when Muster came may go on, unless they have left since or are attested; one that
-// turned up later may not.
+// Nodes that existed before Muster may go on writing, unless they have left since or are attested; a later one may
+// not.
 func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
 	fresh(t)
 	kube := defined(t)
@@ -91,7 +91,7 @@ func TestOnlyNodesOfBeforeMayGoOnUnattested(t *testing.T) {
 	}
 }
 
-// cut ends a run where a step of it begins.
+// cut interrupts a run where one of its steps begins.
 type cut struct {
 	progress.Reporter
 	at     string
@@ -104,7 +104,7 @@ func (c cut) Begin(step string) {
 	}
 }
 
-// A run that goes on where an earlier one stopped takes nobody for a node of before who came in between.
+// A resumed run does not count a node that came in between among those from before Muster.
 func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 	fresh(t)
 	ca := attesttest.NewCA(t)
@@ -147,7 +147,7 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 	}
 }
 
-// That there was no other node is known, too, and not asked for again.
+// The folder also records that there was no other node, and the cluster is not asked again.
 func TestAnAdoptedClusterOfOneMachineStaysOne(t *testing.T) {
 	fresh(t)
 	ca := attesttest.NewCA(t)

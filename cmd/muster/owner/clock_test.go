@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// A first machine whose clock is hours ahead makes certificates that nobody else can use yet.
+// A first machine whose clock is hours ahead makes certificates that no other machine can use yet.
 func TestAFirstMachineWithAWrongClockIsNamed(t *testing.T) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

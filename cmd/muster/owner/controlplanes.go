@@ -15,10 +15,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// inForceTimeout bounds the wait for services to say that they apply a policy with another list of control planes.
+// inForceTimeout limits the wait until the services apply a policy with another list of control planes.
 const inForceTimeout = 20 * time.Second
 
-// ControlPlanesOf returns the control planes that the policy of an owner's folder lists; none if it is no policy any more.
+// ControlPlanesOf returns the control planes that the policy of an owner's folder lists; none if it is not a valid
+// policy.
 func ControlPlanesOf(d *ownerdir.Dir) ([]policyfile.ControlPlane, error) {
 	text, err := d.Read(ownerdir.PolicyFile)
 	if err != nil {
@@ -41,7 +42,7 @@ type listing struct {
 	remove []attest.MachineID
 }
 
-// done says whether p lists what the change wants.
+// done reports whether p already has the change.
 func (l listing) done(p *attest.Policy) bool {
 	for _, c := range l.add {
 		if p.MayServe(c.Machine) != nil {
@@ -56,7 +57,7 @@ func (l listing) done(p *attest.Policy) bool {
 	return true
 }
 
-// plan says what apply would do; empty: nothing.
+// plan describes what apply would do; empty: nothing.
 func (l listing) plan(p *attest.Policy) string {
 	if l.done(p) {
 		return ""
@@ -82,9 +83,10 @@ func folderPolicy(d *ownerdir.Dir) (text []byte, p *attest.Policy, json []byte, 
 	return text, p, json, nil
 }
 
-// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. Interrupted between the two, the same
-// call finishes it: the folder's policy has the change then, and is put into the cluster as it is.
-func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, say func(string)) error {
+// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
+// interruption between the two, the same call finishes: the folder's policy then has the change, and is put into the
+// cluster unchanged.
+func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
 	if len(l.add)+len(l.remove) == 0 {
 		return nil
 	}
@@ -99,7 +101,7 @@ func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	if err != nil {
 		return err
 	}
-	theirs := &attest.Policy{} // lists nobody
+	theirs := &attest.Policy{} // lists no control plane
 	if have.Spec.Policy != "" {
 		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
 			return fmt.Errorf("the cluster's policy: %w", err)
@@ -131,22 +133,22 @@ func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	if err := kube.PutPolicy(ctx, signed); err != nil {
 		return err
 	}
-	say(fmt.Sprintf("policy of serial %d signed: it lists %d control planes", p.Serial(), len(p.ControlPlanes())))
+	report(fmt.Sprintf("policy of serial %d signed: it lists %d control planes", p.Serial(), len(p.ControlPlanes())))
 	if have.Status.ObservedGeneration == 0 {
-		return nil // no service judges policies yet
+		return nil // no service checks policies yet
 	}
 	waiting, cancel := context.WithTimeout(ctx, inForceTimeout)
 	defer cancel()
 	if _, err := kube.PolicyInForce(waiting); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
 		return err
 	} else if err != nil {
-		say("no joinservice has said yet that it applies it: muster status shows when one does")
+		report("no joinservice applies it yet: muster status shows when one does")
 	}
 	return nil
 }
 
-// unlisted returns the enrolled control planes that are not banned and that p does not list.
-func unlisted(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([]policyfile.ControlPlane, error) {
+// missingFrom returns the enrolled control planes that are not banned and that p does not list.
+func missingFrom(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([]policyfile.ControlPlane, error) {
 	var nodes v1alpha1.AttestedNodeList
 	if err := kube.Reader().List(ctx, &nodes); err != nil {
 		return nil, err
@@ -167,10 +169,10 @@ func unlisted(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([
 	return out, nil
 }
 
-// mustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: its joinservice and kms would be
-// believed by nobody. What the owner is told to add is what the cluster says, for the owner to compare.
+// mustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: no machine would
+// trust its joinservice and kms. The remedy shows the cluster's entry, for the owner to compare.
 func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy) error {
-	missing, err := unlisted(ctx, kube, p)
+	missing, err := missingFrom(ctx, kube, p)
 	if err != nil || len(missing) == 0 {
 		return err
 	}
@@ -186,7 +188,7 @@ func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *
 	}, lines...), "\n"))
 }
 
-// higher refuses a policy that the services would refuse for its serial.
+// higher refuses a policy whose serial the services would refuse.
 func higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json string) error {
 	if have.Spec.Policy == json || have.Status.Serial <= 0 || uint64(have.Status.Serial) < p.Serial() {
 		return nil
@@ -195,7 +197,7 @@ func higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	return withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", have.Status.Serial+1, d.File(ownerdir.PolicyFile)))
 }
 
-// enrollListing is what the enrollment of a machine changes: a control plane is listed.
+// enrollListing is the change for the enrollment of a machine: a control plane is listed.
 func enrollListing(name string, spec v1alpha1.AttestedNodeSpec) (listing, error) {
 	if spec.Role != v1alpha1.RoleControlPlane {
 		return listing{}, nil
@@ -204,8 +206,8 @@ func enrollListing(name string, spec v1alpha1.AttestedNodeSpec) (listing, error)
 	return listing{add: []policyfile.ControlPlane{{Machine: id, Name: name}}}, err
 }
 
-// leaveListing is what changes when an enrollment goes, or gets the machine of to: the old machine is listed no more, and the new one of a
-// control plane is.
+// leaveListing is the change when an enrollment is deleted, or gets the machine of to: the old machine is removed
+// from the list, and the new one of a control plane is added.
 func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing, error) {
 	if n == nil {
 		return listing{}, nil
@@ -235,7 +237,7 @@ func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing
 
 var errNoFirst = errors.New("cluster.json names no first machine")
 
-// listFirst lists the first machine in the folder's policy, which nobody has signed yet: its serial stays.
+// listFirst lists the first machine in the folder's policy, which is not signed yet: its serial stays.
 func (i *initializer) listFirst() error {
 	m := i.dir().FirstMachine
 	if m == nil {

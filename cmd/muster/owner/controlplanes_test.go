@@ -43,8 +43,8 @@ func unenroll(ctx context.Context, name string) {
 	_ = shared.Client.Delete(ctx, n)
 }
 
-// A7: the owner's policy lists the control planes that are enrolled, with one signature for each change, and each command goes on
-// where it was interrupted.
+// A7: the owner's policy lists the enrolled control planes, with one signature for each change, and each command
+// continues after an interruption.
 func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	fresh(t)
 	kube := defined(t)
@@ -61,25 +61,25 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
 	one, two, three := attest.MachineID{1}, attest.MachineID{2}, attest.MachineID{3}
-	say := func(string) {}
+	report := func(string) {}
 	control := func(m attest.MachineID) v1alpha1.AttestedNodeSpec {
 		return v1alpha1.AttestedNodeSpec{MachineID: m.String(), Role: v1alpha1.RoleControlPlane}
 	}
 	enroll := func(t *testing.T, name string, spec v1alpha1.AttestedNodeSpec) {
 		t.Helper()
-		if _, err := Enroll(ctx, o.Dir, name, spec, say); err != nil {
+		if _, err := Enroll(ctx, o.Dir, name, spec, report); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
 		t.Fatal(err)
 	}
-	for range 2 { // the same again changes nothing
+	for range 2 { // a repetition changes nothing
 		enroll(t, "cp7", control(one))
 		o.listed(t, 2, one)
 	}
 	t.Run("a name that another machine has lists nobody", func(t *testing.T) {
-		_, err := Enroll(ctx, o.Dir, "cp7", control(two), say)
+		_, err := Enroll(ctx, o.Dir, "cp7", control(two), report)
 		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_NAME_TAKEN {
 			t.Errorf("%v, want NAME_TAKEN", err)
 		}
@@ -120,11 +120,11 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		if p := Explain(err); p.Reason != "SERVER_NOT_LISTED" || !strings.Contains(p.Remedy, two.String()+`" # cp8`) {
 			t.Errorf("%+v", p)
 		}
-		// And what is edited in the folder is not signed along with something else.
+		// An edit in the folder is not signed together with another change.
 		if _, err := PlanReplace(ctx, o.Dir, "cp7", clusterapi.Replacement{MachineID: three.String()}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := o.plan(ctx, t, "cp7", &clusterapi.Replacement{MachineID: three.String()}).Do(ctx, say); err == nil || !strings.Contains(Explain(err).Remedy, "policy apply") {
+		if _, err := o.plan(ctx, t, "cp7", &clusterapi.Replacement{MachineID: three.String()}).Do(ctx, report); err == nil || !strings.Contains(Explain(err).Remedy, "policy apply") {
 			t.Errorf("%v", err)
 		}
 		if err := o.Write(ownerdir.PolicyFile, text); err != nil {
@@ -142,7 +142,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 	})
 	t.Run("one that is forgotten, interrupted after the policy", func(t *testing.T) {
 		d := o.plan(ctx, t, "cp8", nil)
-		if err := d.listed.apply(ctx, o.Dir, kube, say); err != nil {
+		if err := d.listed.apply(ctx, o.Dir, kube, report); err != nil {
 			t.Fatal(err)
 		}
 		o.listed(t, 5, three)

@@ -11,7 +11,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// PlanErase looks at what erasing a disk would do whose node is forgotten or banned, or that no node has any more, and changes nothing.
+// PlanErase determines what erasing a disk would do whose node is forgotten or banned, or that belongs to no node any
+// more. It changes nothing.
 func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Departure, error) {
 	kube, err := Connect(d)
 	if err != nil {
@@ -39,7 +40,7 @@ func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Departure, e
 	return out, nil
 }
 
-// diskToErase returns the disk of a node, also of one whose enrollment is gone since the last run was interrupted.
+// diskToErase returns the disk of a node, also of one whose enrollment was deleted by an interrupted run.
 func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *clusterapi.Presence) (string, error) {
 	if p.Enrollment != nil && p.Enrollment.Spec.DiskID != "" {
 		disk := p.Enrollment.Spec.DiskID
@@ -65,7 +66,8 @@ func (d *Departure) planErase() {
 	d.Warnings = append(d.Warnings, "what is on disk "+d.erase+" can't be read again, and this can't be taken back")
 }
 
-// doErase deletes the salt from the cluster first (K4): what the folder has opens nothing that a joinservice would ask for.
+// doErase first deletes the salt from the cluster (K4): what the folder has opens nothing that a joinservice would
+// ask for.
 func (d *Departure) doErase(ctx context.Context, out *Removed, note func(string)) error {
 	again := "Finish it: muster forget --erase --disk " + d.erase + "."
 	if err := d.kube.EraseDisk(ctx, d.erase); err != nil {

@@ -12,17 +12,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Problem is an error as a person is told it.
+// Problem is an error in the form that is shown to a person.
 type Problem struct {
 	// Reason is the reason code; empty for an error without one.
 	Reason string `json:"reason,omitempty"`
-	// Message is what went wrong.
+	// Message describes the failure.
 	Message string `json:"message"`
-	// Remedy says what to do; empty if nobody knows.
+	// Remedy is what to do; empty if it is not known.
 	Remedy string `json:"remedy,omitempty"`
 }
 
-// Explain makes a Problem of an error.
+// Explain converts an error to a Problem.
 func Explain(err error) Problem {
 	p := Problem{Message: err.Error()}
 	switch reason := rpc.ReasonFrom(err); reason {
@@ -36,7 +36,7 @@ func Explain(err error) Problem {
 	return p
 }
 
-// remedy knows better than the table what an owner can do.
+// remedy returns a more specific remedy for the owner than the table of reasons.
 func remedy(err error) string {
 	if r, ok := errors.AsType[*remedied](err); ok {
 		return r.remedy
@@ -55,7 +55,7 @@ func remedy(err error) string {
 	return ""
 }
 
-// remedied is an error with what to do about it.
+// remedied is an error with its remedy.
 type remedied struct {
 	err    error
 	remedy string
@@ -66,10 +66,10 @@ func (r *remedied) Unwrap() error { return r.err }
 
 func withRemedy(err error, remedy string) error { return &remedied{err, remedy} }
 
-// final says that to try again would not help: somebody decided, and will decide the same.
+// final reports whether an error is a decision, so that another attempt would give the same result.
 func final(err error) bool {
 	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-		// Either ours, and then it is over, or a request's own, which the reasons below know.
+		// Either this program's, and then it is over, or one of a single request, which the reasons below cover.
 		if rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED {
 			return false
 		}
@@ -79,8 +79,8 @@ func final(err error) bool {
 	}
 	switch rpc.ReasonFrom(err) {
 	case attestv1.Reason_REASON_UNSPECIFIED:
-		// No reason: a connection that broke or was never made. A server that answers without one is not
-		// Muster's, unless it is a proxy that found nobody behind it.
+		// No reason: a connection that broke or was never made. A server that answers without one is not Muster's,
+		// unless it is a proxy without a backend.
 		return connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable
 	case attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_NOT_READY:
 		return false

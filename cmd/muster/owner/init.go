@@ -1,9 +1,8 @@
-// Package owner is what the owner of a cluster does from the seat of their own: make it, look
-// at a machine before trusting it, and keep the policy.
+// Package owner contains the commands of a cluster's owner, which run on the owner's workstation: initialize a
+// cluster, verify a machine before trusting it, and maintain the policy.
 //
-// The owner's program attests nothing. It judges: no secret leaves before the machine at the
-// other end of this very connection was found acceptable (A6), and none at all before the
-// owner's folder is on the disk.
+// The owner's program attests nothing. It appraises: it sends no secret before the machine at the other end of the
+// same connection was accepted (A6), and none at all before the owner's folder is on the disk.
 package owner
 
 import (
@@ -39,29 +38,29 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// InitConfig says how to make a cluster. What it is made of stands in Dir.
+// InitConfig configures [Init]. The configuration of the cluster itself is in Dir.
 type InitConfig struct {
 	// Dir is the owner's folder.
 	Dir *ownerdir.Dir
-	// Manifests are applied first: a network, mostly.
+	// Manifests are applied first: usually a network plugin.
 	Manifests []*unstructured.Unstructured
 	// Values of the chart; the owner's key is added.
 	Values clusterapi.Values
-	// Report is told of each step.
+	// Report receives each step.
 	Report progress.Reporter
-	// Log takes what helm and client-go say.
+	// Log receives the output of helm and client-go.
 	Log *slog.Logger
 	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// Steps is how many steps [Init] reports, for a progress bar.
+// Steps is the number of steps that [Init] reports, for a progress bar.
 const Steps = 11
 
-// InstallSteps is the same for a cluster that was there before: [Init] of a folder that says so.
+// InstallSteps is the number for an existing cluster: [Init] of a folder for one.
 const InstallSteps = 10
 
-// Init makes a cluster, or goes on where an earlier call stopped.
+// Init initializes a cluster, or resumes an interrupted call.
 func Init(ctx context.Context, cfg InitConfig) error {
 	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil {
 		return errors.New("owner: Init needs Dir, Report and Log")
@@ -100,7 +99,7 @@ func (i *initializer) load() error {
 	if i.secrets, err = i.Dir.Secrets(); err != nil {
 		return err
 	}
-	// The owner chose all that the cluster ID depends on, and so knows what PCR 15 may become.
+	// The owner chose everything that the cluster ID depends on, and so knows the possible values of PCR 15.
 	i.clusterID = keys.NewRoot(i.secrets.Root, i.secrets.Salt).ClusterID(i.secrets.MeasurementSalt)
 	return nil
 }
@@ -120,11 +119,11 @@ func step(report progress.Reporter, name string, f func() (detail string, err er
 	return nil
 }
 
-// machine has the first machine make the cluster.
+// machine requests the init from the first machine.
 func (i *initializer) machine(ctx context.Context) error {
 	c := i.dir()
-	// A6: the machine must be unlocked; if it was asked before, it may be locked to this cluster, and
-	// must be the same.
+	// A6: the machine must be unlocked; after an earlier request it may be locked to this cluster, and must be the
+	// same machine.
 	target := peerdial.Target{
 		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, DialContext: i.DialContext,
 	}
@@ -136,7 +135,7 @@ func (i *initializer) machine(ctx context.Context) error {
 		target.Only = &id
 		target.Locks = append(target.Locks, attest.LockedTo(i.clusterID))
 	}
-	if err := i.step("judge the machine", func() (string, error) { return i.judge(ctx, &target) }); err != nil {
+	if err := i.step("judge the machine", func() (string, error) { return i.appraise(ctx, &target) }); err != nil {
 		return err
 	}
 	name := "initialise the first machine"
@@ -146,9 +145,8 @@ func (i *initializer) machine(ctx context.Context) error {
 	return i.step(name, func() (string, error) { return i.request(ctx, target) })
 }
 
-// judge runs the exchange until there is a verdict, and writes down whom it accepted before
-// anything is sent.
-func (i *initializer) judge(ctx context.Context, target *peerdial.Target) (string, error) {
+// appraise repeats the exchange until there is a verdict, and records the accepted machine before anything is sent.
+func (i *initializer) appraise(ctx context.Context, target *peerdial.Target) (string, error) {
 	var peer attest.Peer
 	err := i.retry(ctx, func() error {
 		s, err := peerdial.Open(*target)
@@ -172,12 +170,12 @@ func (i *initializer) judge(ctx context.Context, target *peerdial.Target) (strin
 		}
 	}
 	target.Only = &id
-	// From the first request on the machine may lock itself to this cluster at any time.
+	// From the first request on, the machine may lock itself to this cluster at any time.
 	target.Locks = []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}
 	return "machine " + id.String(), nil
 }
 
-// explainVerdict names the files of this owner where a refusal's general remedy can't.
+// explainVerdict names this owner's files where a refusal's general remedy cannot.
 func (i *initializer) explainVerdict(err error) error {
 	c := i.dir()
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_LOCK_FOREIGN {
@@ -226,12 +224,12 @@ func (i *initializer) request(ctx context.Context, target peerdial.Target) (stri
 	return "node " + result.GetNodeName(), i.keep(result)
 }
 
-// opened says whether the machine takes an init yet. Before its state disk is open it takes none, and a first boot writes
-// all of the disk. A machine that doesn't say is asked for the init itself.
+// opened returns an error while the machine does not accept an init. It accepts none before its state disk is open,
+// and a first boot writes all of the disk. If the machine does not report that, the init itself is requested.
 func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 	if err != nil {
-		return nil //nolint:nilerr // what is wrong, the init will meet too
+		return nil //nolint:nilerr // the init meets the same error
 	}
 	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
@@ -247,8 +245,8 @@ func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	return nil
 }
 
-// call makes one call and follows its stream. The client sends nothing before its verdict on the
-// server: the transport dials, judges, and only then lets the request out (A6).
+// call makes one call and follows its stream. The client sends nothing before its verdict on the server: the
+// transport dials, appraises, and only then sends the request (A6).
 func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
 	ctx, peer := atls.CapturePeer(ctx)
 	c := i.dir()
@@ -278,7 +276,7 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 		}
 		switch m := event.GetMessage().(type) {
 		case *initv1.InitResponse_Progress:
-			i.Report.Say(phaseName(m.Progress.GetPhase()) + " " + m.Progress.GetText())
+			i.Report.Update(phaseName(m.Progress.GetPhase()) + " " + m.Progress.GetText())
 		case *initv1.InitResponse_Result:
 			p, ok := peer()
 			if !ok {
@@ -290,7 +288,7 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	return nil, errors.New("the machine ended the stream without a result")
 }
 
-// events calls Init, or Adopt, and gives what the machine streams. An error is the last.
+// events calls Init, or Adopt, and returns the machine's stream. An error is the last element.
 func (i *initializer) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
 	client := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
 	if i.dir().Adopted {
@@ -319,7 +317,7 @@ func received[T any](stream *connect.ServerStreamForClient[T], err error, event 
 	}
 }
 
-// check compares the result with the machine that was judged, and with what the owner knows.
+// check compares the result with the appraised machine, and with the owner's data.
 func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	bad := func(format string, args ...any) error {
 		err := attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's result: "+format, args...)
@@ -327,7 +325,7 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	}
 	id := p.Machine()
 	if string(r.GetMachineId()) != string(id[:]) {
-		return bad("it says that it is machine %x, but machine %s was judged", r.GetMachineId(), id)
+		return bad("it reports machine ID %x, but machine %s was appraised", r.GetMachineId(), id)
 	}
 	if string(r.GetClusterId()) != string(i.clusterID[:]) {
 		return bad("its cluster ID %x is not the one that follows from the owner's secrets, %s", r.GetClusterId(), i.clusterID)
@@ -352,8 +350,8 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	return checkClock(r.GetKubeconfig(), time.Now())
 }
 
-// keep writes the result down. The kubeconfig comes first: once the stage says that there is a
-// cluster, its key is there.
+// keep stores the result. The kubeconfig comes first: once the stage shows that there is a cluster, its key is on the
+// disk.
 func (i *initializer) keep(r *initv1.InitResult) error {
 	if err := i.Dir.Write(ownerdir.AdminConf, r.GetKubeconfig()); err != nil {
 		return err
@@ -370,7 +368,7 @@ func (i *initializer) retry(ctx context.Context, try func() error) error {
 	return again(ctx, i.Report, try)
 }
 
-// again calls try until it succeeds or somebody decided otherwise.
+// again calls try until it succeeds or fails with a final error.
 func again(ctx context.Context, report progress.Reporter, try func() error) error {
 	pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 10 * time.Second}
 	for {
@@ -381,14 +379,14 @@ func again(ctx context.Context, report progress.Reporter, try func() error) erro
 		if ctx.Err() != nil {
 			return errors.Join(context.Cause(ctx), err)
 		}
-		report.Say(fmt.Sprintf("waiting for the machine: %v", err))
+		report.Update(fmt.Sprintf("waiting for the machine: %v", err))
 		if perr := retry.Wait(ctx, pause.Next(rpc.RetryAfterFrom(err))); perr != nil {
 			return errors.Join(perr, err)
 		}
 	}
 }
 
-// phaseName gives a phase as people read it.
+// phaseName returns the display name of a phase.
 func phaseName(p initv1.Phase) string {
 	if name, ok := phases[p]; ok {
 		return name

@@ -23,8 +23,7 @@ import (
 
 func hexOf(b []byte) []byte { return hex.AppendEncode(nil, b) }
 
-// succeed does what a machine does: it locks itself to the cluster and gives its result, which
-// change may make wrong.
+// succeed acts as a machine: it locks itself to the cluster and returns its result, which change may make wrong.
 func succeed(m *attesttest.Machine, kubeconfig []byte, change func(*initv1.InitResult)) answer {
 	return func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
 		id := clusterIDOf(req)
@@ -75,7 +74,7 @@ func kubeconfig(t *testing.T) []byte {
 
 func endpoint() string { return strings.TrimPrefix(shared.Admin.Host, "https://") }
 
-// A6: the verdict on the machine comes first, and without it nothing leaves.
+// A6: the verdict on the machine comes first, and nothing is sent without it.
 func TestAMachineThatIsRefusedIsSentNothing(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	good := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -175,7 +174,7 @@ func TestALostConnectionIsResumed(t *testing.T) {
 	}
 }
 
-// stop ends init after its first call, with the machine locked to the cluster.
+// stop interrupts init after its first call, with the machine locked to the cluster.
 func stop(m *attesttest.Machine) answer {
 	return func(req *initv1.InitRequest, _ func(*initv1.InitResponse) error) error {
 		m.LockTo(clusterIDOf(req))
@@ -200,8 +199,8 @@ func TestAnotherRunGoesOnWithTheSameMachine(t *testing.T) {
 	}
 }
 
-// Once a machine may hold the secrets, no other gets them, and not the same one either after it went
-// to another cluster.
+// Once a machine may hold the secrets, no other machine receives them, nor does the same one after it joined another
+// cluster.
 func TestAnotherRunRefusesAnotherMachine(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	for name, swap := range map[string]func(t *testing.T, m *attesttest.Machine) *attesttest.Machine{
@@ -336,7 +335,7 @@ func TestAMachineThatIsNotUpYetIsWaitedFor(t *testing.T) {
 	}
 }
 
-// opening is `bootstrapper unlock`, which serves no init, and ends once it was asked.
+// opening is `bootstrapper unlock`, which serves no init, and exits after a request.
 type opening struct {
 	status *initv1.GetStatusResponse
 	done   *atomic.Bool

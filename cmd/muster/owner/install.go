@@ -28,17 +28,17 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Deadlines of steps that wait for others. Each names what did not come.
+// Deadlines of steps that wait for other programs. Each names what is missing.
 const (
 	apiTimeout         = 3 * time.Minute
 	servicesTimeout    = 10 * time.Minute
 	joinserviceTimeout = 3 * time.Minute
 )
 
-// install puts Muster into the cluster. Each step finds its own work when it is done again.
+// install installs Muster in the cluster. A repeated step recognizes its own work.
 //
-// The order matters: the first machine is enrolled before the chart's admission policies exist, which would keep its
-// node from writing.
+// The order matters: the first machine is enrolled before the chart's admission policies exist, which would refuse
+// its node's writes.
 func (i *initializer) install(ctx context.Context) error {
 	c := i.dir()
 	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
@@ -61,7 +61,7 @@ func (i *initializer) install(ctx context.Context) error {
 		}},
 		{"note which nodes are there", func() (string, error) { return i.noteNodes(ctx, kube) }},
 		{"apply the owner's manifests", func() (string, error) {
-			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Say)
+			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
 		}},
 		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
 		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
@@ -70,7 +70,7 @@ func (i *initializer) install(ctx context.Context) error {
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
 			defer cancel()
-			return "", kube.ServicesReady(ctx, i.Report.Say)
+			return "", kube.ServicesReady(ctx, i.Report.Update)
 		}},
 		{"judge the joinservice", func() (string, error) { return i.joinservice(ctx) }},
 	}
@@ -79,7 +79,7 @@ func (i *initializer) install(ctx context.Context) error {
 			continue
 		}
 		if s.name == "note which nodes are there" && !c.Adopted {
-			continue // there is none but the first
+			continue // there is only the first
 		}
 		if err := i.step(s.name, s.do); err != nil {
 			return err
@@ -90,13 +90,13 @@ func (i *initializer) install(ctx context.Context) error {
 	return i.Dir.Save(c)
 }
 
-// deadline bounds a step; the cause says what did not come.
+// deadline limits a step; the cause names what is missing.
 func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
 }
 
-// noteNodes writes down which nodes an adopted cluster has before anything is done to it, once: a run that
-// goes on where an earlier one stopped takes nobody for one of before who came in between (J4).
+// noteNodes records once, before any change, which nodes an adopted cluster has: a resumed run does not count a node
+// that came in between among them (J4).
 func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	c := i.dir()
 	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
@@ -120,10 +120,10 @@ func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (stri
 	if err != nil {
 		return "", err
 	}
-	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Say)
+	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Update)
 }
 
-// Definitions gives the CustomResourceDefinitions that this program carries.
+// Definitions returns the CustomResourceDefinitions that this program carries.
 func Definitions() ([]*unstructured.Unstructured, error) {
 	var out []*unstructured.Unstructured
 	names, err := fs.Glob(crds.FS, "*.yaml")
@@ -147,8 +147,7 @@ func Definitions() ([]*unstructured.Unstructured, error) {
 	return out, nil
 }
 
-// enroll writes down the machine that this owner judged: its enrollment, what was seen of it, and
-// that its node may write.
+// enroll records the machine that this owner appraised: its enrollment, its verdict, and that its node may write.
 func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error {
 	m := i.dir().FirstMachine
 	for _, a := range m.Addresses {
@@ -165,12 +164,12 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 	if _, err := kube.Enroll(ctx, m.NodeName, spec, salt); err != nil {
 		return err
 	}
-	judged, err := time.Parse(time.RFC3339, m.Verdict.Time)
+	appraised, err := time.Parse(time.RFC3339, m.Verdict.Time)
 	if err != nil {
 		return fmt.Errorf("cluster.json: %w", err)
 	}
 	err = kube.RecordVerdict(ctx, m.NodeName, clusterapi.Verdict{
-		Time: judged, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
+		Time: appraised, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
 		PCRs: m.Verdict.PCRs, AKName: m.Verdict.AKName, ResetCount: m.Verdict.ResetCount,
 	})
 	if err != nil {
@@ -178,7 +177,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 	}
 	var others []string
 	if i.dir().Adopted {
-		// All that were there when Muster came may go on. Once it has come, a Node that is not enrolled has no access.
+		// All nodes from before Muster may go on. After the installation, a Node that is not enrolled has no access.
 		var before []string
 		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
 			before = c.NodesBefore
@@ -187,7 +186,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 			return err
 		}
 		for _, name := range others {
-			i.Report.Say(name + " may go on as a node, though nobody attested its machine")
+			i.Report.Update(name + " may go on as a node, though nobody attested its machine")
 		}
 	}
 	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
@@ -222,8 +221,8 @@ func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (strin
 	return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
 }
 
-// joinservice waits until a joinservice answers on one of the first machine's addresses, and
-// judges it as any machine that joins will.
+// joinservice waits until a joinservice answers on one of the first machine's addresses, and appraises it as a
+// joining machine does.
 func (i *initializer) joinservice(ctx context.Context) (string, error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
@@ -243,7 +242,7 @@ func (i *initializer) joinservice(ctx context.Context) (string, error) {
 }
 
 func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
-	// The services serve a machine that is locked to this cluster, and no other state of it.
+	// The services serve only a machine that is locked to this cluster.
 	s, err := peerdial.Open(peerdial.Target{
 		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,
 	})
@@ -261,7 +260,7 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 	return nil
 }
 
-// PublicKey gives what the services verify policies with.
+// PublicKey returns the key with which the services verify policies.
 func PublicKey(key ed25519.PrivateKey) (ed25519.PublicKey, error) {
 	public, ok := key.Public().(ed25519.PublicKey)
 	if !ok {

@@ -52,14 +52,14 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// dialTo gives a dialer for which every address is one.
+// dialTo returns a dialer that connects every address to the same one.
 func dialTo(addr string) func(ctx, string, string) (net.Conn, error) {
 	return func(ctx ctx, network, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, network, addr)
 	}
 }
 
-// kube gives typed clients of a user.
+// kube returns typed clients of a user.
 func kube(t *testing.T, user string, groups ...string) *kubernetes.Clientset {
 	t.Helper()
 	cfg, err := shared.AsUser(user, groups...)
@@ -73,7 +73,7 @@ func kube(t *testing.T, user string, groups ...string) *kubernetes.Clientset {
 	return k
 }
 
-// servingCSR is what a kubelet files.
+// servingCSR is the request that a kubelet files.
 func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningRequest {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -97,8 +97,8 @@ func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningReq
 	}
 }
 
-// daemonSets plays the controller that this control plane runs without: once the chart is there, all
-// pods are ready.
+// daemonSets replaces the controller that this control plane runs without: once the chart is installed, all pods are
+// ready.
 func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
@@ -107,7 +107,7 @@ func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
 		for _, name := range clusterapi.Services {
 			ds, err := api.Get(ctx, name, metav1.GetOptions{})
 			if apierrors.IsNotFound(err) {
-				continue // not there yet
+				continue // not created yet
 			}
 			if err != nil {
 				return err
@@ -128,8 +128,8 @@ func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
 	return nil
 }
 
-// TestInitMakesACluster takes all of init through a real API server: the machine's connection is lost
-// once, and everything is done a second time.
+// TestInitMakesACluster runs all of init against a real API server: the connection to the machine breaks once, and
+// everything is repeated.
 func TestInitMakesACluster(t *testing.T) {
 	fresh(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*patience)
@@ -147,7 +147,7 @@ func TestInitMakesACluster(t *testing.T) {
 	if _, err := node.CertificatesV1().CertificateSigningRequests().Create(ctx, servingCSR(t, "node1"), metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	// What the first machine writes.
+	// The objects that the first machine writes.
 	if err := shared.Namespace(ctx, clusterapi.Namespace); err != nil {
 		t.Fatal(err)
 	}
@@ -204,7 +204,7 @@ items:
 	}
 	checkCluster(t, o, m)
 
-	// Again: everything is there, and stays.
+	// A repetition: everything exists and stays.
 	if err := Init(ctx, cfg); err != nil {
 		t.Fatalf("a second time: %v\n%s", err, o.out)
 	}
@@ -271,8 +271,8 @@ func checkCluster(t *testing.T, o *owned, m *attesttest.Machine) {
 	}
 }
 
-// checkAdmission sees the chart's policies at work: whatever RBAC says, node certificates are approved
-// by joinservice alone, and a node that is not enrolled writes nothing.
+// checkAdmission tests the chart's policies: whatever RBAC allows, only joinservice approves node certificates, and a
+// node that is not enrolled writes nothing.
 func checkAdmission(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -318,7 +318,7 @@ func checkAdmission(t *testing.T) {
 	}
 }
 
-// checkRest looks at the cluster with the other commands.
+// checkRest runs the other commands against the cluster.
 func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 	t.Helper()
 	ctx := t.Context()
@@ -358,10 +358,10 @@ func checkRest(t *testing.T, o *owned, m *attesttest.Machine) {
 	checkApply(t, o)
 }
 
-// checkApply changes the policy, with a test in the services' place.
+// checkApply changes the policy; the test acts as the services.
 func checkApply(t *testing.T, o *owned) {
 	t.Helper()
-	judge := func(change func(*v1alpha1.AttestationPolicyStatus)) error {
+	setStatus := func(change func(*v1alpha1.AttestationPolicyStatus)) error {
 		var p v1alpha1.AttestationPolicy
 		if err := shared.Client.Get(t.Context(), client.ObjectKey{Name: "default"}, &p); err != nil {
 			return err
@@ -370,7 +370,7 @@ func checkApply(t *testing.T, o *owned) {
 		change(&p.Status)
 		return shared.Client.Status().Update(t.Context(), &p)
 	}
-	if err := judge(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 2 }); err != nil {
+	if err := setStatus(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 2 }); err != nil {
 		t.Fatal(err)
 	}
 	if p, err := ApplyPolicy(t.Context(), o.Dir); err != nil || p.Status.Serial != 2 {
@@ -395,7 +395,7 @@ func checkApply(t *testing.T, o *owned) {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- refuseNext(t.Context(), judge) }()
+	go func() { done <- refuseNext(t.Context(), setStatus) }()
 	_, err = ApplyPolicy(t.Context(), o.Dir)
 	if p := Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "serial 2 stays in force") {
 		t.Errorf("a policy that the services refuse: %v", err)
@@ -405,8 +405,8 @@ func checkApply(t *testing.T, o *owned) {
 	}
 }
 
-// refuseNext refuses the next generation of the policy, as services do that know another key.
-func refuseNext(ctx ctx, judge func(func(*v1alpha1.AttestationPolicyStatus)) error) error {
+// refuseNext refuses the next generation of the policy, like services with another key.
+func refuseNext(ctx ctx, setStatus func(func(*v1alpha1.AttestationPolicyStatus)) error) error {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -415,7 +415,7 @@ func refuseNext(ctx ctx, judge func(func(*v1alpha1.AttestationPolicyStatus)) err
 			return err
 		}
 		if p.Generation > p.Status.ObservedGeneration {
-			err := judge(func(s *v1alpha1.AttestationPolicyStatus) {
+			err := setStatus(func(s *v1alpha1.AttestationPolicyStatus) {
 				s.Accepted, s.Reason, s.Message = false, "POLICY_SIGNATURE", "not signed by the owner"
 			})
 			if err == nil || !apierrors.IsConflict(err) {
@@ -476,7 +476,7 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 			t.Errorf("%s: %+v, %v", want, s, err)
 		}
 	}
-	// Evidence for a service is not a machine's (A5), and then nothing of it is shown.
+	// Evidence for a service is not valid for a machine (A5), and then nothing of it is shown.
 	l := listen(t)
 	serve(t, l, good.Attester(attest.PurposeKMS), rpc.Serve(joinv1connect.JoinServiceName,
 		joinv1connect.JoinServiceHandler(joinv1connect.UnimplementedJoinServiceHandler{}), joinv1connect.NewJoinServiceHandler))

@@ -18,11 +18,12 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// ErrBehind says that the cluster is older than what it said before.
+// ErrBehind is returned if the cluster is older than its last recorded state.
 var ErrBehind = errors.New("the cluster is older than what it said before")
 
-// Remember writes into the owner's folder what the cluster says now, for a recovery to be judged by. What the cluster says is taken only if the owner
-// signed its policy; if it is older than what the folder knows, or than what control planes' machines know, nothing is written, and the error wraps [ErrBehind].
+// Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
+// only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
+// control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
 func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
 	key, err := d.OwnerKey()
 	if err != nil {
@@ -40,7 +41,8 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	if err != nil {
 		return err
 	}
-	// The epoch comes last. What it was counted for is then at least as new as what was seen, and a copy with a higher one is of after that.
+	// The epoch comes last. The changes that it counts are then at least as new as those that were read, and a copy
+	// with a higher epoch was made after them.
 	machines, err := kube.Knowledge(ctx)
 	if err != nil {
 		return err
@@ -53,7 +55,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	if behind := machines.Behind(); behind != "" {
 		older = append(older, behind)
 	}
-	if len(older) > 0 { // B7: what it says is no reason to forget what the folder knows
+	if len(older) > 0 { // B7: its state does not replace what the folder knows
 		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
 	}
 	if _, err := seen.Policy.Open(public); err != nil {
@@ -65,7 +67,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	return nil
 }
 
-// see asks the cluster, but for its epoch.
+// see reads the cluster's state, except for its epoch.
 func see(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) {
 	policy, err := kube.Policy(ctx)
 	if err != nil && !clusterapi.Absent(err) {
@@ -115,7 +117,8 @@ func see(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) 
 	return k, nil
 }
 
-// current refuses a policy of the folder that is older than the one that the cluster had last, or says something else under the same serial.
+// current refuses a policy of the folder that is older than the cluster's last known one, or differs from it under
+// the same serial.
 func current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []byte) error {
 	if known.Version == 0 {
 		return nil
@@ -136,10 +139,11 @@ func current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []by
 		return nil
 	}
 	return withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last.Serial()),
-		fmt.Sprintf("Machines are judged by the current policy alone. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
+		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
 }
 
-// diskOf refuses a disk that is not the machine's by what the cluster said last (J2). named is the one that the owner names; nil: none.
+// diskOf refuses a disk that is not the machine's by the cluster's last known state (J2). named is the disk that the
+// owner names; nil: none.
 func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
 	wayOut := fmt.Sprintf("If it is this machine's disk all the same, since the folder is older than the disk, compare it with your records and name it: --disk %s.", disk)
 	if named != nil {
@@ -170,7 +174,7 @@ func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, di
 	return nil
 }
 
-// KnownDisk returns the disk that a machine has by what the cluster said last; empty: the folder knows none.
+// KnownDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
 func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
 	if _, n, ok := known.OfMachine(machine); ok {
 		return n.Disk.ID
@@ -181,7 +185,8 @@ func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID)
 	return ""
 }
 
-// KnownSalt returns the salt of an enrolled disk by what the cluster said last (K4), and none of a node that has gone. The folder has the first version of the root secret alone.
+// KnownSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and none for a removed node.
+// The folder has only the first version of the root secret.
 func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
 	none := func(err error) (keys.DiskSalt, error) {
 		return keys.DiskSalt{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),

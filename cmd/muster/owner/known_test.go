@@ -21,10 +21,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// serial gives a policy this one.
+// serial sets the serial of a policy.
 func serial(n uint64) func(*attestv1.Policy) { return func(p *attestv1.Policy) { p.Serial = n } }
 
-// remembers writes known.json as a command does that has talked to the cluster.
+// remembers writes known.json as a command does that has connected to the cluster.
 func (o *owned) remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, nodes map[string]ownerdir.KnownNode) {
 	t.Helper()
 	_, json, err := policyfile.Parse(policy)
@@ -37,7 +37,7 @@ func (o *owned) remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, no
 	}
 }
 
-// J2: before a key is derived, the disk that the machine claims is compared with what the cluster said last.
+// J2: before a key is derived, the disk that the machine claims is compared with the cluster's last known state.
 func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -85,7 +85,7 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 			if rpc.ReasonFrom(err) != tt.want || !strings.Contains(err.Error(), tt.says) {
 				t.Errorf("%v, want %s that says %q", err, attest.ReasonName(tt.want), tt.says)
 			}
-			if tt.want == attestv1.Reason_REASON_DISK_ERASED { // no word of the owner's gives it a salt
+			if tt.want == attestv1.Reason_REASON_DISK_ERASED { // the owner cannot override this with a salt
 				if w.calls() != 0 {
 					t.Error("a key was sent")
 				}
@@ -105,7 +105,8 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 	}
 }
 
-// The machine is judged by the current policy: none that is older than the cluster's last, or another of its serial.
+// The machine is appraised by the current policy: not by one that is older than the cluster's last, or another one of
+// its serial.
 func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -115,14 +116,14 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 	other := func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true} }
 	for name, tt := range map[string]struct {
 		folder, last []byte
-		stranger     bool // signed the last one
+		otherKey     bool // another key signed the last one
 		want         attestv1.Reason
 	}{
 		"the current one":                    {folder: policy(4), last: policy(4)},
 		"a newer one, not applied yet":       {folder: policy(5), last: policy(4)},
 		"an older one":                       {folder: policy(3), last: policy(4), want: attestv1.Reason_REASON_POLICY_INVALID},
 		"another one with the same serial":   {folder: policy(4), last: policy(4, other), want: attestv1.Reason_REASON_POLICY_INVALID},
-		"a note that the owner did not sign": {folder: policy(4), last: policy(4), stranger: true, want: attestv1.Reason_REASON_POLICY_SIGNATURE},
+		"a note that the owner did not sign": {folder: policy(4), last: policy(4), otherKey: true, want: attestv1.Reason_REASON_POLICY_SIGNATURE},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, m, opens)
@@ -131,7 +132,7 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if tt.stranger {
+			if tt.otherKey {
 				key = ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
 			}
 			o.remembers(t, tt.last, key, nil)
@@ -146,7 +147,7 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 	}
 }
 
-// A9: firmware of another class gets no key, also by recovery.
+// A9: firmware of another class gets no key, also not by recovery.
 func TestAMachineOfAnotherClassGetsNoKey(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"Driver0000"}})
@@ -161,7 +162,7 @@ func TestAMachineOfAnotherClassGetsNoKey(t *testing.T) {
 	}
 }
 
-// What was known is not overwritten by a cluster that is older.
+// The recorded state is not overwritten by a cluster that is older.
 func TestAnOlderClusterIsNoticed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -232,7 +233,8 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 	}
 }
 
-// B7: a cluster that was put back before a ban, and has counted on from there, has all numbers of the one that the folder knows.
+// B7: a cluster that was restored to a state before a ban, and has counted on from there, has all numbers of the one
+// that the folder knows.
 func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -272,7 +274,7 @@ func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 	}
 }
 
-// A disk whose node has gone is known to be put back into a cluster, and for nothing else.
+// A disk whose node was removed can be restored to a cluster, but not used for a recovery.
 func TestADiskOfANodeThatHasGoneIsNotRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -305,7 +307,7 @@ func TestADiskOfANodeThatHasGoneIsNotRecovered(t *testing.T) {
 	}
 }
 
-// K4: a recovery gives no key of a disk that was erased, and the folder keeps nothing that it follows from.
+// K4: a recovery gives no key of an erased disk, and the folder keeps nothing from which it could be derived.
 func TestAnErasedDiskIsNotRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -342,7 +344,7 @@ func TestAnErasedDiskIsNotRecovered(t *testing.T) {
 	if err != nil || !slices.Equal(known.Erased, []string{waitingDisk}) {
 		t.Fatalf("%+v, %v", known, err)
 	}
-	// A cluster that was restored has the salt again. It is not noted.
+	// A restored cluster has the salt again. It is not recorded.
 	again := known.Keep(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"node1": {Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: salt, RootVersion: 1}}}})
 	if again.Nodes["node1"].Disk.Salt != "" || !slices.Equal(again.Erased, known.Erased) {
 		t.Errorf("%+v", again)

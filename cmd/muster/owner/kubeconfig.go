@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// checkKubeconfig refuses one that would do more on the owner's computer than connect to the
-// cluster: run a program, read a file, use a proxy, or talk to anybody at all.
+// checkKubeconfig refuses a kubeconfig that does more on the owner's computer than connect to the cluster: run a
+// program, read a file, use a proxy, or connect to another host.
 func checkKubeconfig(text []byte, endpoint string) error {
 	c, err := clientcmd.Load(text)
 	if err != nil {
@@ -47,7 +47,7 @@ func checkKubeconfig(text []byte, endpoint string) error {
 }
 
 // checkClock compares this computer's clock with that of the machine that has just made the kubeconfig's
-// certificates. Between clocks that differ no TLS works, and its errors don't say so.
+// certificates. TLS fails between clocks that differ, and its errors do not name the cause.
 func checkClock(text []byte, now time.Time) error {
 	c, err := clientcmd.Load(text)
 	if err != nil {

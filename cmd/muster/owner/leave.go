@@ -18,39 +18,40 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Departure is a name that is about to leave its machine: what will be done, to be shown first.
+// Departure is the plan for a name that loses its machine. It is shown before it is executed.
 type Departure struct {
-	// Plan is what will be done, a line each, in that order.
+	// Plan are the steps in their order, one line each.
 	Plan []string
-	// Warnings are what the owner should know before.
+	// Warnings are shown to the owner before the steps.
 	Warnings []string
-	// Nothing is true if there is nothing to do.
+	// Nothing is true if there is no step.
 	Nothing bool
 
 	dir    *ownerdir.Dir
 	kube   *clusterapi.Client
 	found  *clusterapi.Presence
-	listed listing                 // what changes in the owner's policy
+	listed listing                 // the change of the owner's policy
 	to     *clusterapi.Replacement // nil: forget
 	resets bool                    // the machine is the same, and its TPM was cleared: only that is written
 	erase  string                  // the disk whose salt is deleted (K4); empty: none
 }
 
-// Removed is what was done.
+// Removed is the result.
 type Removed struct {
 	Name      string `json:"name"`
 	MachineID string `json:"machineID,omitempty"`
-	// Done are the steps, in their order.
+	// Done are the finished steps, in their order.
 	Done []string `json:"done"`
 	// CertificatesEnd is when the last certificate that the machine may hold has expired.
 	CertificatesEnd *time.Time `json:"certificatesEnd,omitempty"`
-	// Erased is the disk whose key can't be derived any more, and Left are the files and places that may still have its salt.
+	// Erased is the disk whose key cannot be derived any more, and Left are the files and places that may still have
+	// its salt.
 	Erased string   `json:"erased,omitempty"`
 	Left   []string `json:"left,omitempty"`
 }
 
-// PlanForget looks at what forgetting a node would do, and changes nothing. A control plane's etcd
-// member has to be gone: memberGone is the owner's word for that. With erase, the salt of its disk is deleted (K4).
+// PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member must be
+// removed before: with memberGone the owner confirms that. With erase, the salt of its disk is deleted (K4).
 func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Departure, error) {
 	kube, err := Connect(d)
 	if err != nil {
@@ -80,7 +81,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			return nil, withRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum", name), removeMember(name, p.OtherControlPlanes[0]))
 		}
 	}
-	if err := out.unlist(); err != nil {
+	if err := out.planListing(); err != nil {
 		return nil, err
 	}
 	out.shutOut()
@@ -120,8 +121,8 @@ func removeMember(name, other string) string {
 	}, "\n")
 }
 
-// PlanReplace looks at what giving the node another machine or disk would do, and changes nothing. The
-// empty values of to stay as they are.
+// PlanReplace determines what giving the node another machine or disk would do, and changes nothing. Empty values of
+// to stay unchanged.
 func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterapi.Replacement) (*Departure, error) {
 	kube, err := Connect(d)
 	if err != nil {
@@ -149,7 +150,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	out := &Departure{dir: d, kube: kube, found: p, to: &to}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
-	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace has not ended
+	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace is not finished
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
 			fmt.Sprintf(`If you trust the machine again, lift the ban: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}'. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.`, name))
 	}
@@ -163,7 +164,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		out.Nothing = !out.resets
 		return out, nil
 	}
-	if err := out.unlist(); err != nil {
+	if err := out.planListing(); err != nil {
 		return nil, err
 	}
 	out.shutOut()
@@ -193,8 +194,8 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	return out, nil
 }
 
-// unlist plans what changes in the owner's policy.
-func (d *Departure) unlist() (err error) {
+// planListing plans the change of the owner's policy.
+func (d *Departure) planListing() (err error) {
 	if d.listed, err = leaveListing(d.found.Enrollment, d.to); err != nil {
 		return err
 	}
@@ -238,8 +239,8 @@ func some(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// Do what was planned. It tells say each step; after an interruption the same command finishes.
-func (d *Departure) Do(ctx context.Context, say func(string)) (*Removed, error) {
+// Do executes the plan. It reports each step to report; after an interruption the same command finishes.
+func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, error) {
 	out := &Removed{Name: d.found.Name, Done: []string{}}
 	if d.found.Enrollment != nil {
 		out.MachineID = d.found.Enrollment.Spec.MachineID
@@ -249,7 +250,7 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Removed, error) 
 	}
 	note := func(s string) {
 		out.Done = append(out.Done, s)
-		say(s)
+		report(s)
 	}
 	if d.Nothing {
 		return out, d.doErase(ctx, out, note)
@@ -257,8 +258,8 @@ func (d *Departure) Do(ctx context.Context, say func(string)) (*Removed, error) 
 	if d.resets {
 		return out, d.kube.ForgetResets(ctx, d.found, note)
 	}
-	// The policy comes first: from then on no machine believes the old one, and what follows names it as long as it is not done, so that
-	// the same command goes on.
+	// The policy comes first: from then on no machine trusts the old one. The enrollment names the old machine until
+	// the end, so that the same command can resume.
 	if err := d.listed.apply(ctx, d.dir, d.kube, note); err != nil {
 		return nil, err
 	}

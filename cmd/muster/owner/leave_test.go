@@ -16,8 +16,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// Certificates are judged by the API server's clock, so it says how long they are retired; the owner's may
-// be hours wrong, and then a retirement by it would end before they do.
+// Certificates expire by the API server's clock, so it determines how long they are retired; the owner's clock may be
+// hours wrong, and then a retirement by it would end before they do.
 func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
 	const year = 365 * 24 * time.Hour
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -69,7 +69,8 @@ func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
 	}
 }
 
-// A finalizer that somebody has given a pod keeps it, and what it uses is read by the machine's certificate: that is not done, and the same command finishes it.
+// A pod with a finalizer stays, and the machine's certificate can read what it uses: the command fails, and finishes
+// when it is repeated.
 func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
 	fresh(t)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -102,7 +103,7 @@ func TestAPodThatIsHeldIsNotForgotten(t *testing.T) {
 	}
 }
 
-// defined gives a client of the cluster, which knows Muster's objects then.
+// defined returns a client of the cluster, which knows Muster's objects then.
 func defined(t *testing.T) *clusterapi.Client {
 	t.Helper()
 	kube, err := clusterapi.Connect(kubeconfig(t))
@@ -122,13 +123,13 @@ func defined(t *testing.T) *clusterapi.Client {
 	return kube
 }
 
-// access makes the list of nodes that may not write say this and nothing else, until the test ends. It is never deleted: where the
-// chart is, that is refused.
+// access sets the list of nodes that may not write to exactly this, until the test ends. The list is never deleted:
+// where the chart is installed, that is refused.
 func access(t *testing.T, entries map[string]nodeaccess.Entry) {
 	t.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: nodeaccess.ConfigMap}}
 	made := m.DeepCopy()
-	made.Data = map[string]string{nodeaccess.KeySuspended: "\nother\n"} // of an object that is made empty the API server does not say who wrote it when
+	made.Data = map[string]string{nodeaccess.KeySuspended: "\nother\n"} // for an object that is created empty the API server does not record who wrote it when
 	if err := shared.Client.Create(t.Context(), made); client.IgnoreAlreadyExists(err) != nil {
 		t.Fatal(err)
 	}
@@ -140,7 +141,7 @@ func access(t *testing.T, entries map[string]nodeaccess.Entry) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	say := func(ctx context.Context, data map[string]string) (was map[string]string) {
+	replace := func(ctx context.Context, data map[string]string) (was map[string]string) {
 		if err := shared.Client.Get(ctx, client.ObjectKeyFromObject(m), m); err != nil {
 			t.Fatal(err)
 		}
@@ -150,8 +151,8 @@ func access(t *testing.T, entries map[string]nodeaccess.Entry) {
 		}
 		return was
 	}
-	was := say(t.Context(), data)
-	t.Cleanup(func() { say(context.WithoutCancel(t.Context()), was) })
+	was := replace(t.Context(), data)
+	t.Cleanup(func() { replace(context.WithoutCancel(t.Context()), was) })
 }
 
 // listed reads the list of nodes that may not write.

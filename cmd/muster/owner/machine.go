@@ -23,11 +23,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// MachineStatus is what a machine that is in no cluster yet says of itself.
+// MachineStatus is the status that a machine reports which is in no cluster yet.
 type MachineStatus struct {
 	Endpoint string `json:"endpoint"`
-	// Proven says that the policy accepts the machine which says all this. Problem says why not; then
-	// what follows is anybody's word.
+	// Proven reports that the policy accepts the reporting machine. If not, Problem is the reason, and everything
+	// that follows is unauthenticated.
 	Proven  bool     `json:"proven"`
 	Problem *Problem `json:"problem,omitempty"`
 
@@ -35,9 +35,9 @@ type MachineStatus struct {
 	Since *time.Time `json:"since,omitempty"`
 	// Taker is who holds the node lock: "init", "join" or empty.
 	Taker string `json:"taker,omitempty"`
-	// Reason is why the latest try failed, Remedy what to do about it.
+	// Reason is why the latest attempt failed, Remedy what to do about it.
 	Reason string `json:"reason,omitempty"`
-	// ReasonUnproven: it is the word of somebody who had not proven to be a joinservice.
+	// ReasonUnproven: the reason is from a server that had not proven to be a joinservice.
 	ReasonUnproven bool       `json:"reasonUnproven,omitempty"`
 	Remedy         string     `json:"remedy,omitempty"`
 	LastAttempt    *time.Time `json:"lastAttempt,omitempty"`
@@ -49,12 +49,12 @@ type MachineStatus struct {
 	NodeName       string     `json:"nodeName,omitempty"`
 	Role           string     `json:"role,omitempty"`
 	InitAllowed    bool       `json:"initAllowed"`
-	// Skew is how far the machine's clock is ahead of ours.
+	// Skew is how far the machine's clock is ahead of this computer's.
 	Skew time.Duration `json:"clockSkew"`
 }
 
-// AskMachine judges the machine at cfg.Addr, and asks it how it gets on. One that the policy refuses
-// is asked too, over plain HTTPS: its answer is shown as unproven and nothing is sent to it.
+// AskMachine appraises the machine at cfg.Addr, and asks for its status. A machine that the policy refuses is asked
+// too, over plain HTTPS: its answer is shown as unproven and nothing is sent to it.
 func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	s, err := peerdial.Open(cfg.Target)
 	if err != nil {
@@ -66,7 +66,7 @@ func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	got, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 	if refusal, refused := errors.AsType[*attest.Refusal](err); refused {
 		p := Explain(err)
-		p.Message = refusal.Error() // without the connection's own words around it
+		p.Message = refusal.Error() // without the connection's text around it
 		out.Problem = &p
 		began = time.Now()
 		got, err = askUnproven(ctx, cfg)
@@ -80,15 +80,15 @@ func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	return out, nil
 }
 
-// askUnproven asks as any HTTPS client would.
+// askUnproven asks like an ordinary HTTPS client.
 func askUnproven(ctx context.Context, cfg VerifyConfig) (*initv1.GetStatusResponse, error) {
-	//nolint:gosec // the certificate says nothing, and so does the answer: the caller marks it as unproven
+	//nolint:gosec // neither certificate nor answer prove anything: the caller marks the answer as unproven
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}, DialContext: cfg.DialContext}
 	defer transport.CloseIdleConnections()
 	return initv1connect.NewMachineServiceClient(rpc.HTTPClient(transport), "https://"+cfg.Addr, rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 }
 
-// notWaiting says what it means that a machine's bootstrapper does not answer.
+// notWaiting explains a machine whose bootstrapper does not answer.
 func notWaiting(addr string, err error) error {
 	err = fmt.Errorf("%s: %w", addr, err)
 	switch {
@@ -106,7 +106,7 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 		s.Taker = strings.ToLower(strings.TrimPrefix(r.GetTaker().String(), "TAKER_"))
 	}
 	if r.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
-		// Our own words: what an unproven machine says we should do is not repeated.
+		// The remedy is this program's: that of an unproven machine is not repeated.
 		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyOf(r.GetLastReason()), r.GetLastReasonUnproven()
 		if s.ReasonUnproven {
 			s.Remedy = rpc.RemedyUnproven
@@ -121,7 +121,7 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 	s.Version, s.Machine = printable(r.GetVersion()), hex.EncodeToString(r.GetMachineId()[:min(len(r.GetMachineId()), 32)])
 	s.NodeName, s.Role = printable(r.GetNodeName()), printable(r.GetRole())
 	if now := at(r.GetNow()); now != nil {
-		// Halfway between question and answer is the best guess of when it looked.
+		// The middle between request and answer is the best estimate of the machine's time.
 		s.Skew = now.Sub(began.Add(time.Since(began) / 2)).Round(time.Millisecond)
 	}
 }
@@ -131,7 +131,7 @@ const (
 	maxShown     = 300 // characters of a text that a machine chose
 )
 
-// printable keeps a machine from writing to our terminal more than text.
+// printable prevents a machine from writing more than text to the terminal.
 func printable(s string) string { return clusterapi.Printable(s, maxShown) }
 
 func at(t *timestamppb.Timestamp) *time.Time {
@@ -142,6 +142,6 @@ func at(t *timestamppb.Timestamp) *time.Time {
 	return &v
 }
 
-// SkewWarn is how far a clock may be off before it is worth a word. Certificates begin to count
-// five minutes before they are made.
+// SkewWarn is the clock difference from which it is shown. Certificates are valid from five minutes before they are
+// made.
 const SkewWarn = time.Minute

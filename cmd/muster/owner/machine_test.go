@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// waiting is a machine that waits, over the real attested TLS.
+// waiting is a waiting machine that serves the real attested TLS.
 type waiting struct{ id attest.MachineID }
 
 func (w waiting) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {

@@ -32,7 +32,7 @@ type Wanted struct {
 	Problem string `json:"problem,omitempty"`
 }
 
-// WantedComponents gives what nodes fetch.
+// WantedComponents returns what nodes fetch.
 func WantedComponents(list []versions.Component) []Wanted {
 	out := make([]Wanted, 0, len(list))
 	for _, c := range list {
@@ -41,7 +41,7 @@ func WantedComponents(list []versions.Component) []Wanted {
 	return out
 }
 
-// WantedImages gives what nodes pull, of images by digest.
+// WantedImages returns what nodes pull, of images by digest.
 func WantedImages(refs []string) []Wanted {
 	out := make([]Wanted, 0, len(refs))
 	for _, ref := range refs {

@@ -29,14 +29,14 @@ import (
 )
 
 const (
-	// orderTimeout bounds one call, so that an address that does not answer leaves time for the others.
+	// orderTimeout limits one call, so that an address that does not answer leaves time for the others.
 	orderTimeout = 20 * time.Second
-	// orderPoll is the pause between two calls if the joinservice names none that can be.
+	// orderPoll is the pause between two calls if the joinservice names no usable one.
 	orderPoll = 2 * time.Second
 )
 
-// orderCertificate has a control plane sign the request by an order with the owner's key (J9). Each joinservice is judged before the order
-// leaves (A6, A7).
+// orderCertificate has a control plane sign the request by an order with the owner's key (J9). It appraises each
+// joinservice before it sends the order (A6, A7).
 func orderCertificate(ctx context.Context, cfg RenewConfig, h *holder, request []byte) ([]byte, error) {
 	if h.old.Subject.CommonName != ownerorder.Administrator {
 		return nil, withRemedy(fmt.Errorf("the kubeconfig is for %s, and the owner's order is for %s alone", h.old.Subject, ownerorder.Administrator),
@@ -87,8 +87,8 @@ func (o *orderer) load() error {
 	return nil
 }
 
-// joinservices guesses from what the folder knows where joinservices answer: on the machine that the cluster was made on, and beside the API
-// server.
+// joinservices derives from the folder where joinservices may answer: on the machine that was initialized, and beside
+// the API server.
 func joinservices(c ownerdir.Cluster) []string {
 	var hosts, out []string
 	if c.FirstMachine != nil {
@@ -107,8 +107,8 @@ func joinservices(c ownerdir.Cluster) []string {
 	return out
 }
 
-// anywhere asks one joinservice after another. What one has decided that was accepted is decided; else all are told of, since one that is
-// refused may be the one that was meant.
+// anywhere tries the joinservices one after another. The decision of an accepted one is final; else the error names
+// all, since a refused one may be the one that was meant.
 func (o *orderer) anywhere(ctx context.Context) ([]byte, error) {
 	var errs error
 	for _, addr := range o.addrs {
@@ -134,11 +134,11 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 		return nil, err
 	}
 	defer func() { _ = s.Close() }()
-	peer, err := o.judge(ctx, s)
+	peer, err := o.appraise(ctx, s)
 	if err != nil {
 		return nil, err
 	}
-	o.Report.Say(fmt.Sprintf("judged: control plane %s at %s", peer.Machine(), addr))
+	o.Report.Update(fmt.Sprintf("appraised: control plane %s at %s", peer.Machine(), addr))
 	client := joinv1connect.NewJoinServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
 	for filed := false; ; filed = true {
 		resp, err := o.call(ctx, client)
@@ -146,7 +146,7 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 			return resp.GetCertificate(), nil
 		}
 		if err == nil {
-			o.Report.Say("ordered: waiting until a control plane has signed")
+			o.Report.Update("ordered: waiting until a control plane has signed")
 			pause := resp.GetRetryAfter().AsDuration()
 			if pause <= 0 || pause > time.Minute {
 				pause = orderPoll
@@ -164,14 +164,15 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 
 var errUnsigned = errors.New("the order is filed, and no control plane has signed it")
 
-func (o *orderer) judge(ctx context.Context, s *peerdial.Session) (attest.Peer, error) {
+func (o *orderer) appraise(ctx context.Context, s *peerdial.Session) (attest.Peer, error) {
 	ctx, cancel := context.WithTimeout(ctx, orderTimeout)
 	defer cancel()
 	return s.Exchange(ctx)
 }
 
 func (o *orderer) call(ctx context.Context, c joinv1connect.JoinServiceClient) (*joinv1.RenewAdministratorResponse, error) {
-	// The same order each time, so that the cluster has one request for it; signed anew when it will soon be too old.
+	// It sends the same order each time, so that the cluster has one request for it; it signs a new one when the
+	// order will soon be too old.
 	if now := o.Now(); now.Sub(o.order.At) > ownerorder.MaxAge/2 {
 		o.order.At = now.Truncate(time.Second)
 	}
@@ -184,7 +185,7 @@ func (o *orderer) call(ctx context.Context, c joinv1connect.JoinServiceClient) (
 	return c.RenewAdministrator(ctx, &joinv1.RenewAdministratorRequest{Order: o.order.Sign(key).Wire()})
 }
 
-// explain says what to do where a refusal's general remedy can't.
+// explain returns the remedy where a refusal's general remedy cannot help.
 func (o *orderer) explain(err error) error {
 	tried := strings.Join(o.addrs, ", ")
 	switch reason := rpc.ReasonFrom(err); {

@@ -29,8 +29,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// orderTaker serves RenewAdministrator over the real attested TLS with genuine evidence. It verifies orders as joinservice does, and has
-// signed a new certificate when it was asked three times for it.
+// orderTaker serves RenewAdministrator over the real attested TLS with genuine evidence. It verifies orders as
+// joinservice does, and signs a new certificate at the third request for it.
 type orderTaker struct {
 	joinv1connect.UnimplementedJoinServiceHandler
 
@@ -74,7 +74,8 @@ func (s *orderTaker) got() []ownerorder.Signed {
 	return slices.Clone(s.orders)
 }
 
-// After its end the kubeconfig opens nothing, and the owner's key gets another one. What the joinservice's machine is, is judged before.
+// After its end the kubeconfig is of no use, and the owner's key gets a new one. The joinservice's machine is
+// appraised before.
 func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 	past, soon, later := time.Now().Add(-time.Minute).Truncate(time.Second), time.Now().Add(time.Minute).Truncate(time.Second), time.Now().Add(20*time.Hour).Truncate(time.Second)
 	const first, other = "192.0.2.1:30090", "192.0.2.2:30090"
@@ -85,9 +86,9 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		end        time.Time
 		at         string   // where the joinservice answers
 		named      []string // by --joinservice
-		unlisted   bool     // the machine is a worker
+		worker     bool     // the machine is a worker
 		foreign    bool     // of another cluster
-		stranger   bool     // its owner is another
+		otherOwner bool     // its owner is another
 		sign       evil
 		change     func(*testing.T, *orderTaker)
 		impatient  bool
@@ -97,9 +98,9 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		"by the cluster":                       {change: none},
 		"that ends soon, if one is named":      {end: soon, at: other, named: []string{other}},
 		"where the first does not answer":      {at: other, named: []string{first, other}},
-		"a worker that poses as a joinservice": {unlisted: true, unsent: true, says: "SERVER_NOT_LISTED", does: "Nothing was sent"},
+		"a worker that poses as a joinservice": {worker: true, unsent: true, says: "SERVER_NOT_LISTED", does: "Nothing was sent"},
 		"another cluster's joinservice":        {foreign: true, unsent: true, says: "LOCK_FOREIGN", does: "Nothing was sent"},
-		"a cluster of another owner":           {stranger: true, says: "OWNER_SIGNATURE", does: "owner's folder"},
+		"a cluster of another owner":           {otherOwner: true, says: "OWNER_SIGNATURE", does: "owner's folder"},
 		"a clock that is off": {change: func(_ *testing.T, s *orderTaker) {
 			s.fail = attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "the order was signed at noon")
 		}, says: "signed at noon", does: "clock"},
@@ -125,7 +126,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			vendor := attesttest.NewCA(t)
 			cp, worker := attesttest.NewMachine(t, vendor, attesttest.Options{}), attesttest.NewMachine(t, vendor, attesttest.Options{})
 			m := cp
-			if tt.unlisted {
+			if tt.worker {
 				m = worker
 			}
 			ca := newAuthority(t)
@@ -156,7 +157,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			if s.owner, err = PublicKey(key); err != nil {
 				t.Fatal(err)
 			}
-			if tt.stranger {
+			if tt.otherOwner {
 				if s.owner, _, err = ed25519.GenerateKey(nil); err != nil {
 					t.Fatal(err)
 				}
@@ -226,8 +227,8 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			if pair, err := tls.X509KeyPair(user.ClientCertificateData, user.ClientKeyData); err != nil || pair.Leaf.Subject.String() != administrator.String() {
 				t.Errorf("the renewed kubeconfig is not as it should be: %v", err)
 			}
-			if !strings.Contains(dir.out.String(), "judged: control plane "+cp.ID().String()) {
-				t.Errorf("who was judged is not told:\n%s", dir.out)
+			if !strings.Contains(dir.out.String(), "appraised: control plane "+cp.ID().String()) {
+				t.Errorf("the output does not name the appraised machine:\n%s", dir.out)
 			}
 		})
 	}

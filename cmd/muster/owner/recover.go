@@ -23,44 +23,46 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// RecoverConfig says which machine to recover.
+// RecoverConfig configures [Recover].
 type RecoverConfig struct {
 	// Dir is the owner's folder; nothing in it is changed.
 	Dir *ownerdir.Dir
 	// Addr is HOST:PORT of the machine's recovery server.
 	Addr string
-	// Machine is the one that is expected there; nil: the one that the folder knows, on which the cluster
-	// was made.
+	// Machine is the expected one; nil: the one in the folder, on which the cluster was initialized.
 	Machine *attest.MachineID
-	// Disk is the disk that the machine must have; nil: the one that the cluster said last.
+	// Disk is the disk that the machine must have; nil: the one in the cluster's last known state.
 	Disk *keys.DiskID
-	// AcceptEpoch is the epoch that the owner has accepted already, for a machine whose disk is an older copy; nil: none.
+	// AcceptEpoch is the epoch that the owner has already accepted, for a machine whose disk is an older copy; nil:
+	// none.
 	AcceptEpoch *uint64
-	// Ask lets the owner decide whether a machine goes on with what its disk has; nil: nobody is there to ask.
+	// Ask lets the owner decide whether a machine continues with the state of its disk; nil: there is no interactive
+	// user.
 	Ask func(Revival) (bool, error)
-	// Report is told of each step.
+	// Report receives each step.
 	Report progress.Reporter
 	// DialContext opens TCP connections; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// RecoverSteps is how many steps [Recover] reports.
+// RecoverSteps is the number of steps that [Recover] reports.
 const RecoverSteps = 2
 
-// Recovery is what came of it.
+// Recovery is the result.
 type Recovery struct {
-	// Machine and DiskID say whose disk is open now.
+	// Machine and DiskID identify the disk that is open now.
 	Machine string `json:"machine"`
 	DiskID  string `json:"diskID"`
-	// Already says that it was open before this key was tried.
+	// Already reports that the disk was open before this key was sent.
 	Already bool `json:"already"`
-	// Revived is what a machine goes on with whose disk, open already, is an older copy; nil: it is the newest.
+	// Revived is the state with which a machine continues whose disk, open already, is an older copy; nil: it is the
+	// newest.
 	Revived *Revival `json:"revived,omitempty"`
 }
 
-// Recover gives a control plane that waits for its disk's key that key, and nothing that another would follow from. The
-// machine is judged first by the folder's policy, on the very connection that the key goes over (A6), and so is its disk by what the cluster said
-// last (J2).
+// Recover sends the key of its disk to a control plane that waits for it, and no secret from which other keys follow.
+// Before that, it appraises the machine by the folder's policy, on the same connection (A6), and compares the disk
+// with the cluster's last known state (J2).
 func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
 		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
@@ -69,7 +71,7 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if err := r.load(); err != nil {
 		return nil, err
 	}
-	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.judge(ctx) }); err != nil {
+	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.appraise(ctx) }); err != nil {
 		return nil, err
 	}
 	if r.revival != nil {
@@ -97,12 +99,13 @@ type recoverer struct {
 	key     ed25519.PrivateKey
 	known   *ownerdir.Known
 	target  peerdial.Target
-	// older is the target if the machine's disk is open, and an older copy than its TPM says; revival is what it has, nil if it waits for its disk's key.
+	// older is the target if the machine's disk is open, and an older copy by its TPM; revival is its state, nil if
+	// it waits for its disk's key.
 	older   peerdial.Target
 	revival *Revival
-	// disk is the machine's as it named it last; empty: it did not.
+	// disk is the one that the machine named last; empty: none.
 	disk string
-	// trying says that a key was on trial when the machine was heard of last.
+	// trying reports that the machine was testing a key in its last answer.
 	trying bool
 }
 
@@ -137,7 +140,7 @@ func (r *recoverer) load() error {
 	}
 	r.root = keys.NewRoot(secrets.Root, secrets.Salt)
 	r.cluster = r.root.ClusterID(secrets.MeasurementSalt)
-	// A6: the one machine, unlocked, as it is before its state is open.
+	// A6: exactly this machine, unlocked, as it is before its state is open.
 	r.target = peerdial.Target{
 		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
 	}
@@ -146,7 +149,7 @@ func (r *recoverer) load() error {
 	return nil
 }
 
-// dial tells that there is a connection; whether it leads to the right machine is judged next.
+// dial reports whether there is a connection; the appraisal of the machine follows.
 func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	dial := r.DialContext
 	if dial == nil {
@@ -154,12 +157,12 @@ func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, e
 	}
 	c, err := dial(ctx, network, addr)
 	if err == nil {
-		r.Report.Say("connected: " + addr)
+		r.Report.Update("connected: " + addr)
 	}
 	return c, err
 }
 
-func (r *recoverer) judge(ctx context.Context) (string, error) {
+func (r *recoverer) appraise(ctx context.Context) (string, error) {
 	err := again(ctx, r.Report, func() error {
 		s, err := peerdial.Open(r.target)
 		if err != nil {
@@ -178,10 +181,10 @@ func (r *recoverer) judge(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", r.explain(err)
 	}
-	return "judged: machine " + r.Machine.String(), nil
+	return "appraised: machine " + r.Machine.String(), nil
 }
 
-// open sends the key until the disk is open, or somebody decided otherwise.
+// open sends the key until the disk is open, or until a final error.
 func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 	var out *Recovery
 	var gone error
@@ -207,7 +210,7 @@ func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 	return out, nil
 }
 
-// call makes one call and follows its stream. The transport judges before it lets the request out (A6).
+// call makes one call and follows its stream. The transport appraises before it sends the request (A6).
 func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
 	client := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
 	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
@@ -240,7 +243,7 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer is of another disk than %s", disk)
 		}
 		r.disk, r.trying = disk.String(), m.GetState() == recoverv1.State_STATE_TRYING
-		r.Report.Say(stateText(m.GetState(), r.disk))
+		r.Report.Update(stateText(m.GetState(), r.disk))
 		if s := m.GetState(); s == recoverv1.State_STATE_OPENED || s == recoverv1.State_STATE_OPEN_ALREADY {
 			return &Recovery{Machine: r.Machine.String(), DiskID: r.disk, Already: s == recoverv1.State_STATE_OPEN_ALREADY}, nil
 		}
@@ -251,7 +254,7 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	return nil, errors.New("the machine ended the stream without a result")
 }
 
-// stateText names a state and says what it means.
+// stateText returns a state with its explanation.
 func stateText(s recoverv1.State, disk string) string {
 	name := strings.ToLower(strings.TrimPrefix(s.String(), "STATE_"))
 	switch s {
@@ -268,7 +271,7 @@ func stateText(s recoverv1.State, disk string) string {
 	return name
 }
 
-// explain names the files of this owner where a refusal's general remedy can't.
+// explain names this owner's files where a refusal's general remedy cannot.
 func (r *recoverer) explain(err error) error {
 	reason := rpc.ReasonFrom(err)
 	switch {

@@ -37,18 +37,18 @@ const (
 // reaction is how a waiting machine answers one call of Recover.
 type reaction func(send func(recoverv1.State) error) error
 
-// waitingMachine serves recover.v1 over the real attested TLS with genuine evidence, and answers as a
-// test tells it.
+// waitingMachine serves recover.v1 over the real attested TLS with genuine evidence, and answers as the test
+// configures it.
 type waitingMachine struct {
 	*attesttest.Machine
 	addr string
 	l    *droppable
-	gone atomic.Bool // nobody listens any more
+	gone atomic.Bool // it does not listen any more
 
 	mu        sync.Mutex
 	disk      string
 	reactions []reaction
-	asked     int // for a recovery
+	asked     int // how often a recovery was requested
 	described int
 	fits      func(*recoverv1.RecoverRequest) bool
 }
@@ -89,7 +89,7 @@ func serveWaiting(t *testing.T, m *attesttest.Machine, reactions ...reaction) *w
 	return w
 }
 
-// opens is what a machine does whose disk the key opens.
+// opens is the reaction of a machine whose disk the key opens.
 func opens(send func(recoverv1.State) error) error {
 	return errors.Join(send(recoverv1.State_STATE_RECEIVED), send(recoverv1.State_STATE_WAITING), send(recoverv1.State_STATE_TRYING), send(recoverv1.State_STATE_OPENED))
 }
@@ -100,7 +100,7 @@ func refuses(r attestv1.Reason, after time.Duration) reaction {
 	}
 }
 
-// knows makes the folder of a cluster that was made on machine m, with its disk.
+// knows creates the folder of a cluster that was initialized on machine m, with its disk.
 func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, policy []byte) *owned {
 	t.Helper()
 	o := own(t, &firstMachine{addr: w.addr}, "192.0.2.1:6443", policy)
@@ -171,7 +171,7 @@ func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	at := 0
-	for _, state := range []string{"connected: " + w.addr, "judged: machine " + m.ID().String(), "received: ", "waiting: ", "trying: the key of disk " + waitingDisk, "opened: disk " + waitingDisk} {
+	for _, state := range []string{"connected: " + w.addr, "appraised: machine " + m.ID().String(), "received: ", "waiting: ", "trying: the key of disk " + waitingDisk, "opened: disk " + waitingDisk} {
 		i := strings.Index(o.out.String()[at:], state)
 		if i < 0 {
 			t.Fatalf("%q is not told, or not in its order:\n%s", state, o.out)
@@ -186,7 +186,7 @@ func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
 	}
 }
 
-// A6: what is sent is sent to the one machine, as it is before its state is open.
+// A6: the key is sent to exactly this machine, as it is before its state is open.
 func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -261,7 +261,7 @@ func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
 	}
 }
 
-// A machine that asks to come back is asked again; so is one whose connection breaks.
+// A machine that asks for a retry is asked again; so is one whose connection breaks.
 func TestRecoverComesBack(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -280,7 +280,7 @@ func TestRecoverComesBack(t *testing.T) {
 	}
 }
 
-// The answer was lost with the connection, and nobody listens any more: the owner learns what that means.
+// The answer was lost with the connection, and the machine does not listen any more: the error explains that.
 func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -288,7 +288,7 @@ func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 	w.reactions = []reaction{func(send func(recoverv1.State) error) error {
 		err := send(recoverv1.State_STATE_TRYING)
-		o.out.await(t, "trying") // what is sent and what has come in are two things
+		o.out.await(t, "trying") // that it was sent does not mean that it was received
 		w.gone.Store(true)
 		w.l.drop()
 		return err

@@ -23,27 +23,27 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
-// RenewConfig says whose kubeconfig to renew, and how. All fields are required but Joinservices and DialContext.
+// RenewConfig configures [RenewKubeconfig]. All fields are required but Joinservices and DialContext.
 type RenewConfig struct {
 	// Dir is the owner's folder.
 	Dir *ownerdir.Dir
-	// Joinservices are HOST:PORT of joinservices that are sent the owner's order; none: the API server is asked while the kubeconfig is
-	// valid, and after its end those at the addresses that the folder knows.
+	// Joinservices are HOST:PORT of joinservices that receive the owner's order. If empty, the API server is asked
+	// while the kubeconfig is valid, and after its end the joinservices at the addresses in the folder.
 	Joinservices []string
 	// Now is the clock.
 	Now func() time.Time
-	// Report is told of each step.
+	// Report receives each step.
 	Report progress.Reporter
 	// DialContext opens connections to joinservices; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// RenewSteps is how many steps [RenewKubeconfig] reports.
+// RenewSteps is the number of steps that [RenewKubeconfig] reports.
 const RenewSteps = 2
 
-// RenewKubeconfig replaces key and certificate in the kubeconfig of an owner's folder, for the same identity: with the certificate that it has
-// while that is valid, with an order by the owner's key after that. It returns when the new one ends. The old one is replaced once the API
-// server has accepted the new one.
+// RenewKubeconfig replaces key and certificate in the kubeconfig of an owner's folder, for the same identity: with
+// its certificate while that is valid, after that with an order by the owner's key. It returns when the new
+// certificate ends. The old one is replaced once the API server has accepted the new one.
 func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	if cfg.Dir == nil || cfg.Now == nil || cfg.Report == nil {
 		return time.Time{}, errors.New("owner: RenewKubeconfig needs Dir, Now and Report")
@@ -83,7 +83,7 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	return end, err
 }
 
-// holder is who the kubeconfig is for.
+// holder is the identity of the kubeconfig.
 type holder struct {
 	text      []byte
 	conf      *clientcmdapi.Config
@@ -159,7 +159,8 @@ func (h *holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, ke
 	return leaf.NotAfter, cfg.Dir.Write(ownerdir.AdminConf, text)
 }
 
-// renewed returns the certificate in text if it is for the key, the identity and the authority of the old one, and lives longer.
+// renewed returns the certificate in text if it is for the key, the identity and the authority of the old one, and
+// expires later.
 func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authority []byte, now time.Time) (*x509.Certificate, error) {
 	block, rest := pem.Decode(text)
 	if block == nil || block.Type != "CERTIFICATE" || len(rest) > 0 {

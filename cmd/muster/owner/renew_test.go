@@ -75,7 +75,7 @@ func pemOf(c *x509.Certificate) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
 }
 
-// apiServer answers what a renewal asks: it takes one request, and has it signed or denied.
+// apiServer answers the requests of a renewal: it takes one certificate request, and has it signed or denied.
 type apiServer struct {
 	ca      authority
 	answer  func(request *x509.CertificateRequest) (cert []byte, denied string)
@@ -141,7 +141,8 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 var administrator = pkix.Name{CommonName: "kubernetes-admin", Organization: []string{ownerorder.Group}}
 
-// administered makes the folder of a cluster whose API server is api, with a kubeconfig for the holder that ends then.
+// administered creates the folder of a cluster whose API server is api, with a kubeconfig for the holder that ends
+// then.
 func administered(t *testing.T, api *apiServer, holder pkix.Name, end time.Time, policy []byte) *owned {
 	t.Helper()
 	server := httptest.NewUnstartedServer(api)
@@ -195,7 +196,7 @@ func TestAKubeconfigIsRenewedOnlyByItsLike(t *testing.T) {
 	for name, tt := range map[string]struct {
 		holder  pkix.Name
 		answer  func(t *testing.T, ca authority, r *x509.CertificateRequest) ([]byte, string)
-		refuses bool   // the API server, what was renewed
+		refuses bool   // the API server refuses the renewed certificate
 		says    string // "": it is renewed
 	}{
 		"by the cluster": {answer: func(t *testing.T, ca authority, r *x509.CertificateRequest) ([]byte, string) {

@@ -17,40 +17,42 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Revival is what a control plane would go on with whose state disk is an older copy (B7).
+// Revival is the state with which a control plane would continue whose state disk is an older copy (B7).
 type Revival struct {
-	// Machine is the one that waits.
+	// Machine is the waiting one.
 	Machine string `json:"machine"`
-	// Epoch, PolicySerial and Bans are what its disk has. Epoch 0: it has no record.
+	// Epoch, PolicySerial and Bans are those on its disk. Epoch 0: it has no record.
 	Epoch        uint64   `json:"epoch"`
 	PolicySerial uint64   `json:"policySerial"`
 	Bans         []string `json:"bans"`
-	// BannedMachines are the machine IDs of Bans, in the same order; empty: the disk has names alone.
+	// BannedMachines are the machine IDs of Bans, in the same order; empty: the disk has only names.
 	BannedMachines []string `json:"bannedMachines,omitempty"`
-	// DiskCounter is the value of the TPM's counter that the disk was written at, TPMCounter the one that it has; 0: none.
+	// DiskCounter is the value of the TPM's counter when the disk was written, TPMCounter the current one; 0: none.
 	DiskCounter uint64 `json:"diskCounter"`
 	TPMCounter  uint64 `json:"tpmCounter"`
-	// KnownVersion is the version of known.json in the owner's folder; 0: there is none. Version 1 does not say which nodes were forgotten.
+	// KnownVersion is the version of known.json in the owner's folder; 0: there is none. Version 1 does not record
+	// which nodes were forgotten.
 	KnownVersion int `json:"knownVersion"`
-	// KnownSerial is the serial of the cluster's last policy that the owner's folder knows; 0: it knows none.
+	// KnownSerial is the serial of the cluster's last policy in the owner's folder; 0: none.
 	KnownSerial uint64 `json:"knownSerial"`
-	// KnownEpoch is the newest epoch that the folder knows; 0: it knows none.
+	// KnownEpoch is the newest epoch in the folder; 0: none.
 	KnownEpoch uint64 `json:"knownEpoch"`
-	// Unbanned are the nodes that the folder knows as banned, and the disk does not.
+	// Unbanned are the nodes that are banned in the folder and not on the disk.
 	Unbanned []string `json:"unbanned"`
-	// BannedAndForgotten are nodes that were banned and then forgotten, and Forgotten those that were not banned, or whose name is banned on the disk: by all
-	// that is known they would be back. A banned one that the folder has no name of is named by its enrollment's UID.
+	// BannedAndForgotten are nodes that were banned and then forgotten. Forgotten are those that were not banned, or
+	// whose name is banned on the disk. As far as the folder knows, they would be back. A banned one whose name the
+	// folder does not have is named by its enrollment's UID.
 	BannedAndForgotten []string `json:"bannedAndForgotten"`
 	Forgotten          []string `json:"forgotten"`
 	// Erased are disks that were erased, and whose salts would be back (K4).
 	Erased []string `json:"erased"`
-	// Before says that the folder knows more nodes that were forgotten, or disks that were erased: it knew so before the disk's epoch.
+	// Before reports that the folder records more forgotten nodes or erased disks, from before the disk's epoch.
 	Before bool `json:"before"`
 
 	nonce ownerorder.Nonce // the machine's of this boot
 }
 
-// Lines say it in words.
+// Lines describes the revival for a person.
 func (v Revival) Lines() []string {
 	counter := func(n uint64, none string) string {
 		if n == 0 {
@@ -102,7 +104,7 @@ func (v Revival) Lines() []string {
 	return out
 }
 
-// policyOf names the policy of an epoch.
+// policyOf describes the policy of an epoch.
 func policyOf(serial uint64) string {
 	if serial == 0 {
 		return "no policy yet"
@@ -110,10 +112,10 @@ func policyOf(serial uint64) string {
 	return fmt.Sprintf("the policy of serial %d", serial)
 }
 
-// maxNamed is how many nodes or disks a line names.
+// maxNamed is the number of nodes or disks that a line names.
 const maxNamed = 100
 
-// look judges a machine that is locked to the cluster, and asks what its disk has.
+// look appraises a machine that is locked to the cluster, and reads the state of its disk.
 func (r *recoverer) look(ctx context.Context) error {
 	s, err := peerdial.Open(r.older)
 	if err != nil {
@@ -128,7 +130,7 @@ func (r *recoverer) look(ctx context.Context) error {
 	return err
 }
 
-// compare puts what a disk has beside what the folder knows.
+// compare compares the disk's state with the folder's.
 func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error) {
 	v := &Revival{
 		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), BannedMachines: d.GetBannedMachines(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
@@ -137,7 +139,7 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	if copy(v.nonce[:], d.GetNonce()) != len(v.nonce) || len(d.GetNonce()) != len(v.nonce) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's nonce has %d bytes, want %d", len(d.GetNonce()), len(v.nonce))
 	}
-	for _, name := range v.Bans { // the machine's word, for a terminal
+	for _, name := range v.Bans { // from the machine, for a terminal
 		if len(name) > 253 || strings.ContainsFunc(name, func(c rune) bool { return c < ' ' || c > '~' }) {
 			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer names a node %q", name)
 		}
@@ -162,7 +164,8 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	return v, nil
 }
 
-// bans reports whether the disk has a ban of that machine: a name may have been another machine's then. Where one of the two has no machine IDs, names are compared.
+// bans reports whether the disk has a ban of that machine: a name may have been another machine's then. Where one of
+// the two has no machine IDs, names are compared.
 func (v *Revival) bans(name, machine string) bool {
 	if len(v.BannedMachines) > 0 && machine != "" {
 		return slices.Contains(v.BannedMachines, machine)
@@ -170,8 +173,9 @@ func (v *Revival) bans(name, machine string) bool {
 	return name != "" && slices.Contains(v.Bans, name)
 }
 
-// undone lists what the folder knows to have ended, and would not have on this disk (B7). A copy is of after what was seen at a lower epoch than its own; at the
-// same one it may be of before, since control planes count up to ten seconds later, and so may one whose epoch is not known.
+// undone lists the revocations that the folder knows and that this disk does not have (B7). A copy was made after
+// everything that was recorded at an epoch below its own. At the same epoch it may be from before, since control
+// planes count up to ten seconds later, and so may a copy of unknown epoch.
 func (v *Revival) undone(known *ownerdir.Known) {
 	since := func(seen uint64) bool {
 		if seen != 0 && seen < v.Epoch {
@@ -198,7 +202,7 @@ func (v *Revival) undone(known *ownerdir.Known) {
 			v.Forgotten = append(v.Forgotten, g.Name)
 		}
 	}
-	for uid := range known.Bans { // of version 1, or of before the oldest of Gone
+	for uid := range known.Bans { // of version 1, or from before the oldest of Gone
 		if name := known.Names[uid]; !settled[uid] && !v.bans(name, known.BannedMachines[uid]) {
 			v.BannedAndForgotten = append(v.BannedAndForgotten, cmp.Or(name, "enrollment "+uid))
 		}
@@ -214,11 +218,11 @@ func (v *Revival) undone(known *ownerdir.Known) {
 	}
 }
 
-// revive lets the machine go on, if its owner accepts what it revives.
+// revive lets the machine continue, if its owner accepts the revived state.
 func (r *recoverer) revive(ctx context.Context) (string, error) {
 	v := r.revival
 	for _, l := range v.Lines() {
-		r.Report.Say(l)
+		r.Report.Update(l)
 	}
 	accepted := r.AcceptEpoch != nil && *r.AcceptEpoch == v.Epoch
 	if !accepted && r.AcceptEpoch == nil && r.Ask != nil {

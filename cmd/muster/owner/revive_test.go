@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// olderMachine waits with an older disk, over the real attested TLS. It takes orders that are its owner's.
+// olderMachine waits with an older disk, over the real attested TLS. It accepts only orders of its owner.
 type olderMachine struct {
 	*attesttest.Machine
 	has   *recoverv1.DescribeEpochResponse
@@ -142,7 +142,8 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	}
 }
 
-// A name may have been another machine's when the copy was made: its ban is not that of the machine that has the name now.
+// A name may have belonged to another machine when the copy was made: its ban is not a ban of the name's present
+// machine.
 func TestABanIsThatOfItsMachine(t *testing.T) {
 	known := &ownerdir.Known{
 		Version: ownerdir.KnownVersion, Nodes: map[string]ownerdir.KnownNode{"w1": {UID: "u1", MachineID: "y", Banned: true}, "w2": {UID: "u2", MachineID: "z", Banned: true}},
@@ -162,7 +163,7 @@ func TestABanIsThatOfItsMachine(t *testing.T) {
 	}
 }
 
-// What an older copy undoes is named, and nothing reassures its owner while there is something (B7, K4).
+// All that an older copy undoes is listed, and no line is reassuring while there is such an item (B7, K4).
 func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})

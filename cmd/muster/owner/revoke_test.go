@@ -21,8 +21,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// After a clone, a banned control plane is revoked before it is forgotten: one edit of the policy removes it from controlPlanes and revokes its TPM's key. With
-// the ban gone first, the copy could join again for as long as its key is accepted (A7).
+// After a clone, a banned control plane is revoked before it is forgotten: one edit of the policy removes it from
+// controlPlanes and revokes its TPM's key. If the ban were removed first, the copy could join again for as long as
+// its key is accepted (A7).
 func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 	fresh(t)
 	defined(t)
@@ -58,15 +59,15 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// revoke edits policy.yaml as an owner does, and applies it, where no service says that it is in force.
-	revoke := func(serial uint64, unlist bool) error {
+	// revoke edits policy.yaml as an owner does, and applies it, where no service reports that it is in force.
+	revoke := func(serial uint64, remove bool) error {
 		t.Helper()
 		text, err := o.Read(ownerdir.PolicyFile)
 		if err != nil {
 			t.Fatal(err)
 		}
 		before := text
-		if unlist {
+		if remove {
 			if text, err = policyfile.ListControlPlanes(text, serial, nil, []attest.MachineID{one}); err != nil {
 				t.Fatal(err)
 			}
@@ -117,7 +118,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 	if err := shared.Client.Get(ctx, client.ObjectKey{Name: "cp5"}, n); !apierrors.IsNotFound(err) {
 		t.Errorf("the enrollment: %v", err)
 	}
-	// What has the key of its TPM gets nothing, with or without an enrollment.
+	// A machine with the key of its TPM gets nothing, with or without an enrollment.
 	if _, err := p.Appraise(seen, attest.Unlocked()); attest.ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
 		t.Errorf("the copy: %v, want EK_UNTRUSTED", err)
 	}

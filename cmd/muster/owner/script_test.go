@@ -28,19 +28,19 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// patience is how long a condition may take on a machine that builds at the same time.
+// patience is how long a condition may take on a machine that compiles at the same time.
 const patience = 2 * time.Minute
 
-// answer is how a first machine answers one call of Init.
+// answer is a first machine's answer to one call of Init.
 type answer func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error
 
-// firstMachine serves init.v1 over the real attested TLS with genuine evidence, and answers as a
-// test tells it.
+// firstMachine serves init.v1 over the real attested TLS with genuine evidence, and answers as the test configures
+// it.
 type firstMachine struct {
 	*attesttest.Machine
 	addr string
 	drop func()
-	// adopted says that the machine is a control plane already: it is adopted, and not initialised.
+	// adopted reports that the machine is a control plane already: it is adopted, and not initialized.
 	adopted bool
 
 	mu       sync.Mutex
@@ -87,7 +87,7 @@ func serveFirst(t *testing.T, m *attesttest.Machine, answers ...answer) *firstMa
 	return f
 }
 
-// serve runs a server whose callers are not judged, until the test ends.
+// serve runs a server that does not appraise its clients, until the test ends.
 func serve(t *testing.T, l net.Listener, a attest.Attester, s rpc.Service) {
 	t.Helper()
 	metrics, err := rpc.NewMetrics(prometheus.NewRegistry())
@@ -114,7 +114,7 @@ func serve(t *testing.T, l net.Listener, a attest.Attester, s rpc.Service) {
 	})
 }
 
-// droppable is a listener whose connections can be cut, as a network does it.
+// droppable is a listener whose connections the test can cut, as a network fault would.
 type droppable struct {
 	net.Listener
 	mu    sync.Mutex
@@ -149,7 +149,7 @@ func (d *droppable) drop() {
 	d.conns = nil
 }
 
-// owned is an owner's folder for a cluster on machine f, and what it says.
+// owned is an owner's folder for a cluster on machine f, and its output.
 type owned struct {
 	*ownerdir.Dir
 	secrets ownerdir.Secrets
@@ -160,7 +160,7 @@ func (o *owned) clusterID() keys.ClusterID {
 	return keys.NewRoot(o.secrets.Root, o.secrets.Salt).ClusterID(o.secrets.MeasurementSalt)
 }
 
-// own makes a folder whose policy is the given one.
+// own creates a folder with the given policy.
 func own(t *testing.T, f *firstMachine, endpoint string, policy []byte) *owned {
 	t.Helper()
 	_, key, err := ed25519.GenerateKey(nil)
@@ -205,7 +205,7 @@ func (o *owned) machine(t *testing.T) error {
 	return i.machine(ctx)
 }
 
-// holds says whether the text shows a secret of o, as bytes or as digits.
+// holds reports whether the text shows a secret of o, as bytes or as digits.
 func (o *owned) leaks(text []byte) bool {
 	for _, s := range [][]byte{o.secrets.Root[:], o.secrets.Salt[:], o.secrets.Init[:]} {
 		if bytes.Contains(text, s) || bytes.Contains(text, hexOf(s)) {
@@ -226,7 +226,7 @@ func (l *lockedBuffer) Write(p []byte) (int, error) {
 	return l.b.Write(p)
 }
 
-// await waits until text is there. Any goroutine may call it.
+// await waits until the output has text. It may be called from any goroutine.
 func (l *lockedBuffer) await(t *testing.T, text string) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)

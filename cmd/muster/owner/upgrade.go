@@ -21,30 +21,30 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// UpgradeConfig says what to upgrade to. Dir, Report and Log are required.
+// UpgradeConfig configures [Upgrade]. Dir, Report and Log are required.
 type UpgradeConfig struct {
 	// Dir is the owner's folder; the backup goes there.
 	Dir *ownerdir.Dir
-	// Values that change; the release keeps those that are not named. The owner's key is added.
+	// Values are the changes; the release keeps the other values. The owner's key is added.
 	Values clusterapi.Values
-	// AllowDowngrade goes back to an older chart. Definitions stay as they are then.
+	// AllowDowngrade allows an older chart. Definitions then stay unchanged.
 	AllowDowngrade bool
-	// Patience is how long the services may take to get ready, on the way forward and on the way back.
+	// Patience is how long the services may take to become ready, after the upgrade and after a rollback.
 	Patience time.Duration
-	// Report is told of each step.
+	// Report receives each step.
 	Report progress.Reporter
-	// Log takes what helm and client-go say.
+	// Log receives the output of helm and client-go.
 	Log *slog.Logger
 	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// UpgradeSteps is how many steps [Upgrade] reports at most.
+// UpgradeSteps is the maximum number of steps that [Upgrade] reports.
 const UpgradeSteps = 6
 
-// Upgraded is what an upgrade did.
+// Upgraded is the result of an upgrade.
 type Upgraded struct {
-	// Plan is what it found to change.
+	// Plan is the set of changes that it found.
 	Plan *clusterapi.Plan `json:"plan"`
 	// Backup is the folder of the backup; empty if there was nothing to change.
 	Backup string `json:"backup,omitempty"`
@@ -64,8 +64,9 @@ type upgrader struct {
 	formerList  bool // an earlier version has left its list of nodes
 }
 
-// PlanUpgrade says what [Upgrade] would change, and changes nothing of it. Where an earlier version has listed the nodes that may write, it makes the list of
-// those that may not, which the chart needs and no service uses before the upgrade.
+// PlanUpgrade returns the changes that [Upgrade] would make, without making them. Where an earlier version has listed
+// the nodes that may write, it creates the list of those that may not, which the chart needs and no service uses
+// before the upgrade.
 func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, error) {
 	u, err := newUpgrader(cfg)
 	if err != nil {
@@ -74,9 +75,9 @@ func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, erro
 	return u.plan, u.look(ctx)
 }
 
-// Upgrade backs up what Muster has in the cluster, and brings definitions and services to the state
-// that this program carries. If the services don't get ready, or a joinservice would not be trusted,
-// helm rolls the release back: the error then wraps a [clusterapi.RolledBack]. An upgrade that was
+// Upgrade backs up Muster's objects in the cluster, and brings definitions and services to the state that this
+// program carries. If the services do not become ready, or a joinservice fails attestation, helm rolls the release
+// back: the error then wraps a [clusterapi.RolledBack]. The next call resumes an interrupted upgrade.
 // interrupted is taken up by the next.
 func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	u, err := newUpgrader(cfg)
@@ -110,7 +111,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			return out.Backup, err
 		}},
 		{"define Muster's objects", func() (string, error) {
-			return fmt.Sprintf("%d definitions", len(u.definitions)), u.kube.Apply(ctx, u.definitions, u.Report.Say)
+			return fmt.Sprintf("%d definitions", len(u.definitions)), u.kube.Apply(ctx, u.definitions, u.Report.Update)
 		}},
 		{"roll Muster's services", func() (string, error) {
 			r, err := u.kube.UpgradeChart(ctx, clusterapi.Rollout{Values: u.values, Ready: u.ready, Patience: u.Patience}, u.Log)
@@ -129,7 +130,8 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	return out, errors.Join(u.takeOverAccess(ctx), u.listControlPlanes(ctx))
 }
 
-// takeOverAccess takes over what services of an earlier version have written into their list of nodes until they ended, and deletes that list.
+// takeOverAccess takes over the entries that services of an earlier version have written into their list of nodes
+// until they ended, and deletes that list.
 func (u *upgrader) takeOverAccess(ctx context.Context) error {
 	if !u.formerList {
 		return nil
@@ -140,8 +142,9 @@ func (u *upgrader) takeOverAccess(ctx context.Context) error {
 	})
 }
 
-// listControlPlanes puts the folder's policy into the cluster if the one there lists nobody, as policies were before they listed control planes:
-// services of then refuse the new one, those of now serve nobody by the old one, so it follows the services.
+// listControlPlanes puts the folder's policy into the cluster if the one there lists no control planes, as policies
+// of earlier versions did: earlier services refuse the new policy, and current ones serve no machine by the old one,
+// so it is applied after the services.
 func (u *upgrader) listControlPlanes(ctx context.Context) error {
 	have, err := u.kube.Policy(ctx)
 	if err != nil {
@@ -181,7 +184,7 @@ func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
 	return u, err
 }
 
-// look finds out what there is and what would change.
+// look reads the present state and plans the changes.
 func (u *upgrader) look(ctx context.Context) error {
 	var err error
 	if u.last, err = u.kube.Newest(u.Log); err != nil {
@@ -251,10 +254,10 @@ func (u *upgrader) backup(ctx context.Context) (string, error) {
 	return u.Dir.Backup(time.Now(), files)
 }
 
-// ready waits until all of Muster's pods are ready, and until every control plane's joinservice has
-// answered and was judged as a machine that joins will do it.
+// ready waits until all of Muster's pods are ready, and until every control plane's joinservice has answered and was
+// appraised as a joining machine does it.
 func (u *upgrader) ready(ctx context.Context) error {
-	if err := u.kube.ServicesReady(ctx, u.Report.Say); err != nil {
+	if err := u.kube.ServicesReady(ctx, u.Report.Update); err != nil {
 		return err
 	}
 	planes, err := u.kube.ControlPlanes(ctx)
@@ -271,7 +274,7 @@ func (u *upgrader) ready(ctx context.Context) error {
 		err = u.init.retry(ctx, func() error {
 			at := net.JoinHostPort(p.Addresses[next%len(p.Addresses)], port)
 			next++
-			u.Report.Say("judging the joinservice at " + at)
+			u.Report.Update("appraising the joinservice at " + at)
 			return u.init.askJoinservice(ctx, at, id)
 		})
 		if err != nil {

@@ -35,14 +35,14 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 )
 
-// unready is in the names of images whose pods never get ready.
+// unready is in the names of images whose pods never become ready.
 const unready = "crashes"
 
 func imageOf(name, digit string) string {
 	return "registry.example/muster/" + name + "@sha256:" + strings.Repeat(digit, 64)
 }
 
-// rolls plays the controller and the kubelet of the DaemonSets until ctx ends.
+// rolls replaces the controller and the kubelet of the DaemonSets until ctx ends.
 func rolls(ctx ctx, k *kubernetes.Clientset) {
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
@@ -54,11 +54,11 @@ func rolls(ctx ctx, k *kubernetes.Clientset) {
 			}
 			s := appsv1.DaemonSetStatus{ObservedGeneration: ds.Generation, DesiredNumberScheduled: 1, CurrentNumberScheduled: 1, NumberReady: 1, UpdatedNumberScheduled: 1}
 			if strings.Contains(ds.Spec.Template.Spec.Containers[0].Image, unready) {
-				s.UpdatedNumberScheduled = 0 // the old pod goes on
+				s.UpdatedNumberScheduled = 0 // the old pod still runs
 			}
 			if s.ObservedGeneration != ds.Status.ObservedGeneration || s.UpdatedNumberScheduled != ds.Status.UpdatedNumberScheduled {
 				ds.Status = s
-				_, _ = k.AppsV1().DaemonSets(clusterapi.Namespace).UpdateStatus(ctx, ds, metav1.UpdateOptions{}) // a conflict is tried again
+				_, _ = k.AppsV1().DaemonSets(clusterapi.Namespace).UpdateStatus(ctx, ds, metav1.UpdateOptions{}) // after a conflict, the next round tries again
 			}
 		}
 		select {
@@ -69,7 +69,7 @@ func rolls(ctx ctx, k *kubernetes.Clientset) {
 	}
 }
 
-// checkUpgrade upgrades the cluster that init made, in the good and the bad ways.
+// checkUpgrade upgrades the cluster that init made, with and without failures.
 func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Conn, error)) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*patience)
@@ -118,7 +118,7 @@ func (u *upgrades) to(digit string) UpgradeConfig {
 	return c
 }
 
-// history gives the states of the newest revisions, and the number of the newest.
+// history returns the states of the newest revisions, and the number of the newest.
 func (u *upgrades) history(t *testing.T, n int) (states []string, newest int) {
 	t.Helper()
 	found, err := storage.Init(driver.NewSecrets(u.admin.CoreV1().Secrets(clusterapi.Namespace))).History("muster")
@@ -204,7 +204,7 @@ func (u *upgrades) stopped(t *testing.T) {
 	}
 }
 
-// stopAt is somebody who presses Ctrl-C when they read a text.
+// stopAt cancels, like Ctrl-C, when a text appears.
 type stopAt struct {
 	progress.Reporter
 
@@ -212,11 +212,11 @@ type stopAt struct {
 	stop func()
 }
 
-func (s *stopAt) Say(text string) {
+func (s *stopAt) Update(text string) {
 	if strings.Contains(text, s.text) {
 		s.stop()
 	}
-	s.Reporter.Say(text)
+	s.Reporter.Update(text)
 }
 
 func (u *upgrades) notTrusted(t *testing.T) {
@@ -300,7 +300,7 @@ func (u *upgrades) cutOff(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// What SIGKILL leaves.
+	// The state after SIGKILL.
 	r := last.(*releasev1.Release)
 	next, info := *r, *r.Info
 	info.Status = "pending-upgrade"
@@ -314,7 +314,7 @@ func (u *upgrades) cutOff(t *testing.T) {
 	u.want(t, "superseded", "failed", "deployed")
 }
 
-// definition gives the one of AttestedNode, and a client for it.
+// definition returns the one of AttestedNode, and a client for it.
 func (u *upgrades) definition(t *testing.T) (client.Client, *apiextensionsv1.CustomResourceDefinition) {
 	t.Helper()
 	return u.definitionOf(t, "attestednodes")
@@ -380,8 +380,8 @@ func (u *upgrades) downgrade(t *testing.T) {
 	}
 }
 
-// restored executes the commands of docs/upgrade.md after the definitions, and all their objects with
-// them, are gone.
+// restored executes the commands of docs/upgrade.md after the definitions, and with them all their objects, are
+// deleted.
 func (u *upgrades) restored(t *testing.T) {
 	page, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "upgrade.md"))
 	if err != nil {
@@ -400,7 +400,7 @@ func (u *upgrades) restored(t *testing.T) {
 	if owner != before.Spec.MachineID {
 		t.Errorf("disk %s of machine %s is %q's", before.Spec.DiskID, before.Spec.MachineID, owner)
 	}
-	// Somebody who goes around the admission policy, while no joinservice runs.
+	// A user bypasses the admission policy, while no joinservice runs.
 	binding := &unstructured.Unstructured{}
 	binding.SetGroupVersionKind(schema.GroupVersionKind{Group: "admissionregistration.k8s.io", Version: "v1", Kind: "ValidatingAdmissionPolicyBinding"})
 	binding.SetName("muster-keep-enrollments")
@@ -423,7 +423,7 @@ func (u *upgrades) restored(t *testing.T) {
 			if !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) {
 				t.Fatal(err)
 			}
-			<-tick.C // the API server has yet to see that the binding is gone
+			<-tick.C // the API server has yet to notice that the binding is gone
 		}
 	}
 	cmd := exec.CommandContext(u.ctx, "sh", "-euc", `until kubectl wait --for=delete crd/`+crd.Name+` crd/`+disks.Name+` --timeout=60s; do :; done
@@ -447,7 +447,7 @@ func (u *upgrades) restored(t *testing.T) {
 	}
 }
 
-// diskOwner gives the machine that a disk belongs to; empty: none.
+// diskOwner returns the machine that a disk belongs to; empty: none.
 func diskOwner(t *testing.T, disk string) string {
 	t.Helper()
 	var d v1alpha1.AttestedDisk

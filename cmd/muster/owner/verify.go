@@ -13,16 +13,16 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Report is what a machine said of itself in one exchange, and what a policy makes of it.
+// Report is the evidence of a machine in one exchange, and the appraisal by a policy.
 type Report struct {
 	Endpoint string `json:"endpoint"`
 	Purpose  string `json:"purpose"`
-	// Accepted is the verdict. Problem says why not.
+	// Accepted is the verdict. Problem is the reason of a refusal.
 	Accepted bool     `json:"accepted"`
 	Problem  *Problem `json:"problem,omitempty"`
 	// Err is the refusal itself; nil if the machine was accepted.
 	Err error `json:"-"`
-	// What follows is empty if the evidence was not genuine: then nothing it says is worth showing.
+	// The following fields are empty if the evidence was not genuine: then none of it is shown.
 	Machine         string `json:"machine,omitempty"`
 	Lock            string `json:"lock,omitempty"`
 	Bank            string `json:"bank,omitempty"`
@@ -35,7 +35,8 @@ type Report struct {
 	FirmwareVersion string `json:"firmwareVersion,omitempty"`
 	// Chain are the certificates from the endorsement key's to the root's, as tpm2.revoked of a policy names them.
 	Chain []EKCertificate `json:"ekChain,omitempty"`
-	// Image and Class are the names, in the policy, of what it is, or resembles most; Firmware says in words what its firmware measured.
+	// Image and Class are the names, in the policy, of the measured image and class, or of the closest ones; Firmware
+	// describes the measurements of its firmware.
 	Image          string    `json:"image,omitempty"`
 	Class          string    `json:"class,omitempty"`
 	Firmware       []string  `json:"firmware,omitempty"`
@@ -54,25 +55,25 @@ type EKCertificate struct {
 	Serial string `json:"serial"`
 }
 
-// PCR is one register beside what the policy expects of it.
+// PCR is one register with the policy's expectation.
 type PCR struct {
 	Index    int    `json:"index"`
 	Seen     string `json:"seen"`
 	Expected string `json:"expected,omitempty"`
-	// Match is nil for a register that the policy does not judge.
+	// Match is nil for a register that the policy does not check.
 	Match *bool `json:"match,omitempty"`
-	// Why says what is wrong in words, if the event log tells.
+	// Why describes the mismatch, if the event log shows it.
 	Why string `json:"why,omitempty"`
 }
 
-// VerifyConfig says whom to look at.
+// VerifyConfig configures [Look] and [Verify].
 type VerifyConfig struct {
 	peerdial.Target
-	// ClusterID tells the owner's cluster from others in what is shown of the lock; nil if it is not known.
+	// ClusterID identifies the owner's cluster in the text about the lock; nil if it is not known.
 	ClusterID *[32]byte
 }
 
-// Look runs one exchange, and returns what the machine has shown. An error means that it was refused.
+// Look runs one exchange, and returns the machine's evidence. An error means that it was refused.
 func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Report, error) {
 	s, j, err := look(ctx, cfg)
 	switch {
@@ -84,8 +85,7 @@ func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Report, error)
 	return j.Claims, s, nil
 }
 
-// Verify runs one exchange. The error is nil whenever there is something to show, also if
-// the machine is refused.
+// Verify runs one exchange. The error is nil whenever there is something to show, also if the machine is refused.
 func Verify(ctx context.Context, cfg VerifyConfig) (*Report, error) {
 	s, _, err := look(ctx, cfg)
 	return s, err
@@ -164,7 +164,7 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	}
 }
 
-// firmware says in words what the event log has of the time before the boot loader.
+// firmware describes the events in the log from before the boot loader.
 func (s *Report) firmware(c attest.Claims) {
 	s.SecureBoot = "unknown"
 	fw, err := c.Firmware()
@@ -192,7 +192,7 @@ func (s *Report) firmware(c attest.Claims) {
 	}
 }
 
-// lockText tells what PCR 15 says.
+// lockText describes the value of PCR 15.
 func lockText(c attest.Claims, clusterID *[32]byte) string {
 	if attest.CheckLock(c, attest.Unlocked()) == nil {
 		return "unlocked"

@@ -19,11 +19,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// maxConfig bounds a file of the config medium, in bytes.
+// maxConfig limits a file of the config medium, in bytes.
 const maxConfig = 256 << 10
 
-// network is what network.yaml says. Like the whole config medium, it is not measured. False values
-// can isolate the machine but disclose nothing, because all connections are attested.
+// network is the content of network.yaml. Like the whole config medium, it is not measured. False values can isolate
+// the machine but disclose nothing, because all connections are attested.
 type network struct {
 	APIVersion string `json:"apiVersion"` // muster.dev/v1alpha1
 	Kind       string `json:"kind"`       // MachineNetwork
@@ -36,7 +36,7 @@ type network struct {
 }
 
 type netInterface struct {
-	MAC       string   `json:"mac"`               // of the interface; empty: the only one there is
+	MAC       string   `json:"mac"`               // of the interface; empty: the only one
 	Addresses []string `json:"addresses"`         // ADDRESS/BITS
 	Gateway   string   `json:"gateway,omitempty"` // of the default route
 	MTU       int      `json:"mtu,omitempty"`     // bytes; 0: the driver's
@@ -103,12 +103,12 @@ func (f netInterface) check(of int) error {
 	return nil
 }
 
-// config waits for the config medium and takes what it holds. The network is nil if DHCP is to give it.
+// config waits for the config medium and reads it. The network is nil if DHCP configures it.
 func (b *boot) config(ctx context.Context) (*metadata.Machine, *network, error) {
 	for {
 		device, err := await(ctx, devices, func() (string, error) { return labelled("/sys", "/dev", layout.ConfigLabel) })
 		if errors.Is(err, errNotYet) {
-			b.say("waiting for the config medium: %v; it has to hold %s", err, layout.MetadataFile)
+			b.print("waiting for the config medium: %v; it has to hold %s", err, layout.MetadataFile)
 			continue
 		}
 		if err != nil {
@@ -116,17 +116,17 @@ func (b *boot) config(ctx context.Context) (*metadata.Machine, *network, error) 
 		}
 		m, n, err := takeConfig(device)
 		if err == nil {
-			b.say("this machine is %s, and asks to be a %s; its metadata are from %s", m.Name, m.Role, device)
+			b.print("this machine is %s, and asks to be a %s; its metadata are from %s", m.Name, m.Role, device)
 			return m, n, nil
 		}
-		b.say("the config medium %s can't be used: %v; reading it again in %s", device, err, before)
+		b.print("the config medium %s can't be used: %v; reading it again in %s", device, err, before)
 		if err := wait(ctx, before); err != nil {
 			return nil, nil, err
 		}
 	}
 }
 
-// takeConfig copies the medium's files to where they stay for this boot.
+// takeConfig copies the medium's files to their paths for this boot.
 func takeConfig(device string) (*metadata.Machine, *network, error) {
 	const at = "/run/muster/medium"
 	if err := os.MkdirAll(at, 0o700); err != nil {
@@ -178,5 +178,5 @@ func readBounded(name string) ([]byte, error) {
 	return b, nil
 }
 
-// linkTimeout is how long an interface may take to turn up.
+// linkTimeout is how long an interface may take to appear.
 const linkTimeout = 30 * time.Second

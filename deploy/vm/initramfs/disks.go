@@ -20,8 +20,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// rootDisk finds the partitions of the root and of its hash tree on one disk, and gives MAJOR:MINOR of both. Any disk may
-// have partitions of these names; ours is the one whose tree begins with the block that the measured hash is of.
+// rootDisk finds the partitions of the root and of its hash tree on one disk, and returns MAJOR:MINOR of both. Any
+// disk may have partitions of these names; the right one is that whose hash tree begins with the block with the
+// measured hash.
 func rootDisk(sys, dev string, want layout.Root) (data, tree string, err error) {
 	roots, err := partitions(sys, layout.RootName)
 	if err != nil {
@@ -44,7 +45,7 @@ func rootDisk(sys, dev string, want layout.Root) (data, tree string, err error) 
 	return "", "", fmt.Errorf("a disk with the partitions %s and %s of this image (%d and %d have these names): %w", layout.RootName, layout.TreeName, len(roots), len(trees), errNotYet)
 }
 
-// beginsWith says whether the first block of a disk has this hash.
+// beginsWith reports whether the first block of a disk has this hash.
 func beginsWith(name string, hash [sha256.Size]byte) bool {
 	f, err := os.Open(name)
 	if err != nil {
@@ -73,7 +74,7 @@ func partitions(sys, name string) ([]part, error) {
 		}
 		number, err := os.ReadFile(filepath.Join(filepath.Dir(file), "dev"))
 		if err != nil {
-			continue // it was taken away
+			continue // it was removed
 		}
 		// The link leads to …/DISK/PARTITION.
 		at, err := filepath.EvalSymlinks(filepath.Dir(file))
@@ -85,8 +86,8 @@ func partitions(sys, name string) ([]part, error) {
 	return out, nil
 }
 
-// disk finds a disk by its serial number, and gives its path. Virtio disks have theirs in one place,
-// SCSI and NVMe ones in another.
+// disk finds a disk by its serial number, and returns its path. Virtio disks have theirs in one place, SCSI and NVMe
+// ones in another.
 func disk(sys, serial string) (string, error) {
 	for _, pattern := range []string{"/block/*/serial", "/block/*/device/serial"} {
 		all, err := filepath.Glob(sys + pattern)
@@ -141,15 +142,15 @@ func fatLabel(name string) (string, error) {
 	return "", errors.New("no FAT")
 }
 
-// state opens the state disk, and gives the device that holds its file system. It returns when the
-// disk is open, however long that takes.
+// state opens the state disk, and returns the device of its file system. It returns when the disk is open, however
+// long that takes.
 func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {
 	device, err := b.stateDisk(ctx, img.StateDisk)
 	if err != nil {
 		return "", err
 	}
 	if img.StateDisk.Mode == metadata.DiskPlain {
-		b.say("this image keeps its state on a disk that is NOT encrypted")
+		b.print("this image keeps its state on a disk that is NOT encrypted")
 		return device, b.formatPlain(ctx, device)
 	}
 	const mapped = "/dev/mapper/muster-state"
@@ -159,15 +160,15 @@ func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {
 			return mapped, nil
 		}
 		const again = 10 * time.Second
-		b.say("unlocking the state disk ended: %v; trying again in %s", err, again)
+		b.print("unlocking the state disk ended: %v; trying again in %s", err, again)
 		if err := wait(ctx, again); err != nil {
 			return "", err
 		}
 	}
 }
 
-// stateDisk waits for the disk. In mode plain the image's path is a folder, and the disk is the one
-// with our serial number.
+// stateDisk waits for the disk. In mode plain the image's path is a folder, and the disk is the one with Muster's
+// serial number.
 func (b *boot) stateDisk(ctx context.Context, s metadata.StateDisk) (string, error) {
 	look := func() (string, error) {
 		if s.Mode == metadata.DiskLUKS && s.Path != layout.StateDevice {
@@ -181,7 +182,7 @@ func (b *boot) stateDisk(ctx context.Context, s metadata.StateDisk) (string, err
 	for {
 		device, err := await(ctx, devices, look)
 		if errors.Is(err, errNotYet) {
-			b.say("waiting for the state disk: %v", err)
+			b.print("waiting for the state disk: %v", err)
 			continue
 		}
 		if err != nil || device == s.Path {
@@ -194,7 +195,7 @@ func (b *boot) stateDisk(ctx context.Context, s metadata.StateDisk) (string, err
 	}
 }
 
-// formatPlain makes a file system on a disk that begins with zeros. Anything else stays as it is.
+// formatPlain makes a file system on a disk that begins with zeros. It changes no other disk.
 func (b *boot) formatPlain(ctx context.Context, device string) error {
 	f, err := os.Open(device)
 	if err != nil {
@@ -209,12 +210,12 @@ func (b *boot) formatPlain(ctx context.Context, device string) error {
 	if !bytes.Equal(head, make([]byte, len(head))) {
 		return nil
 	}
-	b.say("the state disk is blank: making a file system")
+	b.print("the state disk is blank: making a file system")
 	return b.inRoot(ctx, "/usr/sbin/mkfs.ext4", "-q", device)
 }
 
-// inRoot runs a program of the verified root there, to its end. What it logs goes to the journal; what a
-// person should read, it writes to the console itself.
+// inRoot runs a program of the verified root there, to its end. Its log goes to the journal; its output for a person,
+// it writes to the console itself.
 func (b *boot) inRoot(ctx context.Context, program string, args ...string) error {
 	cmd, out := b.command(ctx, program, args...)
 	if err := cmd.Run(); err != nil {
@@ -223,7 +224,7 @@ func (b *boot) inRoot(ctx context.Context, program string, args ...string) error
 	return nil
 }
 
-// command returns a program of the root that is ready to run there, and where its output goes.
+// command returns a program of the root that is ready to run there, and the writer for its output.
 func (b *boot) command(ctx context.Context, program string, args ...string) (*exec.Cmd, *lines) {
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.SysProcAttr = &unix.SysProcAttr{Chroot: sysroot}

@@ -205,7 +205,7 @@ func FuzzNetwork(f *testing.F) {
 		if err != nil {
 			return
 		}
-		for _, i := range n.Interfaces { // what configure is given without another look
+		for _, i := range n.Interfaces { // configure gets these without another check
 			for _, a := range i.Addresses {
 				netip.MustParsePrefix(a)
 			}
@@ -252,7 +252,7 @@ func TestTheClockAsksWhomTheSiteNamesAlone(t *testing.T) {
 	if got := clock(slices.Repeat([]string{"192.0.2.2"}, 2*maxNTP)); bytes.Count(got, []byte("192")) != maxNTP {
 		t.Errorf("a lease with many servers: %q", got)
 	}
-	// systemd-timesyncd runs if there is the file that this program writes, or one of the image, and has none of Debian's servers.
+	// systemd-timesyncd runs if this program or the image has written its file, and has none of Debian's servers.
 	root := filepath.Join("..", "files", "root", "etc", "systemd")
 	for file, want := range map[string]string{
 		"system/systemd-timesyncd.service.d/site.conf": "ConditionPathExists=|" + layout.RunClock + "\nConditionDirectoryNotEmpty=|/etc/systemd/timesyncd.conf.d\n",
@@ -329,18 +329,18 @@ func TestLogsComeInWholeLinesOfBoundedLength(t *testing.T) {
 	}
 	var console, journal bytes.Buffer
 	b := &boot{console: &console}
-	b.say("%d", 1)
+	b.print("%d", 1)
 	b.journal = &journal
-	b.say("%d", 2)
+	b.print("%d", 2)
 	if console.String() != "muster: 1\nmuster: 2\n" || journal.String() != "<5>muster: 2\n" {
 		t.Errorf("%q, %q", &console, &journal)
 	}
 }
 
 func TestWaitingEnds(t *testing.T) {
-	tries := 0
+	attempts := 0
 	v, err := await(t.Context(), time.Minute, func() (int, error) {
-		if tries++; tries < 3 {
+		if attempts++; attempts < 3 {
 			return 0, fmt.Errorf("x: %w", errNotYet)
 		}
 		return 7, nil

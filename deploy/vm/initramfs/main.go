@@ -1,8 +1,8 @@
-// Command initramfs is the first program of a machine that boots Muster's image: it finds the root
-// that the measured command line names, unlocks the state disk, and hands over to systemd.
+// Command initramfs is the first program of a machine that boots Muster's image: it finds the root that the measured
+// command line names, unlocks the state disk, and starts systemd.
 //
-// All that it trusts was measured: itself, the command line, and by its hash the root. What it reads from
-// the config medium nobody vouches for. It says in plain words on the console what it does and waits for.
+// Everything that it trusts was measured: itself, the command line, and by its hash the root. The config medium is
+// not authenticated. It shows on the console what it does and waits for.
 package main
 
 import (
@@ -27,7 +27,7 @@ const (
 	bootstrapper = "/usr/bin/bootstrapper"
 	// sysroot is where the root is mounted until it becomes /.
 	sysroot = "/sysroot"
-	// devices is how long disks of the image may take to turn up.
+	// devices is how long disks of the image may take to appear.
 	devices = time.Minute
 	// before is how long an error is shown before the machine restarts.
 	before = 30 * time.Second
@@ -43,8 +43,8 @@ func main() {
 	ctx := context.Background()
 	b := &boot{console: os.Stdout}
 	err := b.run(ctx)
-	b.say("the machine can't start: %v", err)
-	b.say("it restarts in %s", before)
+	b.print("the machine can't start: %v", err)
+	b.print("it restarts in %s", before)
 	_ = wait(ctx, before)
 	unix.Sync()
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART)
@@ -57,13 +57,13 @@ type boot struct {
 	journal io.Writer // nil until there is one
 }
 
-// run does not return if all goes well.
+// run returns only after a failure.
 func (b *boot) run(ctx context.Context) error {
 	if err := mountKernel(); err != nil {
 		return err
 	}
 	b.openJournal()
-	b.say("starting")
+	b.print("starting")
 	if err := loadModules(modulesFile); err != nil {
 		return err
 	}
@@ -102,24 +102,24 @@ func (b *boot) run(ctx context.Context) error {
 	if err := b.inRoot(ctx, bootstrapper, "accepted"); err != nil {
 		return fmt.Errorf("the state disk was opened, and is not used: %w", err)
 	}
-	b.say("state is mounted; starting systemd")
+	b.print("state is mounted; starting systemd")
 	return switchRoot(sysroot)
 }
 
-// measured prints the registers that the owner's policy judges, so that a person can compare them
-// with the prediction.
+// measured prints the registers that the owner's policy checks, so that a person can compare them with the
+// prediction.
 func (b *boot) measured() {
 	for _, n := range []int{4, 9, 11} {
 		v, err := os.ReadFile(fmt.Sprintf("/sys/class/tpm/tpm0/pcr-sha256/%d", n))
 		if err != nil {
-			b.say("PCR %d can't be read, so this machine can't prove what it booted: %v", n, err)
+			b.print("PCR %d can't be read, so this machine can't prove what it booted: %v", n, err)
 			continue
 		}
-		b.say("PCR %d is %s", n, strings.ToLower(strings.TrimSpace(string(v))))
+		b.print("PCR %d is %s", n, strings.ToLower(strings.TrimSpace(string(v))))
 	}
 }
 
-// root mounts the root: the one that the command line names, or none.
+// root mounts the root that the command line names, and no other.
 func (b *boot) root(ctx context.Context) error {
 	cmdline, err := os.ReadFile("/proc/cmdline")
 	if err != nil {
@@ -152,14 +152,14 @@ func (b *boot) root(ctx context.Context) error {
 			return fmt.Errorf("mount %s in the root: %w", m.target, err)
 		}
 	}
-	b.say("the root is verified as it is read")
+	b.print("the root is verified as it is read")
 	return nil
 }
 
-// errNotYet says that what is looked for isn't there so far.
+// errNotYet is returned while a device is not there yet.
 var errNotYet = errors.New("it is not there")
 
-// await looks until something other than errNotYet comes out, or the time is over.
+// await calls look until it returns something other than errNotYet, or the time is over.
 func await[T any](ctx context.Context, most time.Duration, look func() (T, error)) (T, error) {
 	const pause = 20 * time.Millisecond
 	ctx, cancel := context.WithTimeout(ctx, most)

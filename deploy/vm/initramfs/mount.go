@@ -20,7 +20,7 @@ type mount struct {
 	flags                 uintptr
 }
 
-// kernelMounts go with the machine into its root.
+// kernelMounts are moved into the machine's root.
 var kernelMounts = []mount{
 	{"proc", "/proc", "", unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC},
 	{"sysfs", "/sys", "", unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC},
@@ -57,7 +57,7 @@ func loadModules(list string) error {
 		}
 		err = unix.FinitModule(int(f.Fd()), "", 0)
 		f.Close()
-		// ENODEV: a module for an instruction set that this CPU lacks; another does its work.
+		// ENODEV: a module for an instruction set that this CPU lacks; another one replaces it.
 		if err != nil && !errors.Is(err, unix.EEXIST) && !errors.Is(err, unix.ENODEV) {
 			return fmt.Errorf("load %s: %w", filepath.Base(name), err)
 		}
@@ -65,15 +65,15 @@ func loadModules(list string) error {
 	return nil
 }
 
-// stateFolder is where the whole file system of the state disk can be seen.
+// stateFolder is where the whole file system of the state disk is mounted.
 const stateFolder = "/run/muster/state"
 
-// kept are the folders of the root that lie on the state disk. The rest of the root can't be written: nothing of the
-// disk is where systemd looks for units, generators or its own configuration, of /usr/local in particular.
+// kept are the folders of the root that are on the state disk. The rest of the root is read-only: systemd does not
+// read units, generators or its own configuration from the disk, in particular not from /usr/local.
 var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
-	with []string // folders inside that must be there
+	with []string // folders inside that must exist
 	// trees are folders inside that programs use before the bootstrapper compares the disk with the cluster's list.
 	trees []string
 }{
@@ -87,8 +87,9 @@ var kept = []struct {
 	{"/usr/local/lib/muster", 0o755, nil, []string{"."}},
 }
 
-// unchecked are folders inside those trees whose content filesAlone does not look at, since links are usual there. The bootstrapper removes
-// wrong links from all but the snapshots before the kubelet starts. Files of a snapshot are used inside its container only.
+// unchecked are folders inside those trees whose content filesAlone does not check, since links are usual there. The
+// bootstrapper removes wrong links from all but the snapshots before the kubelet starts. Files of a snapshot are used
+// only inside its container.
 var unchecked = []string{
 	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
 }
@@ -118,7 +119,7 @@ func mountState(device, root string) error {
 	if err := os.Chmod(filepath.Join(v, "tmp"), fs.ModeSticky|0o777); err != nil {
 		return err
 	}
-	// Debian's link: a folder in its place would keep what belongs into memory.
+	// Debian has a link there: a folder in its place would persist files that belong in memory.
 	if to, err := os.Readlink(filepath.Join(v, "run")); err != nil || to != "/run" {
 		if err := errors.Join(os.RemoveAll(filepath.Join(v, "run")), os.Symlink("/run", filepath.Join(v, "run"))); err != nil {
 			return err
@@ -127,9 +128,10 @@ func mountState(device, root string) error {
 	return machineID(filepath.Join(stateFolder, "machine-id"), root+"/etc/machine-id")
 }
 
-// prepare makes a folder of the state disk and the folders inside of it that have to be there. It removes what is in the place of one and is no folder, and from its trees
-// what is neither a folder nor a regular file. An attacker who was root before the reboot could otherwise leave a link, and so have another folder mounted, written to or
-// deleted before the bootstrapper compares the disk (B8).
+// prepare makes a folder of the state disk and its required subfolders. It removes anything in their place that is no
+// folder, and from its trees everything that is neither a folder nor a regular file. An attacker who was root before
+// the reboot could otherwise leave a link, and so have another folder mounted, written to or deleted before the
+// bootstrapper compares the disk (B8).
 func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	if err := folder(top, perm); err != nil {
 		return err
@@ -151,7 +153,8 @@ func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	return nil
 }
 
-// filesAlone removes what is neither a folder nor a regular file from a tree below top, and clears the attributes immutable and append-only of the rest (chattr(1)).
+// filesAlone removes everything that is neither a folder nor a regular file from a tree below top, and clears the
+// attributes immutable and append-only of the rest (chattr(1)).
 func filesAlone(top, tree string) error {
 	var wrong []string
 	err := filepath.WalkDir(filepath.Join(top, tree), func(at string, d fs.DirEntry, err error) error {
@@ -201,7 +204,7 @@ func folder(at string, perm fs.FileMode) error {
 	return os.Chmod(at, perm)
 }
 
-// mutable clears the attributes of a folder or file that keep root from changing or deleting it.
+// mutable clears the attributes of a folder or file that prevent root from changing or deleting it.
 func mutable(at string) error {
 	const immutable, appendOnly = 0x10, 0x20 // FS_IMMUTABLE_FL, FS_APPEND_FL of linux/fs.h
 	var is unix.Statx_t
@@ -226,7 +229,7 @@ func mutable(at string) error {
 	return nil
 }
 
-// machineID gives the root the ID that systemd and the kubelet know this installation by
+// machineID writes the ID into the root that systemd and the kubelet know this installation by
 // (machine-id(5)): made once, then kept.
 func machineID(file, over string) error {
 	b, err := machineIDOf(file)
@@ -241,7 +244,7 @@ func machineID(file, over string) error {
 
 // machineIDOf returns the ID in the file, which it makes if there is none.
 func machineIDOf(file string) ([]byte, error) {
-	// To write through a link that leads to a missing file would make that file.
+	// A write through a link to a missing file would create that file.
 	if info, err := os.Lstat(file); err == nil && !info.Mode().IsRegular() {
 		if err := os.RemoveAll(file); err != nil {
 			return nil, err
@@ -258,9 +261,9 @@ func machineIDOf(file string) ([]byte, error) {
 	return b, os.WriteFile(file, b, 0o444)
 }
 
-// switchRoot makes root the machine's root and runs its init program in place of this one.
+// switchRoot makes root the machine's root and executes its init program.
 func switchRoot(root string) error {
-	for _, name := range []string{"/init", modulesFile, "/lib"} { // the memory of what is not needed any more
+	for _, name := range []string{"/init", modulesFile, "/lib"} { // the memory of files that are not needed any more
 		_ = os.RemoveAll(name)
 	}
 	if err := os.Chdir(root); err != nil {

@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// B8: an attacker who was root before the reboot leaves links where this program, systemd or containerd makes folders and files.
+// B8: an attacker who was root before the reboot leaves links at paths where this program, systemd or containerd
+// makes folders and files.
 func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
 	dir := t.TempDir()
 	elsewhere, top := filepath.Join(dir, "elsewhere"), filepath.Join(dir, "var")

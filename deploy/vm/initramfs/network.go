@@ -20,11 +20,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// servers are what the site offers beside addresses: IP addresses, in order of preference.
+// servers are addresses that the site provides: IP addresses, in order of preference.
 type servers struct{ names, clocks []string }
 
-// network brings the machine's network up, by the medium's file or by DHCP, and writes the files
-// that the root's resolv.conf and hosts are links to, and the one that systemd-timesyncd waits for.
+// network configures the machine's network, by the medium's file or by DHCP, and writes the files to which the root's
+// resolv.conf and hosts are links, and the one that systemd-timesyncd waits for.
 func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) error {
 	if err := noAdvertisements(); err != nil {
 		return fmt.Errorf("the network: %w", err)
@@ -49,7 +49,7 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 		return err
 	}
 	if len(found.clocks) > 0 {
-		b.say("the time comes from %s", strings.Join(found.clocks, ", "))
+		b.print("the time comes from %s", strings.Join(found.clocks, ", "))
 		if err := write(layout.RunClock, clock(found.clocks)); err != nil {
 			return err
 		}
@@ -84,7 +84,7 @@ func resolv(servers []string) []byte {
 	return []byte(b.String())
 }
 
-// static gives interfaces what the medium says.
+// static configures interfaces as the medium says.
 func (b *boot) static(ctx context.Context, n *network) error {
 	for _, f := range n.Interfaces {
 		link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf(f.MAC) })
@@ -107,7 +107,7 @@ func (b *boot) static(ctx context.Context, n *network) error {
 		if err := configure(link, addresses, gateway); err != nil {
 			return err
 		}
-		b.say("network: %s has %s", link.Attrs().Name, strings.Join(f.Addresses, ", "))
+		b.print("network: %s has %s", link.Attrs().Name, strings.Join(f.Addresses, ", "))
 	}
 	return nil
 }
@@ -157,15 +157,15 @@ func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) 
 	return nil
 }
 
-// dhcp asks for an address until it has one (RFC 2131), and leaves the lease's renewal to
-// systemd-networkd. It gives the servers that the lease names.
+// dhcp asks for an address until it has one (RFC 2131), and leaves the lease's renewal to systemd-networkd. It
+// returns the servers that the lease names.
 func (b *boot) dhcp(ctx context.Context) (servers, error) {
 	for {
 		found, err := b.lease(ctx)
 		if err == nil || ctx.Err() != nil {
 			return found, err
 		}
-		b.say("waiting for an address by DHCP: %v; the config medium may have a %s instead", err, layout.NetworkFile)
+		b.print("waiting for an address by DHCP: %v; the config medium may have a %s instead", err, layout.NetworkFile)
 	}
 }
 
@@ -197,11 +197,11 @@ func (b *boot) lease(ctx context.Context) (servers, error) {
 	if err := configure(link, []netip.Prefix{address}, gateway); err != nil {
 		return servers{}, err
 	}
-	b.say("network: %s has %s by DHCP", name, address)
+	b.print("network: %s has %s by DHCP", name, address)
 	return found, write("/run/systemd/network/10-muster.network", renewal(link.Attrs().HardwareAddr))
 }
 
-// offered takes from the server's answer what this machine uses of it.
+// offered returns those parts of the server's answer that this machine uses.
 func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, found servers, err error) {
 	ip, ok := netip.AddrFromSlice(ack.YourIPAddr.To4())
 	bits, size := ack.SubnetMask().Size()
@@ -220,8 +220,8 @@ func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, foun
 	return netip.PrefixFrom(ip, bits), gateway, found, nil
 }
 
-// renewal is what systemd-networkd goes on with (systemd.network(5)). Addresses and routes of
-// others, a CNI plugin's among them, are not its business.
+// renewal is the configuration with which systemd-networkd continues (systemd.network(5)). It leaves addresses and
+// routes of other programs, such as a CNI plugin, unchanged.
 func renewal(mac net.HardwareAddr) []byte {
 	return fmt.Appendf(nil, "[Match]\nMACAddress=%s\nType=ether\n\n[Network]\nDHCP=ipv4\nKeepConfiguration=yes\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n\n[DHCPv4]\nUseHostname=no\nUseDNS=no\nUseNTP=no\n", mac)
 }

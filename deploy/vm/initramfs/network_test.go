@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// In a network namespace of its own: no interface takes router advertisements, one that comes later neither.
+// In a network namespace of its own: no interface accepts router advertisements, also not a later one.
 func TestNoInterfaceTakesRouterAdvertisements(t *testing.T) {
 	done := make(chan error)
 	go func() {

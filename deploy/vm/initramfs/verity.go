@@ -28,7 +28,7 @@ const (
 	offSize, offStart, offTargets, offFlags, offDev, offName = 12, 16, 20, 28, 40, 48
 )
 
-// dmRequest gives the bytes of one command about a read-only device, with room for its answer.
+// dmRequest returns the bytes of one command about a read-only device, with room for its answer.
 func dmRequest(name, target, params string, sectors uint64) []byte {
 	b := make([]byte, dmHeader+dmSpec+(len(params)+8)&^7)
 	le := binary.LittleEndian
@@ -48,9 +48,9 @@ func dmRequest(name, target, params string, sectors uint64) []byte {
 	return b
 }
 
-// verityTable gives the parameters of the target (Linux, Documentation/admin-guide/device-mapper/verity.rst).
-// A block whose hash is wrong stops the machine when it is read. One that the disk can't read at all is an error to
-// whoever reads it, as on any disk: the machine may go on without it, but never with another in its place.
+// verityTable returns the parameters of the target (Linux, Documentation/admin-guide/device-mapper/verity.rst).
+// A block with a wrong hash stops the machine when it is read. A block that the disk cannot read is an error for its
+// reader, as on any disk: the machine may go on without the block, but never with a different one.
 func verityTable(r layout.Root, data, tree string) string {
 	return fmt.Sprintf("1 %s %s %d %d %d 0 sha256 %x - 1 panic_on_corruption", data, tree, layout.BlockSize, layout.BlockSize, r.Blocks, r.Hash)
 }

@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// hot is how many connections floods of frames keep at a time, and frames how many all of them send a
-	// second together: what a small attacker does. More would measure who has more processors.
+	// hot is the number of connections that floods of frames keep at a time, and frames how many all of them send per
+	// second together: what a small attacker does. More would compare the processors of attacker and server.
 	hot    = 64
 	frames = 20_000
 	// burst is how many frames one connection sends at once.
 	burst = 200
 )
 
-// turns lets floods of frames send only so many a second together.
-var turns = sync.OnceValue(func() <-chan time.Time { return time.Tick(time.Second * burst / frames) })
+// pace limits the frames that floods send per second together.
+var pace = sync.OnceValue(func() <-chan time.Time { return time.Tick(time.Second * burst / frames) })
 
 // controls are floods of HTTP/2's own frames.
 var controls = []flood{
@@ -118,7 +118,7 @@ var controls = []flood{
 			return err
 		}
 		if err := h.write(func(*http2.Framer) error {
-			// A kind that nobody knows: it is read whole before it is ignored (RFC 9113, section 4.1).
+			// A frame of unknown type: it is read whole before it is ignored (RFC 9113, section 4.1).
 			const size = 1<<20 - 1
 			_, err := h.conn.Write(append([]byte{0x0f, 0xff, 0xff, 0xee, 0, 0, 0, 0, 0}, zeroes[:size-1]...))
 			return err
@@ -129,7 +129,7 @@ var controls = []flood{
 	}},
 }
 
-// literal is a field without indexing (RFC 7541, section 6.2.2), with its name and value as they are.
+// literal is a field without indexing (RFC 7541, section 6.2.2), with its name and value unencoded.
 func literal(name, value string) []byte {
 	b := append([]byte{0, byte(len(name))}, name...)
 	n := len(value)
@@ -157,7 +157,7 @@ func pumped(one func(*h2, *http2.Framer) error) func(context.Context, *client) e
 func (h *h2) pump(ctx context.Context, one func(*h2, *http2.Framer) error) error {
 	for {
 		select {
-		case <-turns():
+		case <-pace():
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -174,7 +174,7 @@ func (h *h2) pump(ctx context.Context, one func(*h2, *http2.Framer) error) error
 	}
 }
 
-// unread is pumped by a client that reads nothing.
+// unread is pumped by a client that never reads.
 func unread(one func(*h2, *http2.Framer) error) func(context.Context, *client) error {
 	return func(ctx context.Context, c *client) error {
 		conn, err := c.plain(ctx, "h2")

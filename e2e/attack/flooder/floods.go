@@ -17,7 +17,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// Procedures that every client may call, or every session, and sizes that listeners grant.
+// Procedures that every client may call, or every session, and sizes that listeners accept.
 const (
 	health      = "/grpc.health.v1.Health/Check"
 	watch       = "/grpc.health.v1.Health/Watch"
@@ -32,7 +32,7 @@ const (
 
 var floods = slices.Concat(bodies, controls, exchanges, metrics)
 
-// bodies are requests that are never whole, and answers that nobody reads.
+// bodies are requests that are never complete, and answers that are never read.
 var bodies = []flood{
 	{name: "half-bodies-http1", about: "a request of 256 KiB but for its last byte, HTTP/1.1", attack: func(ctx context.Context, c *client) error {
 		conn, err := c.plain(ctx, "http/1.1")
@@ -197,7 +197,7 @@ func (h *h2) halfBody() error {
 	return h.over(stream)
 }
 
-// reflect asks for a file of the schema, and begins another question.
+// reflect asks for a file of the schema, and begins another request.
 func (h *h2) reflect() error {
 	stream, err := h.open(reflection, "application/grpc", "te", "trailers")
 	if err != nil {
@@ -215,7 +215,7 @@ func (h *h2) reflect() error {
 	return h.over(stream)
 }
 
-// exchanges stop in the middle of what comes before HTTP.
+// exchanges stop in the middle of the exchange before HTTP.
 var exchanges = []flood{
 	{name: "idle-tcp", about: "connections that say nothing", attack: func(_ context.Context, c *client) error { return hold(c) }},
 	{name: "idle", about: "connections of HTTP/2 that ask for nothing", attack: func(ctx context.Context, c *client) error {
@@ -291,7 +291,7 @@ var exchanges = []flood{
 	{name: "challenge-useless", about: "the same with evidence that is worth nothing", open: 256, attack: challenge(tpm2)},
 }
 
-// mute reads nothing, below TLS or above it.
+// mute reads nothing, neither TLS nor TCP.
 type mute struct {
 	net.Conn
 	ctx context.Context //nolint:containedctx // of the flood
@@ -322,7 +322,7 @@ func challenge(gives []attestv1.Format) func(context.Context, *client) error {
 	}
 }
 
-// A credential as Part 1, section 24 has it, for no key: its integrity is wrong, which the TPM finds out last.
+// A credential in the format of Part 1, section 24, for no key: its integrity is wrong, which the TPM detects last.
 var credentialBlob, encryptedSecret = credential()
 
 func credential() (blob, secret []byte) {
@@ -352,7 +352,7 @@ var metrics = []flood{
 		go func() { _ = hold(c) }()
 		for {
 			select {
-			case <-turns():
+			case <-pace():
 			case <-ctx.Done():
 				return ctx.Err()
 			}

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/net/http2/hpack"
 )
 
-// h2 is the client's side of an HTTP/2 connection. It keeps account of the peer's flow control, so that what it
-// sends is taken, and answers SETTINGS and PING, so that it is kept.
+// h2 is the client's side of an HTTP/2 connection. It respects the peer's flow control, so that the peer accepts what
+// it sends, and answers SETTINGS and PING, so that the connection is kept.
 type h2 struct {
 	conn net.Conn
 
@@ -28,11 +28,11 @@ type h2 struct {
 	next    uint32
 	window  int64            // what the connection may still send
 	initial int64            // what a new stream may send
-	streams map[uint32]int64 // those that are open, with what each may still send
+	streams map[uint32]int64 // the open ones, with the number of bytes that each may still send
 	err     error
 }
 
-// plain does the TLS handshake, and asks for a protocol.
+// plain does the TLS handshake, and negotiates a protocol.
 func (c *client) plain(ctx context.Context, protocol string) (*tls.Conn, error) {
 	conn := tls.Client(c, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{protocol}, ServerName: "muster"})
 	return conn, conn.HandshakeContext(ctx)
@@ -47,7 +47,7 @@ func (c *client) h2(ctx context.Context, settings ...http2.Setting) (*h2, error)
 	return newH2(conn, settings...)
 }
 
-// newH2 says hello, and reads from then on.
+// newH2 sends the preface, and reads from then on.
 func newH2(conn net.Conn, settings ...http2.Setting) (*h2, error) {
 	h := &h2{conn: conn, next: 1, window: 65535, initial: 65535, streams: map[uint32]int64{}}
 	h.changed = sync.NewCond(&h.mu)
@@ -64,7 +64,7 @@ func newH2(conn net.Conn, settings ...http2.Setting) (*h2, error) {
 	return h, nil
 }
 
-// read follows the peer until the connection ends.
+// read processes the peer's frames until the connection ends.
 func (h *h2) read() {
 	for {
 		f, err := h.fr.ReadFrame()
@@ -143,7 +143,7 @@ func (h *h2) open(path, contentType string, extra ...string) (stream uint32, err
 
 var errClosed = errors.New("the stream is closed")
 
-// send sends b as far as the peer takes it.
+// send sends b as far as the peer's window allows.
 func (h *h2) send(stream uint32, b []byte, end bool) error {
 	for first := true; first || len(b) > 0; first = false {
 		n, err := h.sendSome(stream, b, end)
@@ -199,7 +199,7 @@ func (h *h2) ended() error {
 	return h.err
 }
 
-// each does something on n streams at a time, and again when it has ended, until the connection ends.
+// each runs a function on n streams at a time, and again when it has ended, until the connection ends.
 func (h *h2) each(ctx context.Context, n int, do func() error) error {
 	var wg sync.WaitGroup
 	for range n {
@@ -219,7 +219,7 @@ func (h *h2) each(ctx context.Context, n int, do func() error) error {
 	return err
 }
 
-// write sends frames as they are, whatever HTTP/2 says about them.
+// write sends frames unchanged, also invalid ones.
 func (h *h2) write(frames func(*http2.Framer) error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -1,8 +1,8 @@
-// Command flooder is a client without a TPM that takes what it can get from one of Muster's listeners. It knows
-// many ways to do that, which it lists with -list; each ends when its time is over, and prints as JSON what it has done.
+// Command flooder is a client without a TPM that exhausts one of Muster's listeners. It has many floods, which it
+// lists with -list; each ends when its time is over, and prints its counts as JSON.
 //
-// Every connection comes from one of -sources addresses of the loopback network, from -first on. It speaks TLS,
-// HTTP/2 and muster-atls/1 by itself, and breaks their rules where a flood is about that.
+// Every connection comes from one of -sources addresses of the loopback network, from -first on. It implements TLS,
+// HTTP/2 and muster-atls/1 itself, and breaks their rules where a flood requires that.
 package main
 
 import (
@@ -37,10 +37,10 @@ func main() {
 	}
 }
 
-// flood is one way to take what a listener has.
+// flood is one way to exhaust a listener.
 type flood struct {
 	name, about string
-	// open is how many connections it keeps at most, from all sources together; 0: as many as there is room for.
+	// open is the maximum number of connections that it keeps, from all sources together; 0: as many as are allowed.
 	open int
 	// attack works on one connection until ctx or the connection ends. It need not close it.
 	attack func(ctx context.Context, c *client) error
@@ -53,11 +53,11 @@ type client struct {
 	count  *counts
 }
 
-// counts is what the program prints at its end.
+// counts is the output of the program.
 type counts struct {
-	// Dialed is how many TCP connections were tried, Opened how many of them TCP gave.
+	// Dialed is the number of TCP connections that were tried, Opened of those that were established.
 	Dialed, Opened atomic.Int64
-	// Most is how many were open at one time.
+	// Most is the maximum that was open at one time.
 	Most, open atomic.Int64
 	// Sent is bytes below TLS.
 	Sent atomic.Int64
@@ -71,11 +71,12 @@ func (c *client) Write(b []byte) (int, error) {
 }
 
 const (
-	// oneSource is how many new connections a second one source opens, and allSources what all of them do.
+	// oneSource is the number of new connections per second that one source opens, and allSources that of all
+	// together.
 	oneSource, allSources = 16, 200
-	// oneBurst and allBurst are what they begin with.
+	// oneBurst and allBurst are the numbers that they begin with.
 	oneBurst, allBurst = 64, 400
-	// oneOpen and allOpen are how many they keep open, somewhat more than any listener grants.
+	// oneOpen and allOpen are the numbers that they keep open, somewhat more than any listener allows.
 	oneOpen, allOpen = 600, 4400
 )
 
@@ -101,7 +102,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if i < 0 {
 		return fmt.Errorf("-flood: there is no %q; -list lists them", *name)
 	}
-	// This program can reach more than a test's listeners, and is for those alone.
+	// This program can reach more than a test's listeners; use it only for those.
 	to, err := netip.ParseAddrPort(*target)
 	if err != nil || !to.Addr().IsLoopback() {
 		return fmt.Errorf("-target: want an address of the loopback network with a port, not %q", *target)
@@ -144,7 +145,7 @@ func (f flood) from(ctx context.Context, target string, sources []net.IP) *count
 			select {
 			case places <- struct{}{}:
 			default:
-				n = due // what found no place is not made up for
+				n = due // connections that found no slot are not made up for
 				continue
 			}
 			source := sources[n%len(sources)]
@@ -168,7 +169,7 @@ func (f flood) once(ctx context.Context, target string, source net.IP, count *co
 		return
 	}
 	defer func() { _ = raw.Close() }()
-	// Whatever blocks, ends with the flood.
+	// Every blocking call ends with the flood.
 	defer context.AfterFunc(ctx, func() { _ = raw.Close() })()
 	count.Opened.Add(1)
 	now := count.open.Add(1)
@@ -178,13 +179,13 @@ func (f flood) once(ctx context.Context, target string, source net.IP, count *co
 	_ = f.attack(ctx, &client{Conn: raw, target: target, count: count}) // it ends when it is refused
 }
 
-// hold waits until the peer closes the connection; what it says is read and thrown away.
+// hold waits until the peer closes the connection; data from the peer is discarded.
 func hold(c net.Conn) error {
 	_, err := io.Copy(io.Discard, c)
 	return err
 }
 
-// pause waits, unless the flood is over.
+// pause waits, until the flood is over at most.
 func pause(ctx context.Context, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

@@ -18,7 +18,7 @@ const alpn = "muster-atls/1"
 
 var tpm2 = []attestv1.Format{attestv1.Format_FORMAT_TPM2}
 
-// session is a connection over muster-atls/1 whose exchange is not over.
+// session is a connection over muster-atls/1 whose exchange is not finished.
 type session struct{ *tls.Conn }
 
 func (c *client) session(ctx context.Context) (session, error) {
@@ -56,7 +56,7 @@ func (s session) receive() (*attestv1.Frame, error) {
 	return f, proto.Unmarshal(b, f)
 }
 
-// until reads frames until one has what is wanted, or the peer's verdict is no.
+// until reads frames until the wanted one, or until the peer's verdict is a refusal.
 func (s session) until(wanted func(*attestv1.Frame) bool) error {
 	for {
 		f, err := s.receive()
@@ -72,7 +72,7 @@ func (s session) until(wanted func(*attestv1.Frame) bool) error {
 	}
 }
 
-// empty runs an exchange that shows nothing and asks for nothing.
+// empty runs an exchange that neither presents nor requests evidence.
 func (c *client) empty(ctx context.Context) (session, error) {
 	s, err := c.session(ctx)
 	if err != nil {
@@ -96,10 +96,10 @@ func (s session) begun(size int) error {
 	return err
 }
 
-// zeroes is what bodies are made of.
+// zeroes are the content of bodies.
 var zeroes = make([]byte, 1<<20)
 
-// challenge makes the peer show that its AK is its TPM's own, with a credential that any TPM looks at: the
+// challenge makes the peer prove that its AK belongs to its TPM, with a credential that any TPM computes on: the
 // point is on the curve, so that the TPM computes before it refuses.
 func (s session) challenge() error {
 	return s.send(&attestv1.Frame{Message: &attestv1.Frame_Challenge{Challenge: &attestv1.Challenge{CredentialBlob: credentialBlob, EncryptedSecret: encryptedSecret}}})

@@ -11,13 +11,13 @@ import (
 	"time"
 )
 
-// memory is a cgroup with a limit of memory, as the kubelet or systemd gives a service one.
+// memory is a cgroup with a memory limit, as the kubelet or systemd gives a service one.
 type memory struct {
 	dir     string
 	unified bool // version 2
 }
 
-// newMemory makes one beside this process's own. It goes with the test.
+// newMemory creates a cgroup beside this process's own. It is removed after the test.
 func newMemory(t *testing.T, name string, limit int64) *memory {
 	t.Helper()
 	root, unified, err := memoryRoot()
@@ -41,7 +41,7 @@ func newMemory(t *testing.T, name string, limit int64) *memory {
 	return m
 }
 
-// memoryRoot finds where the memory controller is mounted.
+// memoryRoot finds the mount point of the memory controller.
 func memoryRoot() (dir string, unified bool, err error) {
 	b, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
@@ -89,7 +89,8 @@ func (m *memory) command(args []string) []string {
 	return append([]string{"/bin/sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, m.dir}, args...)
 }
 
-// usage is the most that the group has had, in bytes: all, and of version 1 what its sockets had beside that.
+// usage is the maximum of the group, in bytes: in total, and for version 1 that of its sockets, which is not
+// included.
 func (m *memory) usage(t *testing.T) (peak, sockets int64) {
 	t.Helper()
 	if m.unified {
@@ -111,7 +112,7 @@ func (m *memory) number(t *testing.T, file string) int64 {
 	return n
 }
 
-// kills is how many processes the kernel has killed for their memory.
+// kills is the number of processes that the kernel has killed because of the limit.
 func (m *memory) kills(t *testing.T) int {
 	t.Helper()
 	file := "memory.oom_control"

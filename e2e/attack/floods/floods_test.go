@@ -13,7 +13,7 @@ import (
 // row is one flood against one listener.
 type row struct {
 	flood   string
-	service string // whose listener it is, and whose memory is looked at
+	service string // whose listener is flooded, and whose memory is measured
 	port    string
 	sources int
 	callers int // how many honest ones there are
@@ -21,7 +21,7 @@ type row struct {
 
 func (r row) String() string { return fmt.Sprintf("%s/%s/%d", r.port, r.flood, r.sources) }
 
-// result is what a row has shown.
+// result is the result of a row.
 type result struct {
 	row
 	said    said
@@ -32,7 +32,7 @@ type result struct {
 	killed  bool
 	quiet   *outcome
 	under   *outcome
-	tickets bool // are what the honest ones ask for
+	tickets bool // whether the honest clients ask for tickets
 }
 
 // Floods of the listeners that speak TLS.
@@ -43,12 +43,12 @@ var (
 		"settings", "ping", "reset", "too-many-streams", "continuation", "window-update", "priority", "empty-data", "header-table", "header-bomb", "half-frame",
 		"idle-tcp", "idle", "idle-session", "half-hello", "half-handshake", "handshakes", "half-offer", "half-evidence", "challenge", "challenge-useless",
 	}
-	// Those that hold the most memory: every listener meets them.
+	// Those that need the most memory, for every listener.
 	heavy   = []string{"half-bodies-streams", "half-bodies-session", "reflection", "half-frame", "half-hello", "half-offer", "half-evidence", "idle"}
 	metrics = []string{"metrics-idle", "metrics-slow-headers", "metrics-half-headers", "metrics-slow-bodies", "metrics-requests", "metrics-unread"}
 )
 
-// rows are what is run: a few of the worst in a short run, all of them in a long one.
+// rows are the rows that are run: a few of the worst in a short run, all of them in a long one.
 func rows() (out []row) {
 	add := func(service, port string, floods []string, sources ...int) {
 		for _, f := range floods {
@@ -75,7 +75,7 @@ func rows() (out []row) {
 	return out
 }
 
-// A client without a TPM neither ends a service nor keeps machines from what they ask for.
+// A client without a TPM neither stops a service nor prevents machines from being served.
 func TestFloods(t *testing.T) {
 	member, alone := setUp(t), setUp(t)
 	var results []*result
@@ -90,16 +90,16 @@ func TestFloods(t *testing.T) {
 	}
 }
 
-// of gives the machine that runs a service: a member of a cluster, or one that is none yet.
-func of(service string, member, alone *stage) *stage {
+// of returns the machine that runs a service: a member of a cluster, or one outside of any.
+func of(service string, member, alone *fixture) *fixture {
 	if service == "init" || service == "unlock" {
 		return alone
 	}
 	return member
 }
 
-// run starts the services, asks in peace, and then asks during the flood.
-func (s *stage) run(t *testing.T, r row, d time.Duration) *result {
+// run starts the services, measures honest clients without a flood, and then during the flood.
+func (s *fixture) run(t *testing.T, r row, d time.Duration) *result {
 	t.Helper()
 	var victim *process
 	one, tickets := s.joiner, false
@@ -149,7 +149,7 @@ func limitFile(m *memory) string {
 	return "memory.limit_in_bytes"
 }
 
-// slower is how much longer the slowest took than in peace.
+// slower is how much longer the slowest took than without a flood.
 func (r *result) slower() float64 {
 	return r.under.p99().Seconds() / r.quiet.p99().Seconds()
 }
@@ -162,8 +162,8 @@ func (r *result) check(t *testing.T) {
 	if r.under.served != r.callers {
 		t.Errorf("%d of %d honest machines were served: %v", r.under.served, r.callers, r.under.last)
 	}
-	// Whoever else uses the computer in a short run is not measured. An owner's session takes 20 ms in peace and a scrape 2 ms: three times that is
-	// what the scheduler of two cores makes of any load.
+	// Other programs' use of the computer in a short run is not measured. An owner's session takes 20 ms without a
+	// flood and a scrape 2 ms: three times that is what the scheduler of two cores makes of any load.
 	if *long && r.slower() > 3 && (r.tickets || r.under.p99() > unnoticed) {
 		t.Errorf("the slowest took %s, %.1f times what it took in peace", r.under.p99(), r.slower())
 	}
@@ -185,7 +185,8 @@ func table(results []*result) string {
 	return b.String()
 }
 
-// Who shows nothing has no share in the TPM: machines and owners get what they ask for also where that takes its time.
+// A peer that presents no evidence gets no share of the TPM: machines and owners are served also where the TPM is
+// slow.
 func TestChallengesOfASlowTPM(t *testing.T) {
 	delays, sources, floods, services := []time.Duration{40 * time.Millisecond, 150 * time.Millisecond}, []int{1, 4, 50}, []string{"challenge", "challenge-useless"}, []string{"joinservice", "init", "unlock"}
 	if !*long {
@@ -218,8 +219,8 @@ func TestChallengesOfASlowTPM(t *testing.T) {
 	}
 }
 
-// apart is how far apart callers come that a TPM of this delay can serve one after the other: evidence and the
-// answer to a challenge take about 16 commands. Owners, who show no evidence, have the TPM for half of the time.
+// apart is the interval between clients that a TPM of this delay can serve one after the other: evidence and the
+// answer to a challenge take about 16 commands. Owners, who present no evidence, use the TPM for half of the time.
 func (r row) apart(delay time.Duration) time.Duration {
 	if r.callers == owners {
 		delay *= 2

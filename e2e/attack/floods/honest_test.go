@@ -33,22 +33,22 @@ import (
 )
 
 const (
-	// honest is how many machines ask while a flood runs.
+	// honest is the number of machines that ask while a flood runs.
 	honest = 20
-	// owners is how many ask a machine with a slow TPM that is no member of a cluster: there is one.
+	// owners is the number of owners that ask a machine with a slow TPM that is no member of a cluster: there is one.
 	owners = 5
 	// quietApart is the time between two of them in the run before it.
 	quietApart = 500 * time.Millisecond
-	// patience is how long one of them tries before it counts as not served.
+	// patience is how long a client tries before it counts as not served.
 	patience = time.Minute
-	// unnoticed is how long somebody waits at a listener that gives no tickets without noticing it.
+	// unnoticed is the wait at a listener without tickets that a client does not notice.
 	unnoticed = 200 * time.Millisecond
 )
 
-// outcome is what became of the honest machines.
+// outcome is the result of the honest machines.
 type outcome struct {
 	served, attempts int
-	times            []time.Duration // of those that were served, from their first try on
+	times            []time.Duration // of those that were served, from their first attempt on
 	last             error
 }
 
@@ -61,8 +61,8 @@ func (o *outcome) p99() time.Duration {
 	return o.times[(len(o.times)*99+99)/100-1]
 }
 
-// ask has n honest machines ask until each gets what it wants, one every apart, or until the service is gone.
-func (s *stage) ask(t *testing.T, p *process, n int, apart time.Duration, one func(t *testing.T, source string, n int) func(context.Context) error) *outcome {
+// ask has n honest machines ask until each is served, one every apart, or until the service is gone.
+func (s *fixture) ask(t *testing.T, p *process, n int, apart time.Duration, one func(t *testing.T, source string, n int) func(context.Context) error) *outcome {
 	t.Helper()
 	o := &outcome{}
 	var mu sync.Mutex
@@ -114,8 +114,8 @@ func (s *stage) ask(t *testing.T, p *process, n int, apart time.Duration, one fu
 	return o
 }
 
-// joiner is a new machine that asks for a ticket; its disk is encrypted, so that the key service is asked too.
-func (s *stage) joiner(t *testing.T, source string, n int) func(context.Context) error {
+// joiner is a new machine that asks for a ticket; its disk is encrypted, so that the key service is used too.
+func (s *fixture) joiner(t *testing.T, source string, n int) func(context.Context) error {
 	t.Helper()
 	m := attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	name := fmt.Sprintf("w%d", n)
@@ -160,7 +160,7 @@ func csr(t *testing.T, template *x509.CertificateRequest) []byte {
 	return der
 }
 
-// presented judges a joinservice by the policy that it presents, as a machine does that knows its owner.
+// presented appraises a joinservice by the policy that it presents, as a machine does that knows its owner's key.
 type presented struct{}
 
 func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
@@ -171,17 +171,18 @@ func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal,
 	return policy.AppraiseServer(c, attest.LockedTo(shared.ID))
 }
 
-// owner asks a machine for its health over a session, after it has judged the machine: what every command of the
-// owner's begins with.
-func (s *stage) owner(port string) func(t *testing.T, source string, n int) func(context.Context) error {
+// owner asks a machine for its health over a session, after appraising the machine, as every command of the owner
+// begins.
+func (s *fixture) owner(port string) func(t *testing.T, source string, n int) func(context.Context) error {
 	return s.session(func(ctx context.Context, client *http.Client) error {
 		_, err := healthv1connect.NewHealthClient(client, "https://"+s.ports[port], rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
 		return err
 	})
 }
 
-// initializer sends an init that is large. It is served once the init server has read the whole of it, and has found that it asks for no cluster.
-func (s *stage) initializer(t *testing.T, source string, n int) func(context.Context) error {
+// initializer sends a large init. It is served once the init server has read the whole request, and has found that it
+// asks for no cluster.
+func (s *fixture) initializer(t *testing.T, source string, n int) func(context.Context) error {
 	t.Helper()
 	return s.session(func(ctx context.Context, client *http.Client) error {
 		stream, err := initv1connect.NewInitServiceClient(client, "https://"+s.ports["init"], rpc.ClientOptions()...).
@@ -199,8 +200,8 @@ func (s *stage) initializer(t *testing.T, source string, n int) func(context.Con
 	})(t, source, n)
 }
 
-// session does something over a session with a machine that was judged.
-func (s *stage) session(do func(context.Context, *http.Client) error) func(t *testing.T, source string, n int) func(context.Context) error {
+// session uses a session with an appraised machine.
+func (s *fixture) session(do func(context.Context, *http.Client) error) func(t *testing.T, source string, n int) func(context.Context) error {
 	return func(t *testing.T, source string, _ int) func(context.Context) error {
 		cfg := atls.ClientConfig{
 			Attester: atls.NoAttester, Verifier: s.verifier(t), PeerPurpose: attest.PurposeMachine, Appraiser: genuine{}, DialContext: from(source),
@@ -226,7 +227,7 @@ func (genuine) Appraise(context.Context, attest.Claims) (attest.Appraisal, error
 }
 
 // scraper reads metrics.
-func (s *stage) scraper(port string) func(t *testing.T, source string, n int) func(context.Context) error {
+func (s *fixture) scraper(port string) func(t *testing.T, source string, n int) func(context.Context) error {
 	return func(_ *testing.T, source string, _ int) func(context.Context) error {
 		return func(ctx context.Context) error {
 			transport := &http.Transport{DialContext: from(source), DisableKeepAlives: true}

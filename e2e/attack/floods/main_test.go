@@ -59,11 +59,11 @@ func TestMain(m *testing.M) {
 // shared is nil until a test needs a cluster.
 var shared *membertest.Cluster
 
-// cluster gives the control plane that tests share.
+// cluster returns the control plane that tests share.
 func cluster(t *testing.T) *membertest.Cluster {
 	t.Helper()
 	if shared == nil {
-		c, err := membertest.Start(context.WithoutCancel(t.Context()), rendered) // beyond this test
+		c, err := membertest.Start(context.WithoutCancel(t.Context()), rendered) // it outlives this test
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -25,7 +25,7 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 )
 
-// process is a program of Muster's that runs under a limit of memory.
+// process is a program of Muster's that runs under a memory limit.
 type process struct {
 	name   string
 	memory *memory
@@ -36,7 +36,7 @@ type process struct {
 	probes string
 }
 
-// limits are what a service is deployed with.
+// limits are those of a service's deployment.
 type limits struct {
 	memory int64 // bytes
 	env    []string
@@ -75,7 +75,7 @@ func chart(t *testing.T, name string) limits {
 
 var unitLine = regexp.MustCompile(`(?m)^(MemoryMax|Environment)=(.*)$`)
 
-// unit reads them from a systemd unit. One that sets no limit, as in an initramfs, is run with what joinservice has.
+// unit reads them from a systemd unit. A unit without a limit, as in an initramfs, is run with that of joinservice.
 func unit(t *testing.T, name string) limits {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("../../../deploy/systemd", name+".service"))
@@ -108,7 +108,7 @@ func start(t *testing.T, name string, l limits, probes string, args ...string) *
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started := make(chan error, 1)
 	go func() {
-		// The signal comes when the thread ends that started the program, so that thread stays.
+		// The signal is sent when the thread ends that started the program, so that thread stays.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		defer close(p.done)
@@ -185,10 +185,10 @@ func (p *process) peakRSS() int64 {
 	return 0
 }
 
-// said is what the flooder prints.
+// said is the output of the flooder.
 type said struct{ Dialed, Opened, Most, Sent int64 }
 
-// flood runs the flooder for a while, behind everything else that wants the processor.
+// flood runs the flooder for a while, with lower priority than all other programs.
 func flood(t *testing.T, name, target string, sources int, length time.Duration) said {
 	t.Helper()
 	var out, errs bytes.Buffer
@@ -199,7 +199,7 @@ func flood(t *testing.T, name, target string, sources int, length time.Duration)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	var s said
-	// Its thread stays for as long as it runs, since this returns only then.
+	// Its thread stays for as long as the program runs, since this returns only then.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := errors.Join(cmd.Run(), json.Unmarshal(out.Bytes(), &s)); err != nil {

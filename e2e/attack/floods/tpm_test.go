@@ -61,7 +61,7 @@ func slow(t *testing.T, e *tpmtest.Emulator) *slowTPM {
 	return s
 }
 
-// relay hands on one command after the other.
+// relay forwards one command after the other.
 func (s *slowTPM) relay(c net.Conn, socket string) error {
 	dev, err := net.Dial("unix", socket)
 	if err != nil {
@@ -73,7 +73,7 @@ func (s *slowTPM) relay(c net.Conn, socket string) error {
 			return err
 		}
 		s.commands.Add(1)
-		time.Sleep(time.Duration(s.delay.Load())) // this is what such a TPM does
+		time.Sleep(time.Duration(s.delay.Load())) // the delay of such a TPM
 		if err := message(c, dev); err != nil {
 			return err
 		}

@@ -1,6 +1,6 @@
-// Program guest is the first process of a virtual machine that has a state disk and nothing else. It does
-// what the kernel's command line says in muster.do=, with the same code as a machine, and tells its
-// console. Its key is no secret: the test outside has to know it.
+// Program guest is the first process of a virtual machine that has only a state disk. It executes the steps in
+// muster.do= of the kernel's command line, with the same code as a machine, and reports on its console. Its key is no
+// secret: the test outside has to know it.
 package main
 
 import (
@@ -21,15 +21,15 @@ import (
 )
 
 const (
-	device = "/run/state" // a link to the first disk, until there is reason to
+	device = "/run/state" // a link to the first disk; a step may change it
 	first  = "/dev/vda"
 	second = "/dev/vdb"
 	marker = "/mnt/marker"
-	// Said once a line is whole, so that the test tells it from the kernel's.
+	// Each complete line has this prefix, so that the test can distinguish it from the kernel's.
 	prefix = "guest: "
 )
 
-func say(format string, args ...any) { fmt.Printf(prefix+format+"\n", args...) }
+func report(format string, args ...any) { fmt.Printf(prefix+format+"\n", args...) }
 
 func main() {
 	if os.Getpid() != 1 {
@@ -40,9 +40,9 @@ func main() {
 	defer cancel()
 	err := run(ctx)
 	if err != nil {
-		say("error: %v", err)
+		report("error: %v", err)
 	}
-	say("end")
+	report("end")
 	unix.Sync()
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 }
@@ -67,7 +67,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("state: %w", err)
 	}
-	say("state %s", state)
+	report("state %s", state)
 	do, err := os.ReadFile("/proc/cmdline")
 	if err != nil {
 		return err
@@ -88,7 +88,7 @@ func run(ctx context.Context) error {
 	return errors.New("the command line does not say what to do")
 }
 
-// system makes the few things that a program expects of a system.
+// system sets up what a program expects of a system.
 func system(ctx context.Context) error {
 	for _, m := range []struct{ at, kind string }{{"/proc", "proc"}, {"/sys", "sysfs"}, {"/dev", "devtmpfs"}, {"/run", "tmpfs"}} {
 		if err := unix.Mount(m.kind, m.at, m.kind, 0, ""); err != nil {
@@ -106,7 +106,7 @@ func system(ctx context.Context) error {
 		}
 		err = unix.FinitModule(int(f.Fd()), "", 0)
 		if err = errors.Join(err, f.Close()); err != nil && !errors.Is(err, unix.EEXIST) {
-			say("module %s: %v", filepath.Base(m), err)
+			report("module %s: %v", filepath.Base(m), err)
 		}
 	}
 	for tick := time.NewTicker(10 * time.Millisecond); ; {
@@ -126,10 +126,14 @@ func system(ctx context.Context) error {
 func format(ctx context.Context, l *disk.LUKS) error {
 	begin, told := time.Now(), 0
 	var last [2]uint64
-	if err := l.Format(ctx, func(done, total uint64) { told++; last = [2]uint64{done, total}; say("progress %d of %d", done, total) }); err != nil {
+	if err := l.Format(ctx, func(done, total uint64) {
+		told++
+		last = [2]uint64{done, total}
+		report("progress %d of %d", done, total)
+	}); err != nil {
 		return err
 	}
-	say("formatted in %.1f s, told %d times, last %d of %d", time.Since(begin).Seconds(), told, last[0], last[1])
+	report("formatted in %.1f s, told %d times, last %d of %d", time.Since(begin).Seconds(), told, last[0], last[1])
 	id, err := l.ID()
 	if err != nil {
 		return err
@@ -138,12 +142,12 @@ func format(ctx context.Context, l *disk.LUKS) error {
 	if err != nil {
 		return err
 	}
-	say("disk %s is %s", id, state)
+	report("disk %s is %s", id, state)
 	st, err := os.Stat(disk.FirstKeyFile)
 	if err != nil {
 		return err
 	}
-	say("first key: mode %v", st.Mode())
+	report("first key: mode %v", st.Mode())
 	if err := mount(); err != nil {
 		return err
 	}
@@ -171,20 +175,21 @@ func setKey(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	if err := l.SetKey(ctx, key); err != nil {
 		return err
 	}
-	say("key set in %.1f s", time.Since(begin).Seconds())
+	report("key set in %.1f s", time.Since(begin).Seconds())
 	if _, err := os.Stat(disk.FirstKeyFile); err == nil {
 		return errors.New("the first key is still there")
 	}
 	if err := l.SetKey(ctx, key); err != nil {
 		return fmt.Errorf("again: %w", err)
 	}
-	say("another key: %v", l.SetKey(ctx, wrong))
+	report("another key: %v", l.SetKey(ctx, wrong))
 	now, err := os.ReadFile(second)
-	say("the second disk is as it was: %v, %v", bytes.Equal(now, theirs), err)
+	report("the second disk is as it was: %v, %v", bytes.Equal(now, theirs), err)
 	return unix.Unmount("/mnt", 0)
 }
 
-// lure makes the second disk pass for the first: it has the same header, and the link leads to it. It gives its content.
+// lure makes the second disk look like the first: it has the same header, and the link leads to it. It returns its
+// content.
 func lure() ([]byte, error) {
 	b := make([]byte, 1<<20)
 	from, err := os.Open(first)
@@ -211,7 +216,7 @@ func lure() ([]byte, error) {
 
 func unlock(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	err := l.Unlock(ctx, wrong)
-	say("wrong key: %v", err)
+	report("wrong key: %v", err)
 	if !errors.Is(err, disk.ErrWrongKey) {
 		return errors.New("the wrong key was not refused as such")
 	}
@@ -222,7 +227,7 @@ func unlock(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	if err := l.Unlock(ctx, key); err != nil {
 		return err
 	}
-	say("unlocked in %.1f s", time.Since(begin).Seconds())
+	report("unlocked in %.1f s", time.Since(begin).Seconds())
 	if err := l.Unlock(ctx, key); err != nil {
 		return fmt.Errorf("again: %w", err)
 	}
@@ -230,22 +235,22 @@ func unlock(ctx context.Context, l *disk.LUKS, key, wrong keys.Disk) error {
 	if err != nil {
 		return err
 	}
-	say("disk %s", id)
+	report("disk %s", id)
 	bad, good, err := scan()
 	if err != nil {
 		return err
 	}
-	say("blocks: %d good, %d bad", good, bad)
+	report("blocks: %d good, %d bad", good, bad)
 	if err := mount(); err != nil {
-		say("mount: %v", err)
+		report("mount: %v", err)
 		return nil
 	}
 	b, err := os.ReadFile(marker)
-	say("marker: %d bytes, whole %v, %v", len(b), string(b) == strings.Repeat("MUSTER-MARKER-ON-THE-STATE-DISK\n", 1000), err)
+	report("marker: %d bytes, whole %v, %v", len(b), string(b) == strings.Repeat("MUSTER-MARKER-ON-THE-STATE-DISK\n", 1000), err)
 	return unix.Unmount("/mnt", 0)
 }
 
-// scan reads each block of the open disk, and counts those that the kernel refuses: their MAC is wrong.
+// scan reads each block of the open disk, and counts those that the kernel refuses because their MAC is wrong.
 func scan() (bad, good int, err error) {
 	f, err := os.Open(disk.Mapped)
 	if err != nil {

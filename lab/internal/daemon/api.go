@@ -2,9 +2,8 @@
 // namespace, serves the load balancer and the mirror there, and is the parent of every
 // machine and every TPM.
 //
-// What it makes it knows, and [Daemon] takes all of it away when it ends. Should it be
-// killed, the kernel ends its children with it (PR_SET_PDEATHSIG); what is left then are
-// folders and empty cgroups, whose names follow from the lab's folder alone.
+// [Daemon] removes everything that it has made when it ends. If it is killed, the kernel ends its children with it
+// (PR_SET_PDEATHSIG); the remaining folders and empty cgroups have names that follow from the lab's folder alone.
 package daemon
 
 import (
@@ -60,7 +59,7 @@ type VMRequest struct {
 	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0: vm.DefaultState
 	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
 	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
-	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts what vm.SecureBootKey signed, and nothing else
+	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts only what vm.SecureBootKey signed
 	Hardware     vm.Hardware       `json:"hardware"`
 	ClockOffset  time.Duration     `json:"clockOffset"` // of its firmware's clock
 }
@@ -79,7 +78,7 @@ type Machine struct {
 	Address      string       `json:"address"`
 	ControlPlane bool         `json:"controlPlane"`
 	Running      bool         `json:"running"`
-	VM           bool         `json:"vm"`      // virtual: nobody gets into it from outside
+	VM           bool         `json:"vm"`      // virtual: it cannot be entered from outside
 	Console      string       `json:"console"` // the file with a virtual machine's console since power on
 	Init         host.Process `json:"init"`    // PID 1, as the host sees it; a virtual machine's QEMU
 	TPM          host.Process `json:"tpm"`
@@ -133,7 +132,7 @@ type Client struct {
 	http *http.Client
 }
 
-// ErrNotRunning says that no daemon answers.
+// ErrNotRunning is returned if no daemon answers.
 var ErrNotRunning = errors.New("this lab is not up; lab up brings it up")
 
 // NewClient returns a client for the lab in dir.

@@ -83,7 +83,7 @@ func (c *child) next(ctx context.Context) (machine.Report, error) {
 	return r, nil
 }
 
-// boot says that the cable is in and waits until the child is ready.
+// boot signals that the cable is in and waits until the child is ready.
 func (c *child) boot(ctx context.Context) error {
 	defer c.pipe.Close()
 	_, err := c.plug.Write([]byte{1})

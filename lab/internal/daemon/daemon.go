@@ -45,8 +45,8 @@ type Daemon struct {
 	machines map[string]*running
 }
 
-// Run is the daemon: it returns when it was told to shut down or ctx ends, after it has
-// ended its machines and removed their cgroups.
+// Run is the daemon: it returns after a shutdown request or when ctx ends, after it has ended its machines and
+// removed their cgroups.
 func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	cfg, err := loadConfig(dir)
 	if err != nil {
@@ -90,7 +90,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 		{"mirror", "tcp", lan.FilesHost + ":80", files.Handler()},
 		{"control", "unix", SocketPath(dir), d.handler(ctx)},
 	} {
-		if s.network == "unix" { // by now all else is up: the socket says that the lab answers
+		if s.network == "unix" { // by now everything else runs: the socket shows that the lab answers
 			if err := d.prepare(ctx); err != nil {
 				return err
 			}
@@ -114,7 +114,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	return nil
 }
 
-// prepare fills the registry and sets up the owner's seat.
+// prepare fills the registry and sets up the owner's workstation.
 func (d *Daemon) prepare(ctx context.Context) error {
 	for _, l := range d.cfg.Layouts {
 		if err := oci.Push(ctx, l, lan.Registry); err != nil {
@@ -233,7 +233,7 @@ func (d *Daemon) handler(life context.Context) http.Handler {
 		return nil, oci.Push(ctx, layout, lan.Registry)
 	})
 	handle("POST /shutdown", func(context.Context, *http.Request) (any, error) {
-		// The answer leaves before the listener closes: the caller waits for this process, not for us.
+		// The answer is sent before the listener closes: the caller waits for the end of this process.
 		time.AfterFunc(50*time.Millisecond, d.stop)
 		return nil, nil
 	})

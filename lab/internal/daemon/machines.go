@@ -47,7 +47,7 @@ func (d *Daemon) add(ctx context.Context, r NodeRequest) (Machine, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err != nil {
-		delete(d.machines, r.Name) // its folder stays, with the logs that say why
+		delete(d.machines, r.Name) // its folder stays, with the logs of the failure
 		return Machine{}, fmt.Errorf("machine %s: %w", r.Name, err)
 	}
 	d.machines[r.Name] = m
@@ -193,7 +193,7 @@ func (d *Daemon) remove(ctx context.Context, name string) error {
 	return os.RemoveAll(MachineDir(d.cfg.Dir, name))
 }
 
-// reboot takes the power away and boots again from the same disk.
+// reboot cuts the power and boots again from the same disk.
 func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
 	if d.virtualOf(name) != nil {
 		return d.rebootVM(ctx, name, BootRequest{})
@@ -217,7 +217,7 @@ func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
 	return again.Machine, nil
 }
 
-// kill takes the power away: without notice, and until a reboot for good. The machine stays known.
+// kill cuts the power: without notice, and permanently until a reboot. The machine stays known.
 func (d *Daemon) kill(ctx context.Context, name string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTimeout)
 	defer cancel()
@@ -270,8 +270,7 @@ func (m *running) end(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// attackersPrograms makes a layer with every Kubernetes program, for a machine that has
-// nothing of Muster.
+// attackersPrograms makes a layer with every Kubernetes program, for a machine without Muster.
 func attackersPrograms(cfg Config, layer string) error {
 	bin := filepath.Join(layer, "usr", "local", "bin")
 	if err := os.MkdirAll(bin, 0o755); err != nil {

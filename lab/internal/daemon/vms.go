@@ -15,18 +15,18 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/vtpm"
 )
 
-// MaxVMs is how many virtual machines of a lab may have power at a time: each one translates two
-// processors into the host's, and with more of them all deadlines are wrong.
+// MaxVMs is how many virtual machines of a lab may be powered at a time: each one emulates two processors, and with
+// more of them all deadlines are wrong.
 const MaxVMs = 2
 
 // errPowerCut ends a boot whose machine loses its power meanwhile.
 var errPowerCut = errors.New("its power was cut while it booted")
 
-// A virtual is a virtual machine, with power or without. It stays known, with its folder, until it is removed.
+// A virtual is a virtual machine, powered or not. It stays known, with its folder, until it is removed.
 type virtual struct {
 	dir  string
 	tap  string        // its name on the lan
-	turn chan struct{} // holds one element while an operation has its turn
+	slot chan struct{} // holds one element while an operation runs
 
 	mu      sync.Mutex
 	request VMRequest
@@ -35,7 +35,7 @@ type virtual struct {
 }
 
 func newVirtual(dir string, r VMRequest) *virtual {
-	return &virtual{dir: dir, tap: r.Name, turn: make(chan struct{}, 1), request: r}
+	return &virtual{dir: dir, tap: r.Name, slot: make(chan struct{}, 1), request: r}
 }
 
 // powered reports whether it counts towards [MaxVMs].
@@ -45,7 +45,7 @@ func (v *virtual) powered() bool {
 	return v.abort != nil || v.vm != nil && v.vm.Alive()
 }
 
-// info completes what is told of the machine.
+// info completes the description of the machine.
 func (v *virtual) info(m Machine) Machine {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -65,11 +65,11 @@ func (v *virtual) end(ctx context.Context) error {
 	}
 	v.mu.Unlock()
 	select {
-	case v.turn <- struct{}{}:
+	case v.slot <- struct{}{}:
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	defer func() { <-v.turn }()
+	defer func() { <-v.slot }()
 	v.mu.Lock()
 	m := v.vm
 	v.mu.Unlock()
@@ -89,8 +89,8 @@ func (d *Daemon) virtualOf(name string) *virtual {
 	return nil
 }
 
-// addVM makes a virtual machine and gives it power. One that fails to boot stays, to be looked at and
-// tried again.
+// addVM makes a virtual machine and powers it on. One that fails to boot stays, so that it can be examined and
+// started again.
 func (d *Daemon) addVM(ctx context.Context, r VMRequest) (Machine, error) {
 	if err := r.check(); err != nil {
 		return Machine{}, err
@@ -108,7 +108,7 @@ func (d *Daemon) addVM(ctx context.Context, r VMRequest) (Machine, error) {
 	return d.powerOn(ctx, m)
 }
 
-// rebootVM cuts a virtual machine's power and gives it power again, with another image if b names one.
+// rebootVM cuts a virtual machine's power and powers it on again, with another image if b names one.
 func (d *Daemon) rebootVM(ctx context.Context, name string, b BootRequest) (Machine, error) {
 	d.mu.Lock()
 	m := d.machines[name]
@@ -138,12 +138,12 @@ func (d *Daemon) rebootVM(ctx context.Context, name string, b BootRequest) (Mach
 	return d.powerOn(ctx, m)
 }
 
-// powerOn boots a virtual machine that has no power, if there is power left for it.
+// powerOn boots a virtual machine that is off, unless [MaxVMs] are powered.
 func (d *Daemon) powerOn(ctx context.Context, m *running) (Machine, error) {
 	v := m.virtual
 	select {
-	case v.turn <- struct{}{}:
-		defer func() { <-v.turn }()
+	case v.slot <- struct{}{}:
+		defer func() { <-v.slot }()
 	case <-ctx.Done():
 		return Machine{}, ctx.Err()
 	}

@@ -25,7 +25,7 @@ func TestWhatAVirtualMachineMustHave(t *testing.T) {
 	}
 }
 
-// booting is a lab with virtual machines that boot, of which each abort is told.
+// booting is a lab with virtual machines that boot, each abort of which is reported.
 func booting(names ...string) (*Daemon, chan string) {
 	d, aborted := &Daemon{machines: map[string]*running{}}, make(chan string, len(names))
 	for _, n := range names {
@@ -63,17 +63,17 @@ func TestAThirdVirtualMachineStaysOffUntilOneOfTheOthersIs(t *testing.T) {
 func TestAPowerCutEndsABoot(t *testing.T) {
 	d, aborted := booting("node7")
 	v := d.machines["node7"].virtual
-	v.turn <- struct{}{} // as a boot does
+	v.slot <- struct{}{} // as a boot does
 	ended := make(chan error)
 	go func() { ended <- d.kill(t.Context(), "node7") }()
 	if name := <-aborted; name != "node7" {
 		t.Errorf("%s lost its power", name)
 	}
-	<-v.turn
+	<-v.slot
 	if err := <-ended; err != nil {
 		t.Error(err)
 	}
-	v.turn <- struct{}{} // a boot that doesn't end
+	v.slot <- struct{}{} // a boot that doesn't end
 	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	if err := v.end(short); !errors.Is(err, context.DeadlineExceeded) {

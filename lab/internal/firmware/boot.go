@@ -22,9 +22,8 @@ func errPCR(f File) error {
 	return fmt.Errorf("the manifest wants %s in PCR %d; files go to %d, %d or %d", f.Path, f.PCR, PCRBoot, PCRLoaded, PCRConfig)
 }
 
-// Hash looks at the files below root that a manifest lists, and returns them as they are
-// there: the manifest's own hashes play no part. A file that is missing is not measured,
-// and so missing in the PCR's value too.
+// Hash hashes the files below root that a manifest lists, as they are there: it does not use the manifest's own
+// hashes. A missing file is not measured, and so missing in the PCR's value too.
 func Hash(root string, listed []File) ([]File, error) {
 	var found []File
 	for _, f := range listed {

@@ -1,11 +1,10 @@
-// Package firmware does for a machine of the lab what measured-boot firmware does for a
-// real one: before anything starts, it hashes what the machine boots, extends the hashes
-// into the machine's TPM, and leaves an event log that explains the PCRs.
+// Package firmware replaces measured-boot firmware for a machine of the lab: before anything starts, it hashes the
+// files that the machine boots, extends the hashes into the machine's TPM, and writes an event log that explains the
+// PCRs.
 //
-// One function, [Events], says which event follows from which file. The firmware feeds it
-// the hashes of the files that are there; [Expected] feeds it the hashes that the image
-// was built with. So what a policy expects is known before any machine has started, and a
-// changed file shows, whatever the image claims.
+// One function, [Events], determines the event for each file. The firmware calls it with the hashes of the present
+// files; [Expected] calls it with the hashes of the image's build. So the values for a policy are known before any
+// machine has started, and a changed file is detected, whatever the image claims.
 package firmware
 
 import (
@@ -102,7 +101,7 @@ func ofData(pcr int, kind uint32, data []byte) Event {
 	return Event{PCR: pcr, Type: kind, Digest: sha256.Sum256(data), Data: data}
 }
 
-// Measurements are the values that a policy is made of.
+// Measurements are the values for a policy.
 type Measurements struct {
 	Version int               `json:"version"` // 1
 	Bank    string            `json:"bank"`    // "sha256"
@@ -117,7 +116,7 @@ type Class struct {
 	PCRs    map[string]string `json:"pcrs"`
 }
 
-// ExpectedClass computes the PCRs that the lab's firmware leads to, whatever it boots.
+// ExpectedClass computes the PCRs that the lab's firmware results in, independent of what it boots.
 func ExpectedClass() (Class, error) {
 	events, err := Events(nil)
 	if err != nil {

@@ -39,9 +39,8 @@ func DetectCgroups() (Cgroups, error) {
 	return parseCgroups(string(own), string(mounts))
 }
 
-// parseCgroups reads /proc/PID/cgroup and /proc/PID/mountinfo. Only hierarchies that
-// are mounted with their root count: a controller that somebody has taken away on
-// purpose stays away.
+// parseCgroups reads /proc/PID/cgroup and /proc/PID/mountinfo. Only hierarchies that are mounted with their root
+// count: a controller that the host does not give is not used.
 func parseCgroups(own, mountinfo string) (Cgroups, error) {
 	var c Cgroups
 	var unified string
@@ -120,7 +119,7 @@ func (c Cgroups) Create(path string) error {
 	return nil
 }
 
-// inherit fills in what version 1 doesn't hand down: an empty cpuset takes no process.
+// inherit sets what version 1 does not inherit: an empty cpuset takes no process.
 func inherit(h Hierarchy, at string) error {
 	if slices.Contains(strings.Split(h.Name, ","), "cpuset") {
 		for _, f := range []string{"cpuset.cpus", "cpuset.mems"} {
@@ -145,7 +144,7 @@ func enableControllers(at string) {
 		return
 	}
 	for name := range strings.FieldsSeq(string(have)) {
-		// One by one: a controller that can't be handed on must not hold up the others.
+		// One by one: a controller that cannot be delegated must not block the others.
 		_ = os.WriteFile(filepath.Join(at, "cgroup.subtree_control"), []byte("+"+name), 0o644)
 	}
 }

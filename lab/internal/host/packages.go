@@ -1,9 +1,8 @@
-// Package host knows the Linux machine that the lab runs on: its Debian packages,
-// its cgroup hierarchies, and processes by an identity that a reused pid can't take.
+// Package host handles the Linux machine that the lab runs on: its Debian packages, its cgroup hierarchies, and
+// processes by an identity that a reused pid does not have.
 //
-// The lab is a guest there. It adds cgroup sub-directories and processes, remembers
-// each one, and takes exactly those away again; it never mounts, unmounts or
-// reconfigures anything that it did not make.
+// The lab adds cgroup sub-directories and processes there, records each one, and removes exactly those again; it
+// never mounts, unmounts or reconfigures anything that it did not make.
 package host
 
 import (
@@ -31,7 +30,7 @@ var Packages = []string{
 	"prometheus", // tests of alerts and dashboards
 }
 
-// ErrNotRoot says that the caller may not make namespaces.
+// ErrNotRoot is returned if the caller may not make namespaces.
 var ErrNotRoot = errors.New("the lab makes namespaces, mounts and cgroups: run it as root")
 
 // EnsurePackages installs what is missing of [Packages], and of more, with apt-get; progress goes to log.
@@ -62,11 +61,12 @@ func EnsurePackages(ctx context.Context, log io.Writer, more ...string) error {
 	return nil
 }
 
-// policyFile is what Debian's maintainer scripts ask before they start a daemon (Debian policy, invoke-rc.d(8)).
+// policyFile is the file that Debian's maintainer scripts check before they start a daemon (Debian policy,
+// invoke-rc.d(8)).
 const policyFile = "/usr/sbin/policy-rc.d"
 
-// startNothing keeps packages that bring a daemon from starting it here, where tests start their own. A
-// policy that the machine has stays as it is. What is returned takes ours away again.
+// startNothing prevents packages with a daemon from starting it here, where tests start their own. An existing policy
+// of the machine stays unchanged. The returned function removes the policy again.
 func startNothing() (undo func(), err error) {
 	f, err := os.OpenFile(policyFile, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
 	if errors.Is(err, fs.ErrExist) {

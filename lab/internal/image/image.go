@@ -1,10 +1,9 @@
-// Package image builds what the lab's machines boot: a folder of files that lies over the
-// host's /usr, /opt and /etc, and a manifest that says what firmware measures of it.
+// Package image builds the image of the lab's machines: a folder of files that is mounted over the host's /usr, /opt
+// and /etc, and a manifest of the files that firmware measures.
 //
-// The manifest is made from the files that went in, before any machine exists, and is the
-// only source of the expected measurements. Machines get the folder as a read-only layer.
-// The rest of /usr is the host's and not measured: a real image is verified as a whole
-// (dm-verity), which namespaces can't do.
+// The manifest is made from the image's files, before any machine exists, and is the only source of the expected
+// measurements. Machines get the folder as a read-only layer. The rest of /usr is the host's and not measured: a real
+// image is verified as a whole (dm-verity), which is not possible with namespaces.
 package image
 
 import (
@@ -42,20 +41,20 @@ const (
 	TPMSocket    = "/run/muster/tpm.sock"
 )
 
-// Name is what the manifest and measurements.json call the lab's image.
+// Name is the name of the lab's image in the manifest and measurements.json.
 const Name = "muster-lab"
 
-// A Spec says what goes into an image.
+// A Spec describes an image.
 type Spec struct {
 	Lab          string     // this program's executable
-	Bootstrapper string     // executable; empty for an image that nothing of Muster is in
+	Bootstrapper string     // executable; empty for an image without Muster
 	Kube         kube.Build // containerd and the Kubernetes programs
-	Preinstalled []string   // of [kube.Programs]: what the image has in /usr/local/bin besides containerd
-	EKRoots      []byte     // PEM: the CAs that vouch for TPMs, for image.yaml
+	Preinstalled []string   // of [kube.Programs]: those in the image's /usr/local/bin besides containerd
+	EKRoots      []byte     // PEM: the CAs of TPMs, for image.yaml
 	OwnerKey     string     // base64 Ed25519 public key for image.yaml; may be empty
 	Mirror       string     // host:port of the registry mirror
 	Validity     string     // certificateValidityPeriod of kubeadm's certificates, as "8m"; empty: a year
-	Audit        bool       // API servers write down every request, at [AuditLog]
+	Audit        bool       // API servers log every request, at [AuditLog]
 }
 
 // A Manifest lists an image's measured files.
@@ -149,7 +148,7 @@ func (b *builder) all(s Spec) {
 	b.imageYAML(s, vars)
 }
 
-// imageYAML writes the image-wide configuration: the lab's, and what this lab alone knows.
+// imageYAML writes the image-wide configuration with the settings of this lab.
 func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 	tmpl, err := files.ReadFile("files/image.yaml")
 	b.fail(err)
@@ -214,8 +213,7 @@ func (b *builder) link(layer string, build kube.Build, program, to string) {
 	b.manifest.Files = append(b.manifest.Files, firmware.File{Path: to, PCR: firmware.PCRLoaded, SHA256: build.Sums[program], Size: fi.Size()})
 }
 
-// copy copies a program. Never a hard link: somebody may build over the original while
-// machines run from this image.
+// copy copies a program. Never a hard link: a build may overwrite the original while machines run from this image.
 func (b *builder) copy(layer, from, to string, pcr int) {
 	f, err := os.Open(from)
 	if err != nil {

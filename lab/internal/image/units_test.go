@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// The lab's units are small, since hardening needs a real systemd; what they start, and when it
-// is started again, is what the shipped ones say.
+// The lab's units are small, since hardening needs a real systemd; their commands and restart rules are those of the
+// shipped ones.
 func TestTheLabStartsWhatTheShippedUnitsStart(t *testing.T) {
 	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service"} {
 		shipped, err := os.ReadFile(filepath.Join("..", "..", "..", "deploy", "systemd", name))

@@ -1,9 +1,8 @@
-// Package intruder tries to become a node without evidence. It holds everything of another
-// node's ticket but the private keys, which never leave their machine, and tries them by
-// raw requests against the API server and the joinservice.
+// Package intruder tries to become a node without evidence. It has everything of another node's ticket but the
+// private keys, which never leave their machine, and uses it in raw requests to the API server and the joinservice.
 //
-// It is an attacker's program against the real thing, so it goes round the checks that a
-// client's library would make for it.
+// It is an attacker's program against the real services, so it bypasses the checks that a client's library would
+// make.
 package intruder
 
 import (
@@ -46,22 +45,22 @@ type Config struct {
 	Certificate string // file: a node's client certificate (PEM), without its key
 	Serving     string // file: its serving certificate (PEM), without its key
 	Ticket      string // its ticket's ID, hexadecimal
-	EKRoots     string // file: roots that vouch for TPMs (PEM), which are no secret
+	EKRoots     string // roots of TPMs (PEM), which are no secret
 	Victim      string // the node whose ticket it is
-	Token       string // a bootstrap token; empty: tries without
+	Token       string // a bootstrap token; empty: attempts without
 }
 
-// An Attempt is one try and what came of it.
+// An Attempt is one attempt and its result.
 type Attempt struct {
 	What string `json:"what"`
-	// In says that it worked, which it never may.
+	// In reports that it succeeded, which must never happen.
 	In bool `json:"in"`
 	// Reason is the reason code or HTTP status.
 	Reason string `json:"reason"`
 	Answer string `json:"answer"`
 }
 
-// Run makes all attempts. An error says that one could not be made at all.
+// Run makes all attempts. An error means that one could not be made at all.
 func Run(ctx context.Context, c Config) ([]Attempt, error) {
 	ca, err := os.ReadFile(c.CA)
 	if err != nil {
@@ -101,7 +100,7 @@ func Run(ctx context.Context, c Config) ([]Attempt, error) {
 		{"a certificate for " + c.Victim + " that I signed myself", forged},
 	} {
 		client := apiClient(pool, who.cert)
-		for _, t := range tries(c.Server, c.Victim, key) {
+		for _, t := range requests(c.Server, c.Victim, key) {
 			out = append(out, t.do(ctx, client, who.name, ""))
 		}
 		client.CloseIdleConnections()
@@ -110,7 +109,7 @@ func Run(ctx context.Context, c Config) ([]Attempt, error) {
 	return append(out, js...), err
 }
 
-// stolen joins somebody's certificate with a key that does not belong to it.
+// stolen combines another machine's certificate with a key that does not belong to it.
 func stolen(path string, key *ecdsa.PrivateKey) (*tls.Certificate, error) {
 	list, err := certificates(path)
 	if err != nil {
@@ -131,7 +130,7 @@ func withToken(ctx context.Context, c Config, pool *x509.CertPool) ([]Attempt, e
 	client := apiClient(pool, nil)
 	defer client.CloseIdleConnections()
 	var out []Attempt
-	for _, t := range tries(c.Server, c.Victim, key) {
+	for _, t := range requests(c.Server, c.Victim, key) {
 		if t.public {
 			continue // kubeadm's bindings show those two to its tokens; they hold no secret
 		}
@@ -143,7 +142,7 @@ func withToken(ctx context.Context, c Config, pool *x509.CertPool) ([]Attempt, e
 func apiClient(pool *x509.CertPool, cert *tls.Certificate) *http.Client {
 	conf := &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS13}
 	if cert != nil {
-		// Not tls.X509KeyPair, which would see that key and certificate don't fit.
+		// Not tls.X509KeyPair, which would detect that key and certificate do not match.
 		conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return cert, nil }
 	}
 	return &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{TLSClientConfig: conf}}
@@ -165,20 +164,20 @@ func nodeSubject(node string) pkix.Name {
 	return pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}}
 }
 
-type try struct {
+type request struct {
 	what, method, url string
 	body              func() ([]byte, error)
 	public            bool // readable with kubeadm's default bindings
 }
 
-func tries(server, victim string, key *ecdsa.PrivateKey) []try {
+func requests(server, victim string, key *ecdsa.PrivateKey) []request {
 	base := "https://" + server
 	csr := func(node, signer, usage string) func() ([]byte, error) {
 		return func() ([]byte, error) { return csrObject(node, signer, usage, key) }
 	}
 	const csrs = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 	const client, serving = "kubernetes.io/kube-apiserver-client-kubelet", "kubernetes.io/kubelet-serving"
-	return []try{
+	return []request{
 		{what: "ask for a certificate of " + victim, method: http.MethodPost, url: base + csrs, body: csr(victim, client, "client auth")},
 		{what: "ask for a certificate of a node of my own", method: http.MethodPost, url: base + csrs, body: csr("intruder", client, "client auth")},
 		{what: "ask for a serving certificate of " + victim, method: http.MethodPost, url: base + csrs, body: csr(victim, serving, "server auth")},
@@ -204,7 +203,7 @@ func csrObject(node, signer, usage string, key *ecdsa.PrivateKey) ([]byte, error
 	})
 }
 
-func (t try) do(ctx context.Context, c *http.Client, who, token string) Attempt {
+func (t request) do(ctx context.Context, c *http.Client, who, token string) Attempt {
 	a := Attempt{What: who + ": " + t.what}
 	var body io.Reader
 	if t.body != nil {
@@ -226,7 +225,7 @@ func (t try) do(ctx context.Context, c *http.Client, who, token string) Attempt 
 	}
 	resp, err := c.Do(req)
 	if err != nil {
-		// The server's alert says that it did refuse; anything else is no answer.
+		// The server's alert proves that it refused; anything else is no answer.
 		a.Reason, a.Answer = "NO_ANSWER", err.Error()
 		if op, ok := errors.AsType[*net.OpError](err); ok && op.Op == "remote error" {
 			a.Reason = "TLS"
@@ -276,7 +275,7 @@ func joinservice(ctx context.Context, c Config) ([]Attempt, error) {
 	if err != nil {
 		return out, err
 	}
-	t, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: v, Appraiser: anybody{}, PeerPurpose: attest.PurposeJoinservice})
+	t, err := atls.NewTransport(atls.ClientConfig{Attester: atls.NoAttester, Verifier: v, Appraiser: anyServer{}, PeerPurpose: attest.PurposeJoinservice})
 	if err != nil {
 		return out, err
 	}
@@ -306,9 +305,9 @@ func certificates(path string) ([]*x509.Certificate, error) {
 	}
 }
 
-// anybody trusts every server: an intruder has nothing to lose.
-type anybody struct{}
+// anyServer accepts every server: an intruder has no secret to protect.
+type anyServer struct{}
 
-func (anybody) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
+func (anyServer) Appraise(context.Context, attest.Claims) (attest.Appraisal, error) {
 	return attest.Appraisal{}, nil
 }

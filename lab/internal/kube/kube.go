@@ -1,10 +1,9 @@
-// Package kube builds the Kubernetes programs that the lab runs, from the Go modules
-// that tools/kube pins, once for each content of that pin.
+// Package kube builds the Kubernetes programs that the lab runs, from the Go modules that tools/kube pins, once for
+// each content of that pin.
 //
-// A build is named by what goes into it (go.mod, go.sum, the Go version, the linker
-// flags), so a warm call costs the hashing of 700 MB, two seconds, and two checkouts share a cache
-// without ever sharing a wrong binary. The cache is not trusted: tools/kube/sha256sums.json says what
-// each program must be, and each is hashed whenever it is asked for.
+// A build is named by its inputs (go.mod, go.sum, the Go version, the linker flags), so a call with a warm cache only
+// hashes 700 MB, in two seconds, and two checkouts share a cache without ever sharing a wrong binary. The cache is
+// not trusted: tools/kube/sha256sums.json has the hash of each program, which is checked at each call.
 package kube
 
 import (
@@ -43,7 +42,8 @@ var Programs = []string{
 
 const sumsFile = "sha256sums.json"
 
-// Pin is sha256sums.json: which programs a build must lead to. A program that Go builds depends on its modules, flags and compiler alone.
+// Pin is sha256sums.json: the programs that a build must result in. A program that Go builds depends only on its
+// modules, flags and compiler.
 type Pin struct {
 	ID   string            `json:"id"` // of the build
 	Go   string            `json:"go"` // as runtime.Version prints it
@@ -53,17 +53,16 @@ type Pin struct {
 // A Build is a directory of programs.
 type Build struct {
 	Dir  string            // holds a file for each of [Programs]
-	ID   string            // 32 hex digits over all that went into it
+	ID   string            // 32 hex digits over all inputs
 	Sums map[string]string // program → SHA-256, lower-case hex
 
 	pinned bool // Sums are those of the pin
 }
 
-// Pin returns what sha256sums.json should say of the build.
+// Pin returns the content for sha256sums.json.
 func (b Build) Pin() Pin { return Pin{b.ID, runtime.Version(), b.Sums} }
 
-// CacheDir is where the lab keeps what it can make again: $XDG_CACHE_HOME/muster, or
-// ~/.cache/muster.
+// CacheDir is the lab's cache folder: $XDG_CACHE_HOME/muster, or ~/.cache/muster.
 func CacheDir() (string, error) {
 	d, err := os.UserCacheDir()
 	if err != nil {
@@ -117,8 +116,9 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
 }
 
-// Rebuild returns a build that was made now, whatever the cache has or somebody puts there meanwhile: what is to be pinned comes from the module's sources, which
-// Go compares with go.sum (S1). Its Sums are those of the programs as the compiler wrote them, and not of what is in Dir.
+// Rebuild returns a build that was made now, whatever the cache has or another process puts there meanwhile: programs
+// to be pinned come from the module's sources, which Go compares with go.sum (S1). Its Sums are those of the
+// compiler's output, and not of the files in Dir.
 func Rebuild(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
 	return rebuild(ctx, source, cache, compile, log)
 }
@@ -143,11 +143,11 @@ func rebuild(ctx context.Context, source, cache string, with compiler, log io.Wr
 	return b, Prune(filepath.Dir(b.Dir))
 }
 
-// Pinned says whether the programs are those that sha256sums.json names.
+// Pinned reports whether the programs are those that sha256sums.json names.
 func (b Build) Pinned() bool { return b.pinned }
 
-// expected returns the build of a module, with the sums that the pin has for it. Another compiler leads to other programs: then only the
-// list that the cache has beside them is left to compare with, which shows damage, but no attack.
+// expected returns the build of a module, with the sums that the pin has for it. Another compiler results in other
+// programs: then they are only compared with the list in the cache, which detects damage, but no attack.
 func expected(module, cache string) (Build, error) {
 	id, err := identify(module, runtime.Version())
 	if err != nil {
@@ -185,8 +185,9 @@ func identify(module, goVersion string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)[:16]), nil
 }
 
-// make puts new programs into the cache, in place of what is there, and returns what they are. They are built and hashed in a folder that nobody else can write to
-// (S1): a build takes minutes, and the cache may be others' too. What was copied is compared when it is used, by [Build.load].
+// make puts new programs into the cache, in place of existing ones, and returns their sums. They are built and hashed
+// in a private folder (S1): a build takes minutes, and other users may write to the cache. The copies are compared
+// when they are used, by [Build.load].
 func (b Build) make(ctx context.Context, module string, with compiler, log io.Writer) (map[string]string, error) {
 	private, err := os.MkdirTemp("", "muster-kube-") // 0700
 	if err != nil {
@@ -211,13 +212,13 @@ func (b Build) make(ctx context.Context, module string, with compiler, log io.Wr
 	return sums, nil
 }
 
-// fill puts a copy of programs into the cache, with the list of what they are.
+// fill puts a copy of programs into the cache, with the list of their sums.
 func (b Build) fill(from string, sums map[string]string) error {
 	fresh, err := os.MkdirTemp(filepath.Dir(b.Dir), "building-")
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(fresh) // finds nothing once it has its name
+	defer os.RemoveAll(fresh) // finds nothing after the rename
 	for _, p := range Programs {
 		if err := copyProgram(filepath.Join(from, p), filepath.Join(fresh, p)); err != nil {
 			return err
@@ -326,8 +327,7 @@ func Used(entry string) error {
 	return os.Chtimes(entry, now, now)
 }
 
-// Prune removes the entries of a cache folder that nobody has used for a week. The caller
-// holds the folder's lock.
+// Prune removes the entries of a cache folder that were not used for a week. The caller holds the folder's lock.
 func Prune(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

@@ -114,7 +114,7 @@ func TestAChangedProgramOfTheCacheIsNotUsed(t *testing.T) {
 	if err := b.load(); err != nil {
 		t.Fatal(err)
 	}
-	// Who writes to the cache changes the list there, too.
+	// An attacker who writes to the cache changes the list there, too.
 	changed := maps.Clone(b.Sums)
 	changed["kubelet"] = fmt.Sprintf("%x", sha256.Sum256([]byte("Kubelet")))
 	writeList(t, b.Dir, changed)
@@ -170,7 +170,7 @@ func unbuildable(t *testing.T) (source, cache, module string) {
 	return source, cache, module
 }
 
-// S1: what is pinned is not what a cache says.
+// S1: the pin does not come from a cache.
 func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 	source, cache, module := unbuildable(t)
 	b, err := expected(module, cache)
@@ -198,7 +198,8 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 	}
 }
 
-// S1: somebody who can write to the cache while the programs are built, or copied there, does not get his own pinned.
+// S1: an attacker who can write to the cache while the programs are built, or copied there, cannot have other
+// programs pinned.
 func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	source, cache, module := unbuildable(t)
 	b, err := expected(module, cache)
@@ -265,7 +266,7 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	if left, err := filepath.Glob(filepath.Join(cache, "kube", "building-*")); err != nil || len(left) > 0 {
 		t.Errorf("left in the cache: %q, %v", left, err)
 	}
-	// The copy is good if nobody comes after it, and compared when it is used.
+	// The copy is good if it is not replaced later, and compared when it is used.
 	if again, err := rebuild(t.Context(), source, cache, with, io.Discard); err != nil || !maps.Equal(again.Sums, got.Sums) {
 		t.Fatalf("%+v, %v", again, err)
 	}
@@ -283,7 +284,7 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	if used, err := Binaries(t.Context(), source, cache, io.Discard); err == nil {
 		t.Errorf("%+v is used", used)
 	}
-	// A pin that says something else of the same build is not believed, either.
+	// A pin with another entry for the same build is not trusted, either.
 	if err := os.WriteFile(filepath.Join(module, sumsFile), fmt.Appendf(nil, `{"id": %q, "sums": {"kubelet": "ee"}}`, b.ID), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -292,7 +293,7 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	}
 }
 
-// logged is told each line of a log.
+// logged receives each line of a log.
 type logged func(line string)
 
 func (l logged) Write(b []byte) (int, error) {

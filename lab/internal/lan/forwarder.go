@@ -22,7 +22,7 @@ type Forwarder struct {
 	Healthy func(ctx context.Context, backend string) error
 	Log     *slog.Logger
 
-	turn   int
+	first  int
 	mu     sync.Mutex
 	health health
 }
@@ -67,7 +67,7 @@ func (f *Forwarder) forward(ctx context.Context, client net.Conn) {
 	wg.Wait()
 }
 
-// pump copies one direction and hands on its end.
+// pump copies one direction and forwards its end.
 func pump(to, from net.Conn) {
 	_, _ = io.Copy(to, from)
 	if t, ok := to.(*net.TCPConn); ok {
@@ -77,11 +77,11 @@ func pump(to, from net.Conn) {
 
 func (f *Forwarder) dial(ctx context.Context) (net.Conn, string, error) {
 	f.mu.Lock()
-	f.turn++
-	turn := f.turn
+	f.first++
+	first := f.first
 	f.mu.Unlock()
 	errs := []error{errors.New("no back end accepted the connection")}
-	for _, b := range f.health.order(f.Backends(), turn) {
+	for _, b := range f.health.order(f.Backends(), first) {
 		d := net.Dialer{Timeout: connectTimeout}
 		c, err := d.DialContext(ctx, "tcp", b)
 		if err == nil {

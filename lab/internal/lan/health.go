@@ -17,7 +17,7 @@ const (
 	failuresToDown = 3
 )
 
-// health is what the checks have found of each back end, and who is connected to it.
+// health is the result of the checks of each back end, with its connections.
 type health struct {
 	mu       sync.Mutex
 	up       map[string]bool
@@ -30,12 +30,12 @@ type session struct{ close func() }
 
 // order puts back ends that are up before those that are not, beginning with a different one each
 // time.
-func (h *health) order(backends []string, turn int) []string {
+func (h *health) order(backends []string, first int) []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var up, rest []string
 	for i := range backends {
-		b := backends[(turn+i)%len(backends)]
+		b := backends[(first+i)%len(backends)]
 		if h.up[b] {
 			up = append(up, b)
 		} else {
@@ -45,7 +45,7 @@ func (h *health) order(backends []string, turn int) []string {
 	return append(up, rest...)
 }
 
-// enter notes a connection to a back end, until leave is called.
+// enter records a connection to a back end, until leave is called.
 func (h *health) enter(backend string, closeBoth func()) (leave func()) {
 	s := &session{closeBoth}
 	h.mu.Lock()
@@ -64,8 +64,8 @@ func (h *health) enter(backend string, closeBoth func()) (leave func()) {
 	}
 }
 
-// found takes the result of a check, and says whether the back end went up or down by it. When it
-// goes down its connections are closed: their other ends would wait for a machine that is gone.
+// found processes the result of a check, and reports whether the back end went up or down by it. When it goes down
+// its connections are closed: their other ends would wait for a machine that is gone.
 func (h *health) found(backend string, err error) (changed, up bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -88,7 +88,7 @@ func (h *health) found(backend string, err error) (changed, up bool) {
 	return true, false
 }
 
-// check asks all back ends again and again until ctx ends.
+// check checks all back ends again and again until ctx ends.
 func (f *Forwarder) check(ctx context.Context) {
 	tick := time.NewTicker(checkInterval)
 	defer tick.Stop()
@@ -116,8 +116,8 @@ func (f *Forwarder) check(ctx context.Context) {
 	}
 }
 
-// APIServerReady asks an API server whether it is ready, as load balancers do: anybody may ask. Who
-// it is does not matter here, so its certificate is not checked.
+// APIServerReady asks an API server whether it is ready, as load balancers do: anonymous clients may ask. The
+// server's identity does not matter here, so its certificate is not checked.
 func APIServerReady(ctx context.Context, addr string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+addr+"/readyz", nil)
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// greeting accepts connections, says its name to each, and keeps it open until the other end closes.
+// greeting accepts connections, sends its name to each, and keeps it open until the other end closes.
 func greeting(t *testing.T, name string) net.Listener {
 	t.Helper()
 	l := listen(t)
@@ -39,7 +39,7 @@ func greeting(t *testing.T, name string) net.Listener {
 	return l
 }
 
-// greeted connects and gives the name of the back end.
+// greeted connects and returns the name of the back end.
 func greeted(t *testing.T, addr string) (net.Conn, string) {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", addr, 5*time.Second)

@@ -1,9 +1,9 @@
-// Package lan is the lab's network: an unnamed network namespace with one bridge, and on
-// the bridge's own address what a data centre would have there: a load balancer in front
-// of the control planes, and a mirror for files and container images.
+// Package lan is the lab's network: an unnamed network namespace with one bridge, and on the bridge's own address the
+// services of a data center: a load balancer in front of the control planes, and a mirror for files and container
+// images.
 //
-// The daemon lives in that namespace, so all of this listens for the lab's machines only;
-// nothing of it is reachable from the host or from another lab.
+// The daemon runs in that namespace, so all of this is reachable only for the lab's machines; not from the host or
+// from another lab.
 package lan
 
 import (
@@ -74,7 +74,7 @@ func Tap(ctx context.Context, name string) (device string, err error) {
 	return device, ip(ctx, "tuntap add dev "+device+" mode tap", fmt.Sprintf("link set %s master %s up", device, bridge))
 }
 
-// Untap takes away what [Tap] made, if it is there.
+// Untap removes the device of [Tap], if it exists.
 func Untap(ctx context.Context, name string) error {
 	if _, err := net.InterfaceByName("v" + name); err == nil {
 		return ip(ctx, "link delete v"+name)
@@ -82,14 +82,14 @@ func Untap(ctx context.Context, name string) error {
 	return nil
 }
 
-// HardwareAddress is a machine's for good, as a network card's is: others remember it, and would not find
-// a machine that comes back with another one.
+// HardwareAddress is a machine's permanent address, as a network card's is: other machines cache it, and would not
+// find a machine that comes back with another one.
 func HardwareAddress(name string) net.HardwareAddr {
 	sum := sha256.Sum256([]byte(name))
 	return append(net.HardwareAddr{0x02}, sum[:5]...) // locally administered (IEEE 802)
 }
 
-// Configure gives eth0 of the caller's network namespace its address and route.
+// Configure sets the address and the route of eth0 in the caller's network namespace.
 func Configure(ctx context.Context, address string) error {
 	return ip(ctx,
 		"link set lo up",

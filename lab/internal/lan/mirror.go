@@ -12,8 +12,8 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 )
 
-// NewRegistry returns an OCI registry. Blobs of the image layouts are served from where
-// they are; what somebody pushes besides goes below dir.
+// NewRegistry returns an OCI registry. Blobs of the image layouts are served from their paths; pushed images are
+// stored below dir.
 func NewRegistry(dir string, layouts []string) (http.Handler, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
@@ -25,7 +25,7 @@ func NewRegistry(dir string, layouts []string) (http.Handler, error) {
 	return registry.New(registry.WithBlobHandler(b), registry.Logger(log.New(io.Discard, "", 0))), nil
 }
 
-// diskBlobs is what go-containerregistry's handler for a folder can do.
+// diskBlobs are the operations of go-containerregistry's handler for a folder.
 type diskBlobs interface {
 	registry.BlobHandler
 	registry.BlobPutHandler

@@ -45,9 +45,8 @@ func Enter(specPath string) error {
 	return cmd.Wait()
 }
 
-// makeRoom moves this process out of the machine's top cgroup where that is of version 2: a
-// group with processes of its own can't hand controllers on. PID 1 moves too, before it
-// goes on ([leaveTopCgroup]).
+// makeRoom moves this process out of the machine's top cgroup where that is of version 2: a group with processes of
+// its own cannot delegate controllers. PID 1 moves too, before it goes on ([leaveTopCgroup]).
 func makeRoom(s Spec) error {
 	if !s.Cgroups.Unified {
 		return nil

@@ -113,7 +113,7 @@ func connect(ctx context.Context, address string) error {
 	return lan.Configure(ctx, address)
 }
 
-// measure hashes what this machine really has and puts it into its TPM.
+// measure hashes the machine's present files and extends the hashes into its TPM.
 func measure(m image.Manifest) error {
 	files, err := firmware.Hash("/", m.Files)
 	if err != nil {

@@ -20,9 +20,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// A supervised program of these tests: it says that it is ready as sd_notify(3) does.
+	// A supervised program of these tests: it reports that it is ready as sd_notify(3) does.
 	if os.Getenv("NOTIFY_SOCKET") != "" && len(os.Args) > 1 && os.Args[1] == "ready" {
-		os.Exit(sayReady())
+		os.Exit(notifyReady())
 	}
 	goleak.VerifyTestMain(m)
 }

@@ -8,8 +8,8 @@ import (
 	"syscall"
 )
 
-// sayReady is the main function of a service with Type=notify.
-func sayReady() int {
+// notifyReady is the main function of a service with Type=notify.
+func notifyReady() int {
 	c, err := net.Dial("unixgram", os.Getenv("NOTIFY_SOCKET"))
 	if err == nil {
 		_, err = c.Write([]byte("STATUS=here\nREADY=1\n"))

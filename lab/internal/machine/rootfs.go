@@ -81,8 +81,8 @@ func (r *rootfs) bindFile(source, at string) {
 	r.mount(source, at, "", unix.MS_BIND, "")
 }
 
-// console gives the machine a console of its own, a file, if the host has one: what a machine tells whoever stands
-// before it is not for the host's.
+// console gives the machine a console of its own, a file, if the host has one: a machine's output must not appear on
+// the host's.
 func (r *rootfs) console(file string) {
 	if _, err := os.Stat(r.path("dev/console")); err != nil {
 		return
@@ -100,7 +100,7 @@ func (r *rootfs) console(file string) {
 // makeRoot builds the machine's root file system and moves into it.
 func makeRoot(s Spec) error {
 	r := rootfs{root: filepath.Join(s.Dir, "root")}
-	// Nothing that is mounted here may reach the host.
+	// No mount made here may reach the host.
 	r.do("make mounts private", func() error { return unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "") })
 	r.mkdir("/")
 	r.mount("tmpfs", "/", "tmpfs", 0, "mode=755")
@@ -201,7 +201,7 @@ func (r *rootfs) etc(s Spec) {
 		}
 	}
 	copyInto(keep...)
-	for _, l := range slices.Backward(s.Layers) { // the topmost layer has the last word
+	for _, l := range slices.Backward(s.Layers) { // the topmost layer wins
 		if d := filepath.Join(l, "etc"); isDir(d) {
 			copyInto(d + "/.")
 		}
@@ -209,7 +209,7 @@ func (r *rootfs) etc(s Spec) {
 	r.mkdir("etc/cni/net.d", "etc/muster")
 	r.write("etc/hostname", s.Name+"\n")
 	r.write("etc/hosts", "127.0.0.1 localhost\n"+s.Address+" "+s.Name+"\n")
-	r.write("etc/resolv.conf", "nameserver "+lan.Gateway+"\n") // nobody listens there: names outside the cluster fail at once
+	r.write("etc/resolv.conf", "nameserver "+lan.Gateway+"\n") // nothing listens there: names outside the cluster fail at once
 	id := make([]byte, 16)
 	_, err = rand.Read(id)
 	r.do("machine ID", func() error { return err })
@@ -245,7 +245,7 @@ func (r *rootfs) cgroups(c host.Cgroups) {
 	}
 }
 
-// sysctls diverts what the kubelet writes for the whole kernel into files of the machine's
+// sysctls redirects the kubelet's kernel-wide settings to files of the machine's
 // own: the host's settings stay as they are.
 func (r *rootfs) sysctls() {
 	for name, value := range map[string]string{"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"} {

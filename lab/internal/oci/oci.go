@@ -299,7 +299,7 @@ func target(ref, host string) (name.Reference, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Docker's default name space isn't part of a path that somebody wrote.
+	// Docker's default name space is not part of the path in a reference.
 	repo := host + "/" + strings.TrimPrefix(from.Context().RepositoryStr(), "library/")
 	if _, ok := from.(name.Digest); ok {
 		return name.NewDigest(repo+"@"+from.Identifier(), name.Insecure)
@@ -324,7 +324,7 @@ func open(dir string) ([]v1.Descriptor, v1.ImageIndex, error) {
 	return m.Manifests, l, nil
 }
 
-// refOf gives an image's full name: containerd's annotation, which others may shorten to the
+// refOf returns an image's full name: containerd's annotation, which others may shorten to the
 // tag in RefAnnotation.
 func refOf(d v1.Descriptor) string {
 	if full := d.Annotations["io.containerd.image.name"]; full != "" {

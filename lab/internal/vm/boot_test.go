@@ -103,7 +103,7 @@ type chip struct {
 // ekCertificate is the NV index of the RSA 2048 EK's certificate (TCG EK Credential Profile, section 2.2.1.4).
 const ekCertificate = tpm2.TPMHandle(0x01c00002)
 
-// look gives a TPM power for as long as it takes to ask it, on a thread of its own.
+// look powers a TPM for as long as it takes to ask it, on a thread of its own.
 func look(t *testing.T, at vtpm.TPM) chip {
 	t.Helper()
 	runtime.LockOSThread() // the TPM's process ends with the thread that starts it

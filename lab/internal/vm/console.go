@@ -14,13 +14,13 @@ import (
 	"time"
 )
 
-// errPowerOff says that a machine lost its power while somebody waited for its console.
+// errPowerOff is returned if a machine lost its power during a wait for its console.
 var errPowerOff = errors.New("the machine has gone off")
 
-// escapes are what terminals obey and people don't read: control sequences (ECMA-48, section 5.4) and carriage returns.
+// escapes are control sequences of terminals (ECMA-48, section 5.4) and carriage returns.
 var escapes = regexp.MustCompile("\x1b\\[[0-?]*[ -/]*[@-~]|\r|\x00")
 
-// Clean makes of a console's bytes what a person would read.
+// Clean converts a console's bytes to the text that a person would read.
 func Clean(line string) string {
 	return strings.TrimRight(escapes.ReplaceAllString(line, ""), " ")
 }
@@ -63,7 +63,8 @@ func (m *VM) Wait(ctx context.Context, match func(line string) bool) (string, er
 	return WaitLine(ctx, m.Console, m.Alive, match)
 }
 
-// WaitLine is [VM.Wait] for whoever has only the console's file, and alive to tell whether more can come.
+// WaitLine is [VM.Wait] for a caller that has only the console's file, and alive, which reports whether more can
+// come.
 func WaitLine(ctx context.Context, path string, alive func() bool, match func(line string) bool) (string, error) {
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()

@@ -14,9 +14,9 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/vtpm"
 )
 
-// Debian's OVMF: the 4 MiB build without System Management Mode, whose variables begin without Secure
-// Boot keys; and the one with it, which protects its variables, and begins with a key that everybody has, for tests
-// (ovmf's README.Debian). Which one it is, is in PCR 0 and 7, so each is a machine class of its own.
+// Debian's OVMF: the 4 MiB build without System Management Mode, whose variables begin without Secure Boot keys; and
+// the one with it, which protects its variables, and begins with a published key for tests (ovmf's README.Debian).
+// PCR 0 and 7 differ between them, so each is a machine class of its own.
 const (
 	firmwareCode = "/usr/share/OVMF/OVMF_CODE_4M.fd"
 	secureVars   = "/usr/share/OVMF/OVMF_VARS_4M.snakeoil.fd"
@@ -28,7 +28,7 @@ const (
 	NoSecureBootVariables = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 )
 
-// Whose signature a machine with [Config.SecureBoot] accepts: an encrypted private key with its passphrase, and its
+// The signer that a machine with [Config.SecureBoot] accepts: an encrypted private key with its passphrase, and its
 // certificate, PEM both.
 const (
 	SecureBootKey         = "/usr/share/ovmf/PkKek-1-snakeoil.key"
@@ -36,7 +36,7 @@ const (
 	SecureBootCertificate = "/usr/share/ovmf/PkKek-1-snakeoil.pem"
 )
 
-// firmware gives the machine's firmware, and the variables that it begins with.
+// firmware returns the machine's firmware, and the variables that it begins with.
 func firmware(c Config) (code, vars string) {
 	code, vars = firmwareCode, NoSecureBootVariables
 	if c.SecureBoot {
@@ -55,12 +55,12 @@ const (
 	variablesFile = "vars.fd"
 )
 
-// processor has all that QEMU can translate but what it translates badly: Linux computes SHA-256 by the widest
-// instructions that there are, and without AVX twice as fast (19 against 39 MB/s were measured, QEMU 7.2).
+// processor has all features that QEMU can emulate except those that it emulates badly: Linux computes SHA-256 by the
+// widest available instructions, and without AVX twice as fast (19 against 39 MB/s were measured, QEMU 7.2).
 const processor = "max,-avx,-avx2"
 
-// arguments is QEMU's command line. The devices and their order are part of what a machine is: firmware
-// puts them into its boot options, and a TPM sees those (PCR 1).
+// arguments is QEMU's command line. The devices and their order are part of the machine's identity: firmware puts
+// them into its boot options, which are measured (PCR 1).
 func arguments(c Config, console string) []string {
 	code, _ := firmware(c)
 	smm := code == SecureBootFirmware // only firmware in System Management Mode writes its variables (OVMF's README)
@@ -70,7 +70,7 @@ func arguments(c Config, console string) []string {
 	}
 	args := []string{
 		"-nodefaults", "-display", "none", "-monitor", "none",
-		"-no-reboot", // a machine that reboots by itself would do so unseen; who drives it gives it power again
+		"-no-reboot", // a machine that reboots by itself would do so unnoticed; the caller powers it on again
 		"-accel", "tcg,thread=multi", "-machine", machine, "-cpu", processor,
 		"-smp", strconv.Itoa(processors), "-m", strconv.Itoa(orDefault(c.Memory, DefaultMemory)),
 		"-chardev", "file,id=console,path=" + option(filepath.Base(console)), "-serial", "chardev:console",
@@ -120,7 +120,7 @@ func option(s string) string {
 	return string(b)
 }
 
-// qmpTimeout bounds the talk with QEMU itself, not what the machine does about it.
+// qmpTimeout limits the exchange with QEMU itself, not the machine's reaction.
 const qmpTimeout = 20 * time.Second
 
 // powerButton presses a machine's power button by QMP (QEMU Machine Protocol, QEMU's docs/interop/qmp-spec).

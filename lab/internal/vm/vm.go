@@ -1,10 +1,9 @@
-// Package vm runs virtual machines that boot as real ones do: UEFI firmware that measures, a TPM 2.0
-// of their own, a disk image that nothing writes to, and a state disk that outlives the power.
+// Package vm runs virtual machines that boot as real ones do: UEFI firmware that measures, a TPM 2.0 of their own, a
+// read-only disk image, and a state disk that survives a power cut.
 //
-// A [VM] is a folder and, while it has power, two processes: QEMU and its swtpm. Everything that a
-// machine keeps when its power is cut is in the folder, so cutting it is SIGKILL, and power on is
-// starting both again. There is no KVM: QEMU translates (TCG), which takes the same on every host and
-// makes a boot last half a minute.
+// A [VM] is a folder and, while it is powered, two processes: QEMU and its swtpm. Everything that a machine keeps
+// when its power is cut is in the folder, so cutting it is SIGKILL, and power on is starting both again. There is no
+// KVM: QEMU emulates (TCG), which takes the same on every host and makes a boot last half a minute.
 package vm
 
 import (
@@ -42,13 +41,13 @@ const (
 // a host that is busy. 16 to 26 seconds were measured for Linux, 5 for a program of the firmware's.
 const FirmwareTimeout = 2 * time.Minute
 
-// ErrFirmware says that firmware was silent, or QEMU ended, before anything had booted, twice.
+// ErrFirmware is returned if firmware was silent, or QEMU ended, before anything had booted, twice.
 var ErrFirmware = errors.New("the firmware has not started what is on the boot disk")
 
-// ErrNothingBoots says that firmware has looked at all there is to start, and started none: the console says why.
+// ErrNothingBoots is returned if firmware has looked at all there is to start, and started none: the console says why.
 var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
 
-// A Config says what a machine is made of. Dir, Image, CA, Spawn and Log are required.
+// A Config describes a machine. Dir, Image, CA, Spawn and Log are required.
 type Config struct {
 	Dir    string            // its folder
 	Image  string            // the raw disk image that it boots; it is not written to
@@ -98,7 +97,7 @@ func VariablesPath(dir string) string { return filepath.Join(dir, variablesFile)
 // tpmOf is the TPM of the machine in dir.
 func tpmOf(dir string) vtpm.TPM { return vtpm.TPM{Dir: filepath.Join(dir, "tpm")} }
 
-// Start gives a machine power, and makes first what it doesn't have yet: a TPM, firmware variables, a
+// Start powers a machine on. It first makes what the machine does not have yet: a TPM, firmware variables, a
 // state disk. It returns when something other than firmware has written to the console. Firmware that
 // hangs is given one more chance, and the log says so.
 func Start(ctx context.Context, c Config) (*VM, error) {

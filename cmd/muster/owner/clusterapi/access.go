@@ -17,9 +17,10 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// EnsureAccess makes the list of nodes that may not write to the API, and has it say what the AttestedNodes say. foreign says that the cluster's
-// certificate authority has issued certificates of nodes before Muster was there: then only nodes that are enrolled may write, and those of
-// unattested. What the list says already stays. It is called before the admission policies exist.
+// EnsureAccess creates the list of nodes that may not write to the API and brings it in line with the AttestedNodes.
+// foreign is set if the cluster's certificate authority issued node certificates before Muster was installed: then
+// only enrolled nodes and those of unattested may write. Existing entries stay. It must be called before the
+// admission policies exist.
 func (c *Client) EnsureAccess(ctx context.Context, foreign bool, first string, unattested []string) error {
 	return once(ctx, func(ctx context.Context) error {
 		data, err := nodeaccess.New(foreign).Data()
@@ -45,7 +46,7 @@ func (c *Client) EnsureAccess(ctx context.Context, foreign bool, first string, u
 	})
 }
 
-// createAccess makes the list, unless it is there.
+// createAccess creates the list if it does not exist.
 func (c *Client) createAccess(ctx context.Context, data map[string]string) error {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{
 		Namespace: Namespace, Name: nodeaccess.ConfigMap, Labels: map[string]string{"app.kubernetes.io/part-of": "muster"},
@@ -56,7 +57,7 @@ func (c *Client) createAccess(ctx context.Context, data map[string]string) error
 	return nil
 }
 
-// reconcileAccess has the list say what the AttestedNodes of these names say, and their Nodes.
+// reconcileAccess brings the list's entries of these names in line with their AttestedNodes and Nodes.
 func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {
@@ -74,7 +75,7 @@ func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
 	if now := time.Now(); now.After(latest) {
 		latest = now
 	}
-	// No revocation lapses by the clock of this computer (J4): joinservice sees to that.
+	// No revocation expires by the clock of this computer (J4): joinservice does that.
 	_, err = enrollment.Reconcile(ctx, c.client, func(name string) enrollment.Present { return there[name] }, enrollment.Clock{Latest: latest}, names...)
 	return err
 }
@@ -82,9 +83,10 @@ func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
 // former is the ConfigMap that listed the nodes that may write, in versions before v0.1.
 const former = "muster-enrolled"
 
-// MigrateAccess makes the list of nodes that may not write from the list of those that may, which earlier versions wrote: who was removed from that one stays
-// out. It is called before the services of this version run, and once more after: what those of before have removed meanwhile is taken over then, and the former
-// list is deleted. It reports whether there is one.
+// MigrateAccess creates the list of nodes that may not write from the list of nodes that may, which earlier versions
+// wrote. Nodes that were removed from the former list stay removed. It must be called before the services of this
+// version run, and once more after that with last set: it then takes over removals that the previous services have
+// made meanwhile, and deletes the former list. found reports whether a former list exists.
 func (c *Client) MigrateAccess(ctx context.Context, foreign, last bool) (found bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		old := &corev1.ConfigMap{}
@@ -133,7 +135,7 @@ func (c *Client) MigrateAccess(ctx context.Context, foreign, last bool) (found b
 		}); err != nil {
 			return err
 		}
-		// J4: a ban or a removal that the former list knew by a missing key.
+		// J4: the former list shows a ban or a removal by a missing key.
 		if err := c.reconcileAccess(ctx, names); err != nil || !last {
 			return err
 		}

@@ -13,8 +13,9 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// SignAdministrator files a PKCS#10 request in DER for the identity that this client has, and waits until a control plane's machine has
-// signed it. It returns the certificate in PEM as the cluster gives it: the caller checks it. The request is removed afterwards.
+// SignAdministrator files a PKCS#10 request in DER for this client's identity, waits until a control plane's machine
+// has signed it, and removes the request. It returns the certificate in PEM as the cluster returns it: the caller
+// must check it.
 func (c *Client) SignAdministrator(ctx context.Context, request []byte) ([]byte, error) {
 	csr := &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "muster-administrator-"},
@@ -26,7 +27,7 @@ func (c *Client) SignAdministrator(ctx context.Context, request []byte) ([]byte,
 	if err := c.client.Create(ctx, csr); err != nil {
 		return nil, fmt.Errorf("file a certificate request: %w", err)
 	}
-	defer func() { _ = c.client.Delete(context.WithoutCancel(ctx), csr) }() // Kubernetes removes it within a day if we can't
+	defer func() { _ = c.client.Delete(context.WithoutCancel(ctx), csr) }() // if this fails, Kubernetes removes it within a day
 	err := until(ctx, func(ctx context.Context) (bool, error) {
 		if err := c.client.Get(ctx, client.ObjectKeyFromObject(csr), csr); err != nil {
 			return false, err

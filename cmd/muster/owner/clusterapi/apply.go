@@ -20,12 +20,12 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// unknownKind is how long a kind may be unknown: a definition that was just applied takes a
-// moment, a wrong one takes for ever.
+// unknownKind is how long a kind may be unknown: a definition that was just applied needs a moment, a wrong one is
+// never known.
 const unknownKind = time.Minute
 
-// ParseManifests splits YAML documents into objects, and lists into their items. A document
-// without kind or name is an error that says where it is.
+// ParseManifests splits YAML documents into objects, and lists into their items. A document without kind or name is
+// an error that contains its position.
 func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, error) {
 	var out []*unstructured.Unstructured
 	docs := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text)))
@@ -42,7 +42,7 @@ func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, err
 			return nil, fmt.Errorf("%s: document %d: %w", name, i, err)
 		}
 		if len(o.Object) == 0 {
-			continue // comments alone
+			continue // only comments
 		}
 		items := []*unstructured.Unstructured{o}
 		if o.IsList() {
@@ -68,12 +68,12 @@ func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, err
 	}
 }
 
-// Apply applies objects in their order by server-side apply, so that doing it again changes
-// nothing, and waits until the definitions among them are served.
-func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, say func(string)) error {
+// Apply applies objects in their order by server-side apply, so that a repetition changes nothing. It waits until the
+// definitions among them are served.
+func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, report func(string)) error {
 	for _, o := range objects {
 		name := describe(o)
-		say(name)
+		report(name)
 		if err := c.apply(ctx, o); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
@@ -90,13 +90,13 @@ func (c *Client) apply(ctx context.Context, o *unstructured.Unstructured) error 
 	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("gave up after a minute"))
 	defer cancel()
 	return once(ctx, func(ctx context.Context) error {
-		// A fresh copy each time: the answer is written into it.
+		// A fresh copy each time: the response is written into it.
 		config := client.ApplyConfigurationFromUnstructured(o.DeepCopy())
 		return c.client.Apply(ctx, config, client.FieldOwner(fieldManager), client.ForceOwnership)
 	})
 }
 
-// served waits until a definition's kind can be used.
+// served waits until the kind of a definition can be used.
 func (c *Client) served(ctx context.Context, name string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("the API server did not establish it within a minute"))
 	defer cancel()
@@ -114,8 +114,8 @@ func (c *Client) served(ctx context.Context, name string) error {
 	})
 }
 
-// EnsureNamespace makes the namespace of Muster's services. They mount folders of the host
-// (attester, audit log), which only the level "privileged" lets pods do.
+// EnsureNamespace creates the namespace of Muster's services. They mount folders of the host (attester, audit log),
+// which only the level "privileged" allows pods to do.
 func (c *Client) EnsureNamespace(ctx context.Context) error {
 	return c.apply(ctx, object("v1", "Namespace", "", Namespace, map[string]any{
 		"metadata": map[string]any{"labels": map[string]any{
@@ -125,7 +125,7 @@ func (c *Client) EnsureNamespace(ctx context.Context) error {
 	}))
 }
 
-// object gives an object to apply; body is merged over it.
+// object returns an object to apply; body is merged into it.
 func object(apiVersion, kind, namespace, name string, body map[string]any) *unstructured.Unstructured {
 	o := &unstructured.Unstructured{Object: body}
 	if o.Object["metadata"] == nil {

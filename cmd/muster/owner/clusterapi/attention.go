@@ -8,33 +8,33 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// Attention is one thing that somebody should look at.
+// Attention is one problem that an administrator should look at.
 type Attention struct {
-	// About is what it concerns, as in "node node2".
+	// About is the object, as in "node node2".
 	About string `json:"about"`
-	// Problem says what is wrong, Remedy what to do.
+	// Problem is the fault, Remedy the step to take.
 	Problem string `json:"problem"`
 	Remedy  string `json:"remedy"`
 }
 
-// RenewRemedy says what to do about the certificates that no machine renews by itself.
+// RenewRemedy is the remedy for certificates that no machine renews by itself.
 const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. A CA that ends needs kubeadm's manual, in time."
 
 const (
-	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew nothing.
+	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew no certificate.
 	verdictOld = 15 * time.Minute
-	// certificateSoon is when a kubelet should have renewed by itself: it does so at 70–90 % of a
-	// certificate's life, so with 2.4 h left of 24.
+	// certificateSoon is when a kubelet should already have renewed by itself: it does so at 70–90 % of a
+	// certificate's life, that is with at least 2.4 h of 24 h left.
 	certificateSoon = time.Hour
-	// clockMargin is by how much the clocks of machine and owner may differ.
+	// clockMargin is the allowed difference between the clocks of machine and owner.
 	clockMargin = 15 * time.Minute
-	// ownCertificateSoon is for those that a person has to renew.
+	// ownCertificateSoon is for certificates that a person has to renew.
 	ownCertificateSoon = 30 * 24 * time.Hour
 	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
 	requestSoon = 10 * time.Minute
 )
 
-// attention says what of s needs somebody. Insecure switches don't: their owner chose them.
+// attention returns the problems of s. Insecure switches are none: the cluster's owner chose them.
 func (s *Status) attention(now time.Time) []Attention {
 	out := []Attention{}
 	add := func(about, remedy, problem string, args ...any) {
@@ -90,19 +90,19 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 	}
 }
 
-// journal says how to read a unit's log on a machine that nobody logs in to.
+// journal returns how to read a unit's log on a machine without logins.
 func journal(node, unit string) string {
 	return "Its log: kubectl -n kube-system debug node/" + node + " -it -q --profile=sysadmin --image=IMAGE@sha256:DIGEST -- chroot /host journalctl -u " + unit + " (which IMAGE: docs/operate.md#8-logs-and-records)."
 }
 
-// whatKeeps says where to look for what keeps the Node or the pods of a machine that is shut out.
+// whatKeeps returns where to find what keeps the Node or the pods of a machine that is shut out.
 func whatKeeps(node string) string {
 	return "kubectl -n default get events --field-selector involvedObject.kind=AttestedNode,involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
 }
 
 func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, remedy, problem string, args ...any)) {
 	about := "node " + n.Name
-	if n.Cloned != "" && !n.Deleting && !n.Banned { // J11; to a ban there is nothing to add
+	if n.Cloned != "" && !n.Deleting && !n.Banned { // J11; nothing to add to a ban
 		add(about, "Find out which machine is genuine. If the refused one is the copy, switch it off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on. If the genuine one was refused, or you don't know: ban the node and set up a new machine (docs/reason-codes.md#machine_cloned).", "MACHINE_CLONED: %s", n.Cloned)
 	}
 	switch {
@@ -116,7 +116,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, and its Node object is still there")
 		return
 	case !n.Joined:
-		return // enrolled beforehand, or on its way
+		return // enrolled in advance, or not yet joined
 	}
 	if !n.Ready {
 		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")

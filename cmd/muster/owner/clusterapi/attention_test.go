@@ -15,7 +15,7 @@ var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 
 func before(d time.Duration) *time.Time { return new(now.Add(-d)) }
 
-// sound is a cluster that needs nobody.
+// sound is a cluster without problems.
 func sound() *Status {
 	return &Status{
 		Services: map[string]string{"muster-joinservice": "", "muster-kms": ""}, Chart: &ChartStatus{Revision: 1, Status: "deployed"},
@@ -23,7 +23,7 @@ func sound() *Status {
 		Nodes: []NodeStatus{
 			{Name: "node1", Joined: true, Ready: true, Enrolled: true, Accepted: new(true), Reason: "ACCEPTED", AppraisedAt: before(time.Minute), Serial: 3, ClientExpires: before(-20 * time.Hour), ServingExpires: before(-20 * time.Hour),
 				ControlPlane: reported(`[{"name":"apiserver","notBefore":"2026-06-01T00:00:00Z","notAfter":"2027-06-01T00:00:00Z"}]`)},
-			{Name: "cp2", Enrolled: true}, // enrolled beforehand
+			{Name: "cp2", Enrolled: true}, // enrolled in advance
 		},
 		Certificates: []Certificate{{Name: "cluster CA", Expires: now.AddDate(9, 0, 0)}, {Name: "admin.conf", Expires: now.AddDate(1, 0, 0)}},
 		Requests:     []Request{{Name: "csr-1", Since: now.Add(-time.Minute)}},
@@ -78,7 +78,7 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 	}
 }
 
-// A node's root may write into its Node what it likes.
+// Root on a node may write anything into its Node.
 func TestReportedCertificatesAreReadStrictly(t *testing.T) {
 	if got := reported(`[{"name":"admin.conf","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-31T00:00:00Z"}]`); len(got) != 1 || got[0].Name != "admin.conf" || got[0].Renews.Month() != time.August {
 		t.Errorf("%+v", got)
@@ -98,7 +98,7 @@ func TestExpiryNeedsACertificate(t *testing.T) {
 	}
 }
 
-// Root on any node writes its Node's status, and the owner reads it in a terminal.
+// Root on any node writes its Node's status, which the owner reads in a terminal.
 func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
 	n := &corev1.Node{}
 	n.Status.NodeInfo.KubeletVersion = "v1.36.1 yes\x1b]0;x\x07\n\u202e" + strings.Repeat("x", 1<<20)
@@ -109,7 +109,7 @@ func TestWhatANodeSaysOfItselfIsNoCommandToATerminal(t *testing.T) {
 	}
 }
 
-// A driver may write why a pod of Muster's waits.
+// A driver may write the reason why a pod of Muster's waits.
 func TestWhatAPodWaitsForIsNoCommandToATerminal(t *testing.T) {
 	p := &corev1.Pod{}
 	p.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "\x1b[2Jfine\nATTENTION run this", Message: strings.Repeat("é", 1<<20)}}}}
@@ -119,7 +119,7 @@ func TestWhatAPodWaitsForIsNoCommandToATerminal(t *testing.T) {
 	}
 }
 
-// A worker has no certificates of a control plane, whatever its Node says.
+// A worker has no certificates of a control plane, whatever its Node reports.
 func TestAWorkersNodeShowsNoCertificatesOfAControlPlane(t *testing.T) {
 	const list = `[{"name":"apiserver","notAfter":"2020-01-01T00:00:00Z"}]`
 	worker := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1", Annotations: map[string]string{clusterinfo.CertificatesAnnotation: list}}}

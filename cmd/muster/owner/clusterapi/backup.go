@@ -15,12 +15,11 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Backup reads all that an upgrade touches and that nobody could make again: the definitions, their
-// objects with status, the ConfigMaps of Muster's namespace, and the release's values and manifest.
-// It gives files by name, for kubectl to put back.
+// Backup reads everything that an upgrade changes and that cannot be created again: the definitions, their objects
+// with status, the ConfigMaps of Muster's namespace, and the release's values and manifest. It returns files by name,
+// which kubectl can restore.
 //
-// No Secret is among them (K3): the root secret is in the owner's folder already, and the chart has
-// none.
+// No Secret is among them (K3): the root secret is in the owner's folder already, and the chart has none.
 func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definitions []*unstructured.Unstructured) (map[string][]byte, error) {
 	var defined, objects, disks []unstructured.Unstructured
 	for _, d := range definitions {
@@ -36,14 +35,14 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 		if err != nil {
 			return nil, err
 		}
-		// Its status is the API server's own.
+		// The API server sets its status.
 		unstructured.RemoveNestedField(crd.Object, "status")
 		defined = append(defined, crd)
 		found, err := c.all(ctx, gvk)
 		if err != nil {
 			return nil, err
 		}
-		if gvk.Kind == "AttestedDisk" { // kubectl puts status back for every object of a file, and these have none
+		if gvk.Kind == "AttestedDisk" { // kubectl restores status for every object of a file, and these have none
 			disks = found
 			continue
 		}
@@ -68,7 +67,7 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 	return files, err
 }
 
-// storedAs gives the kind of a definition's objects in the version that they are stored in.
+// storedAs returns the kind of a definition's objects in the version in which they are stored.
 func storedAs(crd *unstructured.Unstructured) (schema.GroupVersionKind, error) {
 	b, err := crd.MarshalJSON()
 	if err != nil {
@@ -95,13 +94,13 @@ func (c *Client) all(ctx context.Context, gvk schema.GroupVersionKind, opts ...c
 	return list.Items, nil
 }
 
-// documents writes objects without what the API server fills in, so that kubectl can create them.
+// documents writes objects without the fields that the API server sets, so that kubectl can create them.
 func documents(list []unstructured.Unstructured) ([]byte, error) {
 	var out bytes.Buffer
 	for i := range list {
 		o := list[i].DeepCopy()
 		if o.GetKind() == "ConfigMap" && strings.HasPrefix(o.GetName(), "kube-root-ca") {
-			continue // every namespace gets one by itself
+			continue // every namespace gets one automatically
 		}
 		for _, f := range []string{"uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "ownerReferences", "selfLink"} {
 			unstructured.RemoveNestedField(o.Object, "metadata", f)

@@ -28,23 +28,23 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// chartTimeout bounds an install; readiness is waited for by [Client.ServicesReady].
+// chartTimeout limits an install; [Client.ServicesReady] waits for readiness.
 const chartTimeout = 5 * time.Minute
 
-// maxHistory is how many revisions helm keeps.
+// maxHistory is the number of revisions that helm keeps.
 const maxHistory = 10
 
-// Values are what the chart is installed with. None is secret (K3).
+// Values are the values of the chart. None is secret (K3).
 type Values struct {
 	// OwnerPublicKey is the Ed25519 public key in base64.
 	OwnerPublicKey string
-	// JoinserviceImage and KMSImage are by digest.
+	// JoinserviceImage and KMSImage are references by digest.
 	JoinserviceImage, KMSImage string
-	// More is merged under the above; may be nil.
+	// More is merged below the fields above; may be nil.
 	More map[string]any
 }
 
-// With gives v with one more of the chart's values, section.name.
+// With returns v with one more of the chart's values, section.name.
 func (v Values) With(section, name string, value any) Values {
 	more := maps.Clone(v.More)
 	if more == nil {
@@ -84,9 +84,9 @@ func (v Values) tree() map[string]any {
 	return out
 }
 
-// InstallChart installs the chart as release "muster", or brings the release that is there
-// to it. An install that was killed in the middle is taken up. While the API server is away for
-// a moment, as it is when a small machine has just been made a cluster, it is tried again.
+// InstallChart installs the chart as release "muster", or upgrades an existing release to it. It resumes an install
+// that was killed. It tries again while the API server is briefly unavailable, as on a small machine whose cluster
+// was just initialized.
 func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (r *releasev1.Release, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, chartTimeout, fmt.Errorf("the chart was not applied within %s: %w", chartTimeout, context.DeadlineExceeded))
 	defer cancel()
@@ -150,8 +150,8 @@ func lastRelease(cfg *action.Configuration) (*releasev1.Release, error) {
 	return r, nil
 }
 
-// freeRelease takes a release out of a pending state. Only a program that was killed leaves it
-// there: the owner's folder is locked, so no other muster is at work.
+// freeRelease takes a release out of a pending state. Only a killed program leaves it there: the owner's folder is
+// locked, so no other muster runs.
 func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
 	if !r.Info.Status.IsPending() {
 		return nil
@@ -164,7 +164,7 @@ func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
 	return nil
 }
 
-// Release gives the newest revision of the release; nil if there is none.
+// Release returns the newest revision of the release; nil if there is none.
 func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
 	cfg, err := c.helm(log)
 	if err != nil {
@@ -173,11 +173,11 @@ func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
 	return lastRelease(cfg)
 }
 
-// asHelm gives what we apply through helm to helm's own field manager. By default it is the program's
-// name, and plain helm would then find every field in somebody else's hands.
+// asHelm assigns the fields that are applied through helm to helm's own field manager. The default is the program's
+// name, and plain helm would then find every field owned by another manager.
 var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })
 
-// helm gives helm's configuration as plain helm has it: the history is in Secrets of the namespace.
+// helm returns the configuration of plain helm: the history is in Secrets of the namespace.
 func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
 	asHelm()
 	cfg := action.NewConfiguration(action.ConfigurationSetLogger(log.Handler()))
@@ -187,8 +187,8 @@ func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
 	return cfg, nil
 }
 
-// getter gives helm its clients from a kubeconfig in memory. What the API server serves is asked for
-// once: helm wants it anew for every object.
+// getter gives helm its clients from a kubeconfig in memory. It asks once which kinds the API server serves: helm
+// asks again for every object.
 type getter struct {
 	c *Client
 
@@ -230,7 +230,7 @@ func (g *getter) ToRawKubeConfigLoader() clientcmd.ClientConfig {
 // defaultJoinPort is the chart's joinservice.nodePort.
 const defaultJoinPort = 30090
 
-// JoinPort is the port of every control plane under which machines reach the joinservice.
+// JoinPort is the port of every control plane at which machines reach the joinservice.
 func (v Values) JoinPort() int {
 	section, _ := v.More["joinservice"].(map[string]any)
 	switch port := section["nodePort"].(type) {
@@ -244,8 +244,8 @@ func (v Values) JoinPort() int {
 	return defaultJoinPort
 }
 
-// CheckValues says what the chart's schema has against v, before anything is done. The owner's key
-// is not looked at: it is added later.
+// CheckValues returns the errors of v against the chart's schema, before any change. The owner's key is not checked:
+// it is added later.
 func CheckValues(v Values) error {
 	chart, err := charts.Muster()
 	if err != nil {

@@ -25,7 +25,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// An API server that was made a moment ago, on a small machine, drops connections and comes back.
+// An API server that was just started on a small machine drops connections and comes back.
 func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
 	api := start(t)
 	for _, o := range needs() {
@@ -61,7 +61,7 @@ var values = Values{
 	JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
 }
 
-// start gives a control plane with a garbage collector and the namespace of Muster's services.
+// start returns a control plane with a garbage collector and the namespace of Muster's services.
 func start(t *testing.T) *envtest.Cluster {
 	t.Helper()
 	api, err := envtest.Start(t.Context(), "garbage-collector-controller")
@@ -79,7 +79,8 @@ func start(t *testing.T) *envtest.Cluster {
 	return api
 }
 
-// needs gives what has to be in the namespace before the chart, the list of nodes that may not write first.
+// needs returns the objects that the namespace must have before the chart; the list of nodes that may not write is
+// the first.
 func needs() []client.Object {
 	in := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: Namespace, Name: name} }
 	return []client.Object{
@@ -89,7 +90,7 @@ func needs() []client.Object {
 	}
 }
 
-// cutting is an address whose first connections break, each later than the one before.
+// cutting is an address that cuts its first connections, each later than the one before.
 func cutting(t *testing.T, to string, cuts *atomic.Int64) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -1,7 +1,7 @@
-// Package cluster is what an owner does in a running cluster: apply what it needs, enroll
-// machines, put a policy in force, and see how it stands.
+// Package clusterapi contains the owner's operations on a running cluster: apply objects, enroll machines, put a
+// policy in force, and read the state.
 //
-// Everything here may be done again: a step that was done finds its work and leaves it.
+// Every operation can be repeated: a finished step is recognized and left unchanged.
 package clusterapi
 
 import (
@@ -30,7 +30,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// Namespace is where Muster's services are.
+// Namespace is the namespace of Muster's services.
 const Namespace = "muster-system"
 
 // Names of ConfigMap and release.
@@ -39,8 +39,7 @@ const (
 	fieldManager = "muster"
 )
 
-// requestTimeout bounds each request: an API server that accepts and never answers is one
-// that is down.
+// requestTimeout limits each request: an API server that accepts and never answers counts as down.
 const requestTimeout = 30 * time.Second
 
 // Client is an administrator's client.
@@ -50,7 +49,7 @@ type Client struct {
 	client     client.Client
 }
 
-// Connect makes a client from a kubeconfig. It does not talk to the cluster yet.
+// Connect makes a client from a kubeconfig. It sends no request yet.
 func Connect(kubeconfig []byte) (*Client, error) {
 	cfg, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
 	if err != nil {
@@ -59,7 +58,7 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	cfg.Timeout = requestTimeout
 	cfg.QPS, cfg.Burst = 50, 100
 	cfg.UserAgent = "muster"
-	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests are not for this report
+	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
 	return newClient(cfg, kubeconfig)
 }
 
@@ -72,7 +71,7 @@ func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
 			return nil, err
 		}
 	}
-	// The mapper asks the cluster when it is first needed, and again for a kind that it does not know.
+	// The mapper asks the cluster when it is first needed, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
@@ -80,14 +79,14 @@ func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
 	return &Client{kubeconfig: kubeconfig, rest: cfg, client: c}, nil
 }
 
-// Server is the API server's address as the kubeconfig names it.
+// Server is the API server's address in the kubeconfig.
 func (c *Client) Server() string { return c.rest.Host }
 
-// pollEvery is the pause between looks at something that will change soon.
+// pollEvery is the interval between two checks of something that will change soon.
 const pollEvery = 100 * time.Millisecond
 
-// until calls try until it is done, fails for good, or ctx ends. Errors that pass are tried
-// again; the last one is in the error when time is up.
+// until calls try until it is done, fails for good, or ctx ends. Temporary errors are tried again; the error after a
+// timeout contains the last one.
 func until(ctx context.Context, try func(context.Context) (done bool, err error)) error {
 	t := time.NewTicker(pollEvery)
 	defer t.Stop()
@@ -97,7 +96,7 @@ func until(ctx context.Context, try func(context.Context) (done bool, err error)
 		switch {
 		case err == nil && done:
 			return nil
-		case err != nil && ctx.Err() != nil: // says no more than that time is up
+		case err != nil && ctx.Err() != nil: // contains only the timeout
 		case err != nil && !passes(err):
 			return err
 		case err != nil:
@@ -114,13 +113,13 @@ func until(ctx context.Context, try func(context.Context) (done bool, err error)
 	}
 }
 
-// once is until for something that is done when it succeeds.
+// once is until for a function that is done when it succeeds.
 func once(ctx context.Context, try func(context.Context) error) error {
 	return until(ctx, func(ctx context.Context) (bool, error) { err := try(ctx); return err == nil, err })
 }
 
-// passes says whether an error may be gone a moment later: an API server that restarts, an
-// etcd that elects, a kind whose definition is not yet served.
+// passes reports whether an error may be temporary: an API server that restarts, an etcd election, a kind whose
+// definition is not yet served.
 func passes(err error) bool {
 	if meta.IsNoMatchError(err) || errors.Is(err, errPending) {
 		return true
@@ -135,14 +134,14 @@ func passes(err error) bool {
 	if _, ok := errors.AsType[*net.OpError](err); ok {
 		return true
 	}
-	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps the text of an error alone.
+	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps only the text of an error.
 	return strings.Contains(err.Error(), "failed to download openapi")
 }
 
-// errPending is for something that another program has yet to do.
+// errPending is returned while another program still has to act.
 var errPending = errors.New("not there yet")
 
-// Reachable waits until the API server says that it is ready.
+// Reachable waits until the API server reports that it is ready.
 func (c *Client) Reachable(ctx context.Context) error {
 	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
 	if err != nil {
@@ -153,15 +152,15 @@ func (c *Client) Reachable(ctx context.Context) error {
 	})
 }
 
-// Absent says that an object, or its kind, is not in the cluster.
+// Absent reports whether an error means that an object, or its kind, is not in the cluster.
 func Absent(err error) bool {
 	return err != nil && (apierrors.IsNotFound(err) || meta.IsNoMatchError(err))
 }
 
-// Reader reads any object, past all caches.
+// Reader reads any object without caches.
 func (c *Client) Reader() client.Reader { return c.client }
 
-// Ready asks the API server once whether it is, and gives what its clock shows, to the second.
+// Ready checks once whether the API server is ready, and returns the time of its clock, to the second.
 func (c *Client) Ready(ctx context.Context) (time.Time, error) {
 	hc, err := rest.HTTPClientFor(c.rest)
 	if err != nil {

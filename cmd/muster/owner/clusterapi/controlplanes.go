@@ -9,17 +9,17 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
-// ControlPlane is a control plane that should have a joinservice.
+// ControlPlane is a control plane that should run a joinservice.
 type ControlPlane struct {
-	// Name of its node.
+	// Name is that of its node.
 	Name string
-	// MachineID as it is enrolled.
+	// MachineID is that of its enrollment.
 	MachineID string
-	// Addresses of its node, at least one.
+	// Addresses are those of its node, at least one.
 	Addresses []string
 }
 
-// ControlPlanes gives the enrolled control planes that are nodes of the cluster and not banned.
+// ControlPlanes returns the enrolled control planes that are nodes of the cluster and not banned.
 func (c *Client) ControlPlanes(ctx context.Context) ([]ControlPlane, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {

@@ -13,11 +13,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ErrIncompatible says that a new definition would lose what the cluster has stored.
+// ErrIncompatible is returned if a new definition would lose data that the cluster has stored.
 var ErrIncompatible = errors.New("the new definition would lose data")
 
-// tryDefinition gives the spec of a definition as it is and as applying d would make it. Nothing
-// is changed.
+// tryDefinition returns the current spec of a definition, and the one that applying d would result in. It changes
+// nothing.
 func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured) (live, next map[string]any, err error) {
 	var have unstructured.Unstructured
 	have.SetGroupVersionKind(d.GroupVersionKind())
@@ -28,7 +28,7 @@ func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured
 		spec, _, err := unstructured.NestedMap(d.Object, "spec")
 		return nil, spec, err
 	}
-	// The answer of a dry run is written into the copy, with the server's defaults.
+	// The response of a dry run is written into the copy, with the server's defaults.
 	want := d.DeepCopy()
 	err = c.client.Apply(ctx, client.ApplyConfigurationFromUnstructured(want), client.FieldOwner(fieldManager), client.ForceOwnership, client.DryRunAll)
 	if err != nil {
@@ -49,8 +49,8 @@ func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured
 	return live, next, err
 }
 
-// compatible refuses what would make stored objects unreadable or poorer: a version that objects
-// may be stored in is gone, or a field that they may have.
+// compatible refuses a definition that makes stored objects unreadable or loses data: a version in which objects may
+// be stored is gone, or a field that they may have.
 func compatible(old, next *apiextensionsv1.CustomResourceDefinition) error {
 	if old.Spec.Group != next.Spec.Group || old.Spec.Scope != next.Spec.Scope || old.Spec.Names.Kind != next.Spec.Names.Kind {
 		return fmt.Errorf("%w: it is of another group, scope or kind", ErrIncompatible)
@@ -79,8 +79,8 @@ func compatible(old, next *apiextensionsv1.CustomResourceDefinition) error {
 	return nil
 }
 
-// keepsFields walks the fields of the old schema: the API server prunes one that the new schema does
-// not have from every object that is written.
+// keepsFields walks the fields of the old schema: when an object is written, the API server removes each field that
+// the new schema does not have.
 func keepsFields(path string, old, next *apiextensionsv1.JSONSchemaProps) error {
 	if old == nil {
 		return nil

@@ -15,7 +15,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// diskOf gives whose a disk is; nil: nobody's, or the cluster does not say so, since its version is older.
+// diskOf returns the disk's AttestedDisk; nil if there is none, or if the cluster's version is older and has no such
+// kind.
 func (c *Client) diskOf(ctx context.Context, disk string) (*v1alpha1.AttestedDisk, error) {
 	var d v1alpha1.AttestedDisk
 	if err := c.client.Get(ctx, types.NamespacedName{Name: disk}, &d); Absent(err) {
@@ -26,9 +27,9 @@ func (c *Client) diskOf(ctx context.Context, disk string) (*v1alpha1.AttestedDis
 	return &d, nil
 }
 
-// claimDisk makes the disk a machine's, also if it was one of those in from until now; if it is any other one's it
-// refuses with DISK_MISMATCH, and with DISK_ERASED if it was erased. A disk that has no salt yet gets this one, or, if it is zero, a new
-// one; a disk with another one than this is an error. Without a disk it does nothing.
+// claimDisk assigns the disk to a machine, also if it has belonged to one of those in from. It refuses any other
+// machine's disk with DISK_MISMATCH, and an erased one with DISK_ERASED. A disk without a salt gets this one, or, if
+// it is zero, a new one; a disk with a different salt is an error. Without a disk it does nothing.
 func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.DiskSalt, from ...string) error {
 	if disk == "" {
 		return nil
@@ -48,7 +49,7 @@ func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.
 			}}
 			err := c.client.Create(ctx, d)
 			if apierrors.IsAlreadyExists(err) {
-				return errors.Join(errPending, err) // somebody was faster: look at it
+				return errors.Join(errPending, err) // another client created it first: read it
 			}
 			if Absent(err) {
 				return nil
@@ -73,7 +74,7 @@ func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.
 	return nil
 }
 
-// mayTake refuses what is neither the machine's nor one of those it may come from.
+// mayTake refuses a disk that belongs neither to the machine nor to one of from.
 func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
 	if d == nil {
 		return nil
@@ -89,7 +90,7 @@ func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
 	return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, which may still read what is on it; `muster forget --erase --disk %s` ends its key for good", d.Name, d.Spec.MachineID, d.Name)
 }
 
-// Disk returns whose a disk is and its salt; nil: the cluster does not know the disk.
+// Disk returns a disk with its owner and its salt; nil: the cluster does not know the disk.
 func (c *Client) Disk(ctx context.Context, disk string) (d *v1alpha1.AttestedDisk, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		d, err = c.diskOf(ctx, disk)
@@ -98,7 +99,7 @@ func (c *Client) Disk(ctx context.Context, disk string) (d *v1alpha1.AttestedDis
 	return d, err
 }
 
-// HolderOf returns the node that a disk is enrolled to and that is not shut out; empty: none.
+// HolderOf returns the node to which a disk is enrolled and that is not shut out; empty: none.
 func (c *Client) HolderOf(ctx context.Context, disk string) (node string, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		var all v1alpha1.AttestedNodeList
@@ -115,14 +116,15 @@ func (c *Client) HolderOf(ctx context.Context, disk string) (node string, err er
 	return node, err
 }
 
-// EraseDisk deletes a disk's salt for good, so that its key can't be derived any more (K4). What is left of the AttestedDisk keeps the disk from
-// being enrolled again. It refuses to erase the disk of a node that is not shut out, and does nothing to a disk that was erased before.
+// EraseDisk deletes a disk's salt for good, so that its key cannot be derived any more (K4). The AttestedDisk remains
+// and prevents a new enrollment of the disk. It refuses to erase the disk of a node that is not shut out, and does
+// nothing to an erased disk.
 func (c *Client) EraseDisk(ctx context.Context, disk string) error {
 	node, err := c.HolderOf(ctx, disk)
 	if err != nil {
 		return err
 	}
-	if node != "" { // K4: what runs is not cut off from its own disk
+	if node != "" { // K4: a running node keeps access to its own disk
 		return fmt.Errorf("disk %s is enrolled to %s, which is neither banned nor forgotten", disk, node)
 	}
 	err = once(ctx, func(ctx context.Context) error {

@@ -20,11 +20,12 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enroll gives a name to a machine (J4), and with it the disk, if spec names one (J2). salt is the disk's, if it has a key already; zero: a disk
-// without one gets a new one. An enrollment that is there and says the same is left; one that says otherwise is an error and stays as it is.
+// Enroll assigns a name to a machine (J4), and the disk, if spec names one (J2). salt is the disk's, if it has a key
+// already; zero: a disk without one gets a new one. An existing equal enrollment stays; an existing different one
+// stays too, and is an error.
 func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
-		if spec.DiskID != "" { // before anything is written
+		if spec.DiskID != "" { // before any write
 			d, err := c.diskOf(ctx, spec.DiskID)
 			if err == nil {
 				err = mayTake(d, spec.MachineID)
@@ -57,13 +58,12 @@ func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.Attested
 	return created, c.claimDisk(ctx, spec.DiskID, spec.MachineID, salt)
 }
 
-// leaving refuses what is to be done with an enrollment that somebody has deleted.
+// leaving returns the error for an enrollment that is being deleted.
 func leaving(name string) error {
 	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
 }
 
-// same says whether an enrollment says what is wanted; what is wanted of disk and addresses
-// may be left open.
+// same returns an error if an enrollment differs from what is wanted; want may leave disk and addresses open.
 func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	switch {
 	case have.MachineID != want.MachineID:
@@ -78,8 +78,8 @@ func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	return nil
 }
 
-// Free says whether name, machine and disk of an enrollment are not enrolled as something else, before anything is written
-// for it: a clash found later would refuse the machine when it is already in the rack.
+// Free returns an error if name, machine or disk of an enrollment is enrolled as something else. It is called before
+// any write: a conflict that is found later would refuse the machine when it is already in the rack.
 func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
 	return once(ctx, func(ctx context.Context) error {
 		if spec.DiskID != "" {
@@ -112,7 +112,7 @@ func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNo
 	})
 }
 
-// Present gives the names of all Nodes there are now, sorted.
+// Present returns the names of all existing Nodes, sorted.
 func (c *Client) Present(ctx context.Context) ([]string, error) {
 	names := []string{}
 	err := once(ctx, func(ctx context.Context) error {
@@ -130,8 +130,8 @@ func (c *Client) Present(ctx context.Context) ([]string, error) {
 	return names, err
 }
 
-// Unattested returns the nodes that may go on writing although nobody attested their machines: those that are listed as such
-// and those of before that still are Nodes, unless their name was enrolled or forgotten since.
+// Unattested returns the nodes that may go on writing without attestation: those that are listed as such, and those
+// of before that still are Nodes, unless their name was enrolled or forgotten since.
 func (c *Client) Unattested(ctx context.Context, before []string) ([]string, error) {
 	present, err := c.Present(ctx)
 	if err != nil {
@@ -166,7 +166,7 @@ func (c *Client) Unattested(ctx context.Context, before []string) ([]string, err
 	return out, err
 }
 
-// Verdict is what the owner saw of a machine.
+// Verdict is the result of the owner's appraisal of a machine.
 type Verdict struct {
 	Time           time.Time
 	PolicySerial   uint64
@@ -176,8 +176,7 @@ type Verdict struct {
 	ResetCount     uint32
 }
 
-// RecordVerdict writes what the owner saw of the first machine, unless something newer is
-// there.
+// RecordVerdict writes the owner's verdict on the first machine, unless the object has a newer one.
 func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) error {
 	return once(ctx, func(ctx context.Context) error {
 		var n v1alpha1.AttestedNode
@@ -189,7 +188,7 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 		}
 		count := int64(v.ResetCount)
 		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Time: metav1.NewTime(v.Time)}
-		n.Status.PolicyGeneration = 0 // the cluster's services have not judged it yet: to renew, it attests to them
+		n.Status.PolicyGeneration = 0 // the cluster's services have not appraised it yet: to renew, it attests to them
 		n.Status.PolicySerial = serial(v.PolicySerial)
 		n.Status.EvidenceDigest = v.EvidenceDigest
 		n.Status.PCRs = v.PCRs
@@ -200,10 +199,10 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 	})
 }
 
-// serial fits a policy's serial into the API's integer.
+// serial converts a policy's serial to the API's integer.
 func serial(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
-// PutPolicy makes the signed policy the cluster's, byte for byte as it was signed.
+// PutPolicy stores the signed policy in the cluster, byte for byte as it was signed.
 func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) error {
 	return c.apply(ctx, object(v1alpha1.GroupVersion.String(), "AttestationPolicy", "", v1alpha1.PolicyName, map[string]any{
 		"spec": map[string]any{
@@ -213,7 +212,7 @@ func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) e
 	}))
 }
 
-// Policy gives the cluster's policy object.
+// Policy returns the cluster's policy object.
 func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
 	var p v1alpha1.AttestationPolicy
 	err := once(ctx, func(ctx context.Context) error {
@@ -225,8 +224,8 @@ func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error
 	return &p, nil
 }
 
-// PolicyInForce waits until the services have judged the newest version of the policy. A
-// refused one is an error with their reason; the one before stays in force.
+// PolicyInForce waits until the services have checked the newest version of the policy. A refused one is an error
+// with their reason; the previous policy stays in force.
 func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
 	var p v1alpha1.AttestationPolicy
 	err := until(ctx, func(ctx context.Context) (bool, error) {

@@ -13,16 +13,16 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// BehindRemedy says what to do about a cluster that was put back.
+// BehindRemedy is the remedy for a cluster that was restored to an earlier state.
 const BehindRemedy = "Somebody restored the disks of control planes, or etcd, from an earlier copy: docs/recovery.md#a-cluster-that-was-set-back says what to do."
 
-// epoch reads the cluster's epoch, which control planes count.
+// epoch reads the cluster's epoch, which control planes increment.
 func (c *Client) epoch(ctx context.Context, s *Status, _ time.Time) (err error) {
 	s.Epoch, s.History, err = c.Epoch(ctx)
 	return err
 }
 
-// Epoch returns the cluster's epoch, and the history that has led to it; 0: nobody has counted yet.
+// Epoch returns the cluster's epoch and the history that led to it; 0: no control plane has counted yet.
 func (c *Client) Epoch(ctx context.Context) (uint64, clusterinfo.History, error) {
 	var m corev1.ConfigMap
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: clusterinfo.EpochMap}, &m); err != nil {
@@ -42,7 +42,8 @@ func (c *Client) Epoch(ctx context.Context) (uint64, clusterinfo.History, error)
 	return n, history, nil
 }
 
-// epochOf returns what a control plane's machine says of the cluster's epoch on its Node; zero: nothing. No worker knows one, whatever its Node says.
+// epochOf returns the cluster's epoch that a control plane's machine reports on its Node; zero: none. A worker has
+// none, whatever its Node reports.
 func epochOf(n *corev1.Node) clusterinfo.HistoryEpoch {
 	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
 		return clusterinfo.HistoryEpoch{}
@@ -54,7 +55,8 @@ func epochOf(n *corev1.Node) clusterinfo.HistoryEpoch {
 	return e
 }
 
-// Behind says which control planes know an epoch that the cluster does not have: it was put back (B7). Empty: none.
+// Behind returns the control planes that know an epoch which the cluster does not have: the cluster was restored to
+// an earlier state (B7). Empty: none.
 func (s *Status) Behind() string {
 	var ahead []string
 	for _, n := range s.Nodes {

@@ -20,11 +20,12 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
-// settles is how long policies, and the garbage collector, may take to be in force on a machine that builds at the same time.
+// settles is how long policies and the garbage collector may take to be in force on a machine that compiles at the
+// same time.
 const settles = 2 * time.Minute
 
-// The chart's policies close the cluster to nodes while the list of nodes that may not write is missing, and to nobody else: neither
-// an install without the list nor its loss may freeze a cluster.
+// While the list of nodes that may not write is missing, the chart's policies refuse writes of nodes, and only of
+// nodes: neither an install without the list nor its loss may block a cluster.
 func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 	api := start(t)
 	text, err := os.ReadFile(api.Kubeconfig)
@@ -67,7 +68,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 			return refused(slip(client.DryRunAll), "helm uninstall muster -n "+Namespace, "delete "+name)
 		})
 	}
-	// Somebody who wants to, can. The garbage collector takes the nodes' permission away.
+	// An administrator can still delete it. The garbage collector then removes the nodes' permission.
 	keep := &unstructured.Unstructured{}
 	keep.SetAPIVersion("admissionregistration.k8s.io/v1")
 	keep.SetKind("ValidatingAdmissionPolicyBinding")
@@ -86,7 +87,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 		t.Errorf("%d objects before an upgrade without the list, %d after it", before, now)
 	}
 
-	// It can be made anew, and the chart then opens the cluster to nodes again.
+	// It can be created again, and the chart then allows writes of nodes again.
 	if err := api.Client.Create(t.Context(), needs()[0]); err != nil {
 		t.Fatal(err)
 	}
@@ -97,7 +98,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 	w.want(t, map[string]string{"an enrolled node": "", "a node that was removed": "may not write", "an administrator": "", "a controller": ""})
 }
 
-// written counts the objects of all kinds that the chart makes, and those that it needs.
+// written counts the objects of all kinds that the chart creates, and those that it needs.
 func written(t *testing.T, api *envtest.Cluster) int {
 	t.Helper()
 	n := 0
@@ -172,7 +173,7 @@ func writers(t *testing.T, api *envtest.Cluster) who {
 	}
 }
 
-// want waits until each may write, or is refused for that reason, all at once.
+// want waits until each may write, or is refused for that reason, all at the same time.
 func (w who) want(t *testing.T, reasons map[string]string) {
 	t.Helper()
 	eventually(t, func() error {

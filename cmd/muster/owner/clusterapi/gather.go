@@ -53,12 +53,12 @@ func (c *Client) pods(ctx context.Context, s *Status, _ time.Time) error {
 	return nil
 }
 
-// whoWaits reads joinservice's list.
-func (c *Client) whoWaits(ctx context.Context, s *Status, now time.Time) error {
+// waiting reads joinservice's list.
+func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 	var m corev1.ConfigMap
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: waiting.ConfigMap}, &m); err != nil {
 		if Absent(err) {
-			return nil // an older chart; doctor says so
+			return nil // an older chart; doctor reports it
 		}
 		return err
 	}
@@ -75,7 +75,7 @@ func (c *Client) whoWaits(ctx context.Context, s *Status, now time.Time) error {
 	return nil
 }
 
-// requests lists node certificates' requests that wait.
+// requests lists the pending certificate requests of nodes.
 func (c *Client) requests(ctx context.Context, s *Status, _ time.Time) error {
 	for _, signer := range []string{certificatesv1.KubeAPIServerClientKubeletSignerName, certificatesv1.KubeletServingSignerName} {
 		var all certificatesv1.CertificateSigningRequestList
@@ -91,13 +91,13 @@ func (c *Client) requests(ctx context.Context, s *Status, _ time.Time) error {
 	return nil
 }
 
-// certificates reads the ends of those that stand in the administrator's kubeconfig.
+// certificates reads the expiry of the certificates in the administrator's kubeconfig.
 func (c *Client) certificates(_ context.Context, s *Status, _ time.Time) (err error) {
 	s.Certificates, err = c.Ends()
 	return err
 }
 
-// Ends says when the cluster's CA and the administrator's certificate end.
+// Ends returns when the cluster's CA and the administrator's certificate expire.
 func (c *Client) Ends() (out []Certificate, err error) {
 	for _, f := range []struct {
 		name string
@@ -122,7 +122,8 @@ func (c *Client) NodeNames(ctx context.Context) ([]string, error) {
 	return out, err
 }
 
-// Knowledge returns what control planes' machines and the cluster say of its epoch, as far as [Status.Behind] needs it.
+// Knowledge returns the epochs that control planes' machines and the cluster report, as far as [Status.Behind] needs
+// them.
 func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
 	s := &Status{}
 	var err error
@@ -132,10 +133,11 @@ func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
 	return s, c.epoch(ctx, s, time.Time{})
 }
 
-// maxReported bounds what is read of a Node's annotation: its machine may write there what it likes.
+// maxReported limits the size of a Node's annotation that is read: its machine may write any text there.
 const maxReported = 32
 
-// certificatesOf gives what a control plane's machine says of its certificates on its Node. No worker has such ones, whatever its Node says.
+// certificatesOf returns the certificates that a control plane's machine reports on its Node. A worker has none,
+// whatever its Node reports.
 func certificatesOf(n *corev1.Node) []Certificate {
 	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
 		return nil
@@ -143,7 +145,7 @@ func certificatesOf(n *corev1.Node) []Certificate {
 	return reported(n.Annotations[clusterinfo.CertificatesAnnotation])
 }
 
-// reported reads what a control plane's machine says of its certificates; nothing if it can't be read.
+// reported reads the certificates that a control plane's machine reports; nothing if they cannot be read.
 func reported(annotation string) []Certificate {
 	var list []struct {
 		Name                string
@@ -165,7 +167,7 @@ func reported(annotation string) []Certificate {
 
 var certificateName = regexp.MustCompile(`^[a-z][a-z.-]{0,40}$`)
 
-// Expiry gives the end of the first certificate in PEM.
+// Expiry returns the end of the first certificate in PEM.
 func Expiry(text []byte) (time.Time, error) {
 	block, _ := pem.Decode(text)
 	if block == nil {

@@ -26,35 +26,35 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Presence is what a cluster has of one node name, each part of which may be missing.
+// Presence is the cluster's state of one node name, each part of which may be missing.
 type Presence struct {
 	Name       string
 	Node       *corev1.Node
 	Enrollment *v1alpha1.AttestedNode
-	// Unattested says that the node was in the cluster before Muster, and goes on without attestation.
+	// Unattested reports that the node was in the cluster before Muster, and is allowed without attestation.
 	Unattested bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
-	// Pods are those on the node that a drain would move: no DaemonSet's, and not the kubelet's own.
+	// Pods are those on the node that a drain would move: not those of DaemonSets, and not the kubelet's own.
 	Pods []string
-	// ControlPlane is by its enrollment, or by its Node if there is none.
+	// ControlPlane is the role of its enrollment, or of its Node if there is none.
 	ControlPlane bool
 	// OtherControlPlanes are the Nodes of that role with other names.
 	OtherControlPlanes []string
 }
 
-// Nothing says whether the cluster does not know the name.
+// Nothing reports whether the cluster does not know the name.
 func (p *Presence) Nothing() bool {
 	return p.Node == nil && p.Enrollment == nil && !p.Unattested && len(p.Requests) == 0
 }
 
-// Joined says whether its machine was ever given what nodes have: a control plane that was is a member of etcd, also when a ban has
-// deleted its Node.
+// Joined reports whether its machine ever received a node's credentials: such a control plane is a member of etcd,
+// also when a ban has deleted its Node.
 func (p *Presence) Joined() bool {
 	return p.Node != nil || p.Enrollment != nil && (p.Enrollment.Status.Ticket != nil || p.Enrollment.Status.AKName != "")
 }
 
-// Ready says whether the Node reports in.
+// Ready reports whether the Node is ready.
 func (p *Presence) Ready() bool { return p.Node != nil && isReady(p.Node) }
 
 func isReady(n *corev1.Node) bool {
@@ -63,7 +63,7 @@ func isReady(n *corev1.Node) bool {
 	})
 }
 
-// Presence looks a name up.
+// Presence reads the state of a name.
 func (c *Client) Presence(ctx context.Context, name string) (*Presence, error) {
 	var p *Presence
 	err := once(ctx, func(ctx context.Context) (err error) {
@@ -115,7 +115,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	return p, nil
 }
 
-// access reads the list of nodes that may not write; a missing one is empty.
+// access reads the list of nodes that may not write; a missing list is empty.
 func (c *Client) access(ctx context.Context) (*nodeaccess.List, error) {
 	m := &corev1.ConfigMap{}
 	if err := c.client.Get(ctx, enrollment.Key(), m); err != nil && !Absent(err) {
@@ -140,8 +140,8 @@ func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) 
 
 const nodeUser = "system:node:"
 
-// FreeFor says whether machine and disk of a change are not enrolled under another name, and the disk that the name
-// will have is no third machine's.
+// FreeFor returns an error if machine or disk of a change is enrolled under another name, or if the disk that the
+// name will have belongs to a third machine.
 func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error {
 	name := p.Name
 	return once(ctx, func(ctx context.Context) error {
@@ -172,15 +172,15 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 	})
 }
 
-// Forget takes all out of the cluster that p found of its name, so that the name is free. It tells
-// say what it has done; now is what the owner's clock shows; retired is when the last certificate of the
-// machine has expired.
+// Forget removes everything that p found of its name from the cluster, so that the name is free. It reports its
+// progress to report; now is the time of the owner's clock; retired is when the last certificate of the machine has
+// expired.
 //
-// The order makes every interruption safe, and calling it again finish the work: first the enrollment is
-// banned, which no service undoes, so that its machine gets nothing new and nobody else the name; the
-// enrollment itself goes last. Its disk stays the machine's (J2).
-func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, false, now, say); err != nil {
+// Because of the order, an interruption is safe at every point, and another call finishes the work: first the
+// enrollment is banned, which no service undoes, so that its machine gets no new credentials and no other machine
+// gets the name; the enrollment itself is deleted last. The disk stays assigned to the machine (J2).
+func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, false, now, report); err != nil {
 		return retired, err
 	}
 	if p.Node != nil {
@@ -189,13 +189,13 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}); err != nil {
 			return retired, fmt.Errorf("delete Node %s: %w", p.Name, err)
 		}
-		say("Node deleted")
+		report("Node deleted")
 	}
-	if err := c.deletePods(ctx, p.Name, say); err != nil {
+	if err := c.deletePods(ctx, p.Name, report); err != nil {
 		return retired, err
 	}
 	if p.Enrollment != nil {
-		// Everything that the finalizer is for is done; perhaps no joinservice runs that would see that.
+		// Everything that the finalizer is for is done; perhaps no joinservice runs that would remove it.
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Retires()
 			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
@@ -208,38 +208,38 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, say fun
 		}); err != nil {
 			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
 		}
-		say("enrollment deleted")
+		report("enrollment deleted")
 	}
 	return retired, nil
 }
 
-// Replacement is what a name gets that stays in the cluster.
+// Replacement is the new machine and disk of a name that stays in the cluster.
 type Replacement struct {
 	MachineID string // empty: the same
 	DiskID    string // empty: the same
 }
 
-// of gives what the name has with the change: its disk, which may be none, and its machine.
+// of returns disk and machine of the name after the change; the disk may be empty.
 func (r Replacement) of(p *Presence) (disk, machine string) {
 	return cmp.Or(r.DiskID, p.Enrollment.Spec.DiskID), cmp.Or(r.MachineID, p.Enrollment.Spec.MachineID)
 }
 
-// Replace gives the name's enrollment another machine or disk in place, so that at no moment the name
-// is anybody's (J4). The Node stays, with its labels and taints, for the machine to take over. now and
-// retired are as with Forget.
+// Replace sets another machine or disk in the name's enrollment in place, so that no other machine can take the name
+// meanwhile (J4). The Node stays, with its labels and taints, for the new machine. now and retired are as with
+// Forget.
 //
-// The enrollment is banned until the last write. An interruption leaves it so, and calling it again
-// finishes the work. So the disk that the name will have becomes its machine's before, while nobody gets
+// The enrollment is banned until the last write. An interruption leaves it so, and another call finishes the work. So
+// the disk that the name will have is assigned to its machine before that, while no machine gets its key (J2).
 // its key (J2).
-func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, say func(string)) (retired time.Time, err error) {
-	if retired, err = c.shutOut(ctx, p, true, now, say); err != nil {
+func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, report func(string)) (retired time.Time, err error) {
+	if retired, err = c.shutOut(ctx, p, true, now, report); err != nil {
 		return retired, err
 	}
-	if err := c.deletePods(ctx, p.Name, say); err != nil {
+	if err := c.deletePods(ctx, p.Name, report); err != nil {
 		return retired, err
 	}
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		n.Status = v1alpha1.AttestedNodeStatus{} // it speaks of the old machine; its count of resets would refuse the new one
+		n.Status = v1alpha1.AttestedNodeStatus{} // it describes the old machine; its count of resets would refuse the new one
 		return true
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
 	if err != nil {
@@ -253,7 +253,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
 		delete(n.Annotations, v1alpha1.AttestationKey)   // the next machine has another TPM
-		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has decided on it: no rule ends it
+		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has approved it: no rule ends it
 		if to.MachineID != "" {
 			n.Spec.MachineID = to.MachineID
 		}
@@ -265,18 +265,18 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}
-	say("enrollment changed")
+	report("enrollment changed")
 	return retired, nil
 }
 
-// HasBoots says whether anything is known of the boots of the enrollment's machine, or of a copy of it.
+// HasBoots reports whether anything is recorded of the boots of the enrollment's machine, or of a copy of it.
 func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 	return s.ResetCount != nil || s.Boot != nil || meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionCloned) != nil
 }
 
-// ForgetResets lets the name's machine begin to count its TPM's resets anew: whichever boot attests next is believed (J11).
+// ForgetResets restarts the count of TPM resets of the name's machine: the boot that attests next is accepted (J11).
 // Nothing else changes: it is the same machine.
-func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)) error {
+func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(string)) error {
 	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		was := HasBoots(&n.Status)
 		n.Status.ResetCount, n.Status.Boot = nil, nil
@@ -285,12 +285,13 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, say func(string)
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)
 	}
-	say("its TPM's resets count anew: the machine may attest again")
+	report("its TPM's resets count anew: the machine may attest again")
 	return nil
 }
 
-// shutOut ends all access of the name's machine but the reads that its certificates allow. keep has joinservice leave the Node.
-func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, say func(string)) (retired time.Time, err error) {
+// shutOut ends all access of the name's machine except the reads that its certificates allow. With keep, joinservice
+// does not delete the Node.
+func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, report func(string)) (retired time.Time, err error) {
 	if p.Enrollment != nil {
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
@@ -301,16 +302,16 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 				delete(n.Annotations, v1alpha1.KeepNode)
 			}
 			return !was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may end meanwhile
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may finish meanwhile
 			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 		}
-		say("machine banned: it gets no ticket, no key and no certificate any more")
+		report("machine banned: it gets no ticket, no key and no certificate any more")
 	}
 	if retired, err = c.revoke(ctx, p.Name, now); err != nil {
 		return retired, err
 	}
-	say("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
-	// A request that the machine has filed would be judged by the enrollment of whoever has the name next.
+	report("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
+	// A request that the machine has filed would be checked against the enrollment of the name's next machine.
 	var requests []string
 	if err := once(ctx, func(ctx context.Context) (err error) {
 		requests, err = c.requestsOf(ctx, p.Name)
@@ -325,17 +326,18 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 		}
 	}
 	if len(requests) > 0 {
-		say("certificate requests deleted: " + strings.Join(requests, ", "))
+		report("certificate requests deleted: " + strings.Join(requests, ", "))
 	}
 	return retired, nil
 }
 
-// background also takes away the finalizers by which whoever deleted an object before had it wait for others.
+// background also removes the finalizers of an earlier deletion that waits for dependents.
 const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
 
-// deletePods deletes what is bound to a node, so that the tokens of it end. Nobody waits for its kubelet, which may not say any more
-// that they have ended. What finalizers hold is an error: the machine's certificate can read what those pods use.
-func (c *Client) deletePods(ctx context.Context, node string, say func(string)) error {
+// deletePods deletes the pods that are bound to a node, so that their tokens become invalid. It does not wait for the
+// kubelet, which may not be able to report any more that they have ended. A pod that finalizers keep is an error: the
+// machine's certificate can read what those pods use.
+func (c *Client) deletePods(ctx context.Context, node string, report func(string)) error {
 	list := func() (out corev1.PodList, err error) {
 		err = once(ctx, func(ctx context.Context) error {
 			return c.client.List(ctx, &out, client.MatchingFields{"spec.nodeName": node})
@@ -349,7 +351,7 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 	if err != nil {
 		return err
 	}
-	var failed error // one pod that can't be deleted keeps no other one there
+	var failed error // one pod that cannot be deleted does not keep the others
 	for _, pod := range pods.Items {
 		if err := once(ctx, func(ctx context.Context) error {
 			return client.IgnoreNotFound(c.client.Delete(ctx, &pod, client.Preconditions{UID: &pod.UID}, client.GracePeriodSeconds(0), background))
@@ -362,7 +364,7 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 		return errors.Join(err, failed)
 	}
 	if n := len(pods.Items) - len(left.Items); n > 0 {
-		say(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
+		report(fmt.Sprintf("%d pods deleted, and with them their tokens", n))
 	}
 	if len(left.Items) > 0 {
 		pod := left.Items[0]
@@ -373,8 +375,8 @@ func (c *Client) deletePods(ctx context.Context, node string, say func(string)) 
 	return nil
 }
 
-// changeEnrollment writes a change of the enrollment that p has found, and of no other one. change says
-// whether there is anything to write.
+// changeEnrollment writes a change of the enrollment that p has found, and of no other one. change reports whether
+// there is anything to write.
 func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		var n v1alpha1.AttestedNode
@@ -391,11 +393,11 @@ func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(
 	})
 }
 
-// maxSkew is by how much the owner's clock may differ from the API server's before the latter counts.
+// maxSkew is the difference between the owner's clock and the API server's from which the latter counts.
 const maxSkew = 5 * time.Minute
 
-// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. That is by the API server's clock where the
-// owner's, which shows now, differs.
+// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. It uses
+// the API server's clock where the owner's, which shows now, differs.
 func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
 	theirs, err := c.serverTime(ctx)
 	if err != nil {
@@ -417,7 +419,7 @@ func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until 
 	return until, err
 }
 
-// serverTime returns the API server's clock: when it would have created an object.
+// serverTime returns the API server's clock: the time at which it would have created an object.
 func (c *Client) serverTime(ctx context.Context) (time.Time, error) {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "muster-clock-"}}
 	if err := once(ctx, func(ctx context.Context) error { return c.client.Create(ctx, m, client.DryRunAll) }); err != nil {

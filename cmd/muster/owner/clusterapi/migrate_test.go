@@ -16,7 +16,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// What the list of a version before v0.1 said, an upgrade keeps (J4): its nodes go on writing, and nobody who was removed or banned writes again.
+// An upgrade keeps the list of a version before v0.1 (J4): its nodes go on writing, and no removed or banned node
+// writes again.
 func TestTheListOfAnEarlierVersionIsTakenOver(t *testing.T) {
 	api := start(t)
 	if err := api.InstallCRDs(t.Context()); err != nil {
@@ -35,7 +36,7 @@ func TestTheListOfAnEarlierVersionIsTakenOver(t *testing.T) {
 		"node0": "machine0", "node1": "machine1", "_control-planes": "node0",
 		"node1_requests":     "2026-01-02T03:04:05Z",
 		"node9_certificates": until.Format(time.RFC3339),
-		// A name that a second machine has: certificates of the first one write nothing.
+		// A second machine has the name: certificates of the first one write nothing.
 		"node3": "machine3", "node3_certificates": until.Format(time.RFC3339) + " X509SHA256=new",
 	}}
 	for _, o := range append(needs()[1:], list) {
@@ -57,7 +58,7 @@ func TestTheListOfAnEarlierVersionIsTakenOver(t *testing.T) {
 	}
 	node("node0", v1alpha1.RoleControlPlane, false)
 	node("node1", v1alpha1.RoleWorker, false)
-	node("node2", v1alpha1.RoleWorker, true) // a ban took its key from the former list
+	node("node2", v1alpha1.RoleWorker, true) // a ban removed its key from the former list
 	node("node3", v1alpha1.RoleWorker, false)
 
 	get := func() *nodeaccess.List {
@@ -93,7 +94,7 @@ func TestTheListOfAnEarlierVersionIsTakenOver(t *testing.T) {
 	}
 	check("before the services")
 
-	// The services of the earlier version run on for a while, and the chart of this version is there.
+	// The services of the earlier version still run, while the chart of this version is installed.
 	if _, err := c.InstallChart(t.Context(), values, slog.New(slog.DiscardHandler)); err != nil {
 		t.Fatal(err)
 	}

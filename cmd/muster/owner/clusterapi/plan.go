@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// Plan is what an upgrade will change.
+// Plan contains the changes that an upgrade will make.
 type Plan struct {
 	// Revision is the newest one of the release, Status its state.
 	Revision int    `json:"revision"`
@@ -29,14 +29,14 @@ type Plan struct {
 	// Chart and App are versions, before and after.
 	Chart Change `json:"chart"`
 	App   Change `json:"app"`
-	// Values that change, images among them, by path.
+	// Values that change, with images, by path.
 	Values []Change `json:"values"`
 	// Definitions are CustomResourceDefinitions, Objects those of the chart.
 	Definitions []ObjectChange `json:"definitions"`
 	Objects     []ObjectChange `json:"objects"`
 }
 
-// Change is one value, before and after; what is not there is empty.
+// Change is one value, before and after; a missing value is empty.
 type Change struct {
 	Name string `json:"name,omitempty"`
 	From string `json:"from"`
@@ -49,13 +49,13 @@ type ObjectChange struct {
 	Diff   string `json:"diff"`
 }
 
-// Empty says that the cluster is what the upgrade would make of it.
+// Empty reports whether the upgrade would change nothing.
 func (p *Plan) Empty() bool {
 	return p.Status == string(common.StatusDeployed) && p.Chart.From == p.Chart.To && len(p.Values)+len(p.Definitions)+len(p.Objects) == 0
 }
 
-// Plan finds out what an upgrade to values would change, and changes nothing. A value that the
-// chart's schema refuses is an error.
+// Plan computes the changes of an upgrade to values, and changes nothing. A value that the chart's schema refuses is
+// an error.
 func (c *Client) Plan(ctx context.Context, last *releasev1.Release, values map[string]any, definitions []*unstructured.Unstructured, log *slog.Logger) (*Plan, error) {
 	next, err := c.render(ctx, last, values, log)
 	if err != nil {
@@ -76,8 +76,8 @@ func (c *Client) Plan(ctx context.Context, last *releasev1.Release, values map[s
 	return p, nil
 }
 
-// render has helm make the next revision, in a storage of its own: so it does whatever state the
-// release is in, and the cluster's storage is left alone.
+// render has helm create the next revision in a separate storage: so it works in any state of the release and leaves
+// the cluster's storage unchanged.
 func (c *Client) render(ctx context.Context, last *releasev1.Release, values map[string]any, log *slog.Logger) (*releasev1.Release, error) {
 	chart, err := charts.Muster()
 	if err != nil {
@@ -131,7 +131,7 @@ func changes(path string, from, to map[string]any) []Change {
 	return out
 }
 
-// plain gives a value as YAML has it, so that 1 and 1.0 are the same.
+// plain returns a value in YAML form, so that 1 and 1.0 are equal.
 func plain(v any) string {
 	if v == nil {
 		return ""
@@ -179,7 +179,7 @@ func byName(what, manifest string) (map[string]map[string]any, error) {
 	return out, nil
 }
 
-// diff gives a unified diff of two objects in YAML; empty if they are the same.
+// diff returns a unified diff of two objects in YAML; empty if they are the same.
 func diff(a, b map[string]any) (string, error) {
 	lines := func(o map[string]any) ([]string, error) {
 		if o == nil {
@@ -199,8 +199,8 @@ func diff(a, b map[string]any) (string, error) {
 	return difflib.GetUnifiedDiffString(difflib.UnifiedDiff{A: before, B: after, FromFile: "before", ToFile: "after", Context: 3})
 }
 
-// definitionChanges asks the API server what each definition would become. One that would lose
-// data is refused with [ErrIncompatible].
+// definitionChanges asks the API server for the result of applying each definition. One that would lose data is
+// refused with [ErrIncompatible].
 func (c *Client) definitionChanges(ctx context.Context, definitions []*unstructured.Unstructured) ([]ObjectChange, error) {
 	var out []ObjectChange
 	for _, d := range definitions {

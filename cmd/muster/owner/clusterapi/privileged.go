@@ -14,22 +14,24 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// probed bounds how many namespaces are asked.
+// probed limits the number of namespaces that are probed.
 const probed = 50
 
-// PodSecurity is where a pod may be root on its node.
+// PodSecurity lists where a pod may be root on its node.
 type PodSecurity struct {
-	// Open are namespaces whose labels name no Pod Security Standard, and where the API server accepts a pod that mounts its node's root folder.
+	// Open are namespaces whose labels name no Pod Security Standard, and where the API server accepts a pod that
+	// mounts its node's root folder.
 	Open []string
 	// Allowed are those with the label for it.
 	Allowed []string
-	// Unclear are those where something else than that standard refuses the pod, with what it says.
+	// Unclear are those where something else than that standard refuses the pod, with its message.
 	Unclear map[string]string
-	// Unasked is how many without a label were not asked.
+	// Unasked is the number of namespaces without a label that were not probed.
 	Unasked int
 }
 
-// PodSecurity returns it, of all namespaces but kube-system and Muster's own: whoever may create pods in those of Open and Allowed may be root on every node. No pod is created.
+// PodSecurity probes all namespaces but kube-system and Muster's own: a user who may create pods in those of Open and
+// Allowed may be root on every node. No pod is created.
 func (c *Client) PodSecurity(ctx context.Context) (PodSecurity, error) {
 	out := PodSecurity{Unclear: map[string]string{}}
 	var list corev1.NamespaceList

@@ -14,9 +14,8 @@ import (
 // Services are the DaemonSets that the chart installs.
 var Services = []string{"muster-joinservice", "muster-kms"}
 
-// ServicesReady waits until Muster's pods are ready on every control plane, and says
-// meanwhile what keeps them.
-func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
+// ServicesReady waits until Muster's pods are ready on every control plane, and reports meanwhile what they wait for.
+func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	var last string
 	err := until(ctx, func(ctx context.Context) (bool, error) {
 		waiting := make([]string, 0, len(Services))
@@ -31,7 +30,7 @@ func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
 		}
 		if len(waiting) > 0 {
 			last = strings.Join(waiting, "; ")
-			say(last)
+			report(last)
 		}
 		return len(waiting) == 0, nil
 	})
@@ -44,7 +43,7 @@ func (c *Client) ServicesReady(ctx context.Context, say func(string)) error {
 	return nil
 }
 
-// Service gives what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
+// Service returns what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
 func (c *Client) Service(ctx context.Context, name string) (waits string, images []string, err error) {
 	var ds appsv1.DaemonSet
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
@@ -57,7 +56,7 @@ func (c *Client) Service(ctx context.Context, name string) (waits string, images
 	return waits, images, err
 }
 
-// serviceWaits says what a DaemonSet waits for; empty if it is ready.
+// serviceWaits returns what a DaemonSet waits for; empty if it is ready.
 func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) {
 	var ds appsv1.DaemonSet
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
@@ -89,10 +88,11 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 	return text, nil
 }
 
-// maxWhy bounds what is shown of a reason, in bytes.
+// maxWhy limits the length of a reason that is shown, in bytes.
 const maxWhy = 200
 
-// Printable returns at most that many bytes of a text that others wrote, on one line, without what a terminal obeys.
+// Printable returns at most that many bytes of a text from another source, on one line, without control characters of
+// a terminal.
 func Printable(s string, most int) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
@@ -103,7 +103,7 @@ func Printable(s string, most int) string {
 	return s[:min(len(s), most)]
 }
 
-// podWaits gives the first reason in the order in which a pod comes up, as [Printable] has it.
+// podWaits returns the first reason in the order in which a pod starts, as [Printable] returns it.
 func podWaits(p *corev1.Pod) string { return Printable(firstWait(p), maxWhy) }
 
 func firstWait(p *corev1.Pod) string {

@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// Status is how a cluster stands.
+// Status is the state of a cluster.
 type Status struct {
 	// Server is the API server's address.
 	Server string `json:"server"`
@@ -26,7 +26,8 @@ type Status struct {
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
-	// Epoch is the cluster's, which goes up with each change of the policy, of enrollments, bans and disks; 0: nobody has counted yet.
+	// Epoch is the cluster's, which increases with each change of the policy, of enrollments, bans and disks; 0: no
+	// control plane has counted yet.
 	Epoch uint64 `json:"epoch,omitempty"`
 	// History has the last epochs.
 	History clusterinfo.History `json:"-"`
@@ -36,13 +37,13 @@ type Status struct {
 	Chart *ChartStatus `json:"chart,omitempty"`
 	// Pods are those of Services, one of each on each control plane.
 	Pods []PodStatus `json:"pods,omitempty"`
-	// Waiting are machines that knocked in the last hour and were refused, oldest first.
+	// Waiting are machines that asked to join in the last hour and were refused, oldest first.
 	Waiting []Waiting `json:"waiting,omitempty"`
-	// Requests are certificate requests that nobody has decided on.
+	// Requests are undecided certificate requests.
 	Requests []Request `json:"pendingRequests,omitempty"`
 	// Certificates are those that no machine renews by itself.
 	Certificates []Certificate `json:"certificates"`
-	// Attention lists what somebody should look at, worst first; see [Status.attention].
+	// Attention lists the problems that an administrator should look at, worst first; see [Status.attention].
 	Attention []Attention `json:"attention"`
 }
 
@@ -76,7 +77,7 @@ type Request struct {
 	Since  time.Time `json:"since"`
 }
 
-// Certificate is one that has an end.
+// Certificate is a certificate with its expiry.
 type Certificate struct {
 	Name    string    `json:"name"`
 	Expires time.Time `json:"expires"`
@@ -87,10 +88,10 @@ type Certificate struct {
 // NodeStatus is a Node with its enrollment.
 type NodeStatus struct {
 	Name string `json:"name"`
-	// Joined says that there is a Node of that name, Ready what it reports.
+	// Joined reports that there is a Node of that name, Ready the Node's condition.
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
-	// Enrolled says that there is an AttestedNode. A Node without one was not let in by Muster.
+	// Enrolled reports that there is an AttestedNode. A Node without one was not admitted by Muster.
 	Enrolled    bool       `json:"enrolled"`
 	Role        string     `json:"role,omitempty"`
 	MachineID   string     `json:"machineID,omitempty"`
@@ -100,23 +101,24 @@ type NodeStatus struct {
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
 	AppraisedAt *time.Time `json:"judgedAt,omitempty"`
-	// Cloned says that a second machine has shown the TPM of this one, and where both are; empty: none has.
+	// Cloned reports that a second machine has attested with this one's TPM, and where both are; empty: none has.
 	Cloned     string `json:"cloned,omitempty"`
 	Serial     int64  `json:"policySerial,omitempty"`
 	Generation int64  `json:"policyGeneration,omitempty"`
 	Kubelet    string `json:"kubelet,omitempty"`
-	// ClientExpires and ServingExpires are when the kubelet's certificates end, as its
-	// machine reports them.
+	// ClientExpires and ServingExpires are when the kubelet's certificates expire, as its machine reports them.
 	ClientExpires  *time.Time `json:"clientExpires,omitempty"`
 	ServingExpires *time.Time `json:"servingExpires,omitempty"`
-	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see docs/certificates.md.
+	// ControlPlane are the certificates that a control plane's machine renews, as it reports them; see
+	// docs/certificates.md.
 	ControlPlane []Certificate `json:"controlPlaneCertificates,omitempty"`
-	// Epoch is the newest of the cluster that a control plane's machine knows, as it reports it, and EpochID which one of that number.
+	// Epoch is the cluster's newest epoch that a control plane's machine knows, as it reports it, and EpochID
+	// identifies it among epochs of that number.
 	Epoch   uint64 `json:"epoch,omitempty"`
 	EpochID string `json:"epochID,omitempty"`
 }
 
-// PolicyStatus is the policy as the services see it.
+// PolicyStatus is the policy as the services report it.
 type PolicyStatus struct {
 	Accepted   bool     `json:"accepted"`
 	Serial     int64    `json:"serial"`
@@ -134,7 +136,7 @@ type ChartStatus struct {
 	Status   string `json:"status"`
 }
 
-// Status asks the cluster. Parts of Muster that are not there are left out.
+// Status reads the state from the cluster. Parts of Muster that do not exist are left out.
 func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) {
 	s := &Status{Server: c.Server(), Services: map[string]string{}}
 	var err error
@@ -167,7 +169,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.whoWaits, c.requests, c.certificates, c.epoch} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.waiting, c.requests, c.certificates, c.epoch} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}
@@ -176,14 +178,15 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 	return s, nil
 }
 
-// maxVersion is how much of a kubelet's version is shown, in characters.
+// maxVersion is the length of a kubelet's version that is shown, in characters.
 const maxVersion = 40
 
-// see takes in what a Node says. Its kubelet writes that, so root on any node does, and the owner reads it in a terminal.
+// see takes over what a Node reports. Its kubelet writes that, so root on any node does, and the owner reads it in a
+// terminal.
 func (s *NodeStatus) see(n *corev1.Node) {
 	s.Joined = true
 	for _, r := range n.Status.NodeInfo.KubeletVersion {
-		// What a semantic version has (semver.org): no spaces, which would look like other columns.
+		// The characters of a semantic version (semver.org): no spaces, which would look like other columns.
 		if (unicode.IsLetter(r) || unicode.IsDigit(r) || strings.ContainsRune(".+-", r)) && r < unicode.MaxASCII && len(s.Kubelet) < maxVersion {
 			s.Kubelet += string(r)
 		}

@@ -18,17 +18,17 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// ErrNoRelease says that Muster's chart is not installed.
+// ErrNoRelease is returned if Muster's chart is not installed.
 var ErrNoRelease = errors.New("the cluster has no release of Muster's chart")
 
-// ErrDowngrade says that the cluster runs a newer chart than this program carries.
+// ErrDowngrade is returned if the cluster runs a newer chart than this program carries.
 var ErrDowngrade = errors.New("the cluster runs a newer version of Muster")
 
-// RolledBack says that an upgrade failed and the release before it runs again.
+// RolledBack is the error of an upgrade that failed, after which the previous release runs again.
 type RolledBack struct {
-	// Failed is the revision that did not get ready, Now the one that runs.
+	// Failed is the revision that did not become ready, Now the one that runs.
 	Failed, Now int
-	// Cause is why.
+	// Cause is the reason.
 	Cause error
 }
 
@@ -36,22 +36,22 @@ func (e *RolledBack) Error() string {
 	return fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d: %v", e.Failed, e.Now, e.Cause)
 }
 
-// Unwrap gives the cause.
+// Unwrap returns the cause.
 func (e *RolledBack) Unwrap() error { return e.Cause }
 
 // Rollout is an upgrade of the release.
 type Rollout struct {
-	// Values are all values of the chart, as [Client.NextValues] gives them.
+	// Values are all values of the chart, as [Client.NextValues] returns them.
 	Values map[string]any
-	// Ready waits until the services are what they should be. It is asked after the roll, and again
-	// after the way back. Its context ends after Patience.
+	// Ready waits until the services are in their final state. It is called after the upgrade, and again after a
+	// rollback. Its context ends after Patience.
 	Ready func(context.Context) error
-	// Patience is how long the services may take, each way.
+	// Patience is how long the services may take, in each direction.
 	Patience time.Duration
 }
 
-// NextValues gives the values that the release would get: those it has, those of v over them, and
-// v's images and key, where v has any. What an administrator set with plain helm stays.
+// NextValues returns the values that the release would get: its own, those of v over them, and v's images and key,
+// where v has any. Values that an administrator set with plain helm stay.
 func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	have := chartutil.CoalesceTables(map[string]any{}, last.Config)
 	next := chartutil.CoalesceTables(maps.Clone(v.More), have)
@@ -76,8 +76,7 @@ func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	return next
 }
 
-// Newest gives the newest revision of the release, whatever its state; [ErrNoRelease] if there is
-// none.
+// Newest returns the newest revision of the release in any state; [ErrNoRelease] if there is none.
 func (c *Client) Newest(log *slog.Logger) (*releasev1.Release, error) {
 	r, err := c.Release(log)
 	if err == nil && r == nil {
@@ -86,7 +85,7 @@ func (c *Client) Newest(log *slog.Logger) (*releasev1.Release, error) {
 	return r, err
 }
 
-// CheckDirection refuses to go back: the error wraps [ErrDowngrade].
+// CheckDirection refuses a downgrade: the error wraps [ErrDowngrade].
 func CheckDirection(last *releasev1.Release) error {
 	chart, err := charts.Muster()
 	if err != nil {
@@ -106,10 +105,9 @@ func CheckDirection(last *releasev1.Release) error {
 	return nil
 }
 
-// UpgradeChart brings the release to the chart of this program. If the services don't get ready,
-// helm rolls the release back, and the error is a [RolledBack]. An upgrade that was killed in the
-// middle is taken up. Until the services are judged ready the revision is pending-upgrade; plain helm
-// sees what it always sees.
+// UpgradeChart upgrades the release to the chart of this program. If the services do not become ready, helm rolls the
+// release back, and the error is a [RolledBack]. It resumes an upgrade that was killed. Until the services are found
+// ready the revision is pending-upgrade; plain helm sees what it always sees.
 func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) (*releasev1.Release, error) {
 	chart, err := charts.Muster()
 	if err != nil {
@@ -129,7 +127,7 @@ func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) 
 	if err := freeRelease(cfg, last); err != nil {
 		return nil, err
 	}
-	j := &judging{Interface: cfg.KubeClient, ready: r.Ready, forward: ctx}
+	j := &checkedClient{Interface: cfg.KubeClient, ready: r.Ready, forward: ctx}
 	cfg.KubeClient = j
 	upgrade := action.NewUpgrade(cfg)
 	upgrade.Namespace = Namespace
@@ -137,8 +135,8 @@ func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) 
 	upgrade.RollbackOnFailure, upgrade.WaitStrategy, upgrade.Timeout = true, kube.StatusWatcherStrategy, r.Patience
 	upgrade.MaxHistory = maxHistory
 	upgrade.ResetValues = true // r.Values are complete
-	// When ctx ends, the judgement of the way forward does, and that alone makes helm go back: once, and
-	// to the end. Helm's own answer to an ended context goes back twice.
+	// When ctx ends, the wait for the new revision ends too, and that alone makes helm roll back: once, and to
+	// completion. By itself, helm rolls back twice when a context ends.
 	out, err := upgrade.RunWithContext(context.WithoutCancel(ctx), release, chart, r.Values)
 	if err != nil {
 		return nil, c.failed(cfg, last, err)
@@ -150,7 +148,7 @@ func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) 
 	return next, nil
 }
 
-// failed finds out what became of an upgrade that failed after the revision last.
+// failed determines the result of an upgrade that failed after the revision last.
 func (c *Client) failed(cfg *action.Configuration, last *releasev1.Release, cause error) error {
 	now, err := lastRelease(cfg)
 	if err != nil {
@@ -162,30 +160,29 @@ func (c *Client) failed(cfg *action.Configuration, last *releasev1.Release, caus
 	return fmt.Errorf("helm: %w", cause)
 }
 
-// judging is helm's client with our judgement of what is ready. Helm's own looks at the DaemonSets'
-// numbers alone; a joinservice that nobody should trust is ready by those.
-type judging struct {
+// checkedClient is helm's client with Muster's own check of readiness. Helm's checks only the DaemonSets' numbers; by
+// those a joinservice that fails attestation is ready.
+type checkedClient struct {
 	kube.Interface
 
 	ready   func(context.Context) error
-	forward context.Context //nolint:containedctx // helm's waiters are given none
+	forward context.Context //nolint:containedctx // helm's waiters get no context
 	asked   bool
 }
 
 // GetWaiter implements [kube.Interface].
-func (j *judging) GetWaiter(kube.WaitStrategy) (kube.Waiter, error) {
+func (j *checkedClient) GetWaiter(kube.WaitStrategy) (kube.Waiter, error) {
 	inner, err := j.Interface.GetWaiter(kube.StatusWatcherStrategy)
-	return &judge{Waiter: inner, judging: j}, err
+	return &readyWaiter{Waiter: inner, checkedClient: j}, err
 }
 
-type judge struct {
+type readyWaiter struct {
 	kube.Waiter
-	*judging
+	*checkedClient
 }
 
-// Wait implements [kube.Waiter]. It is called for the way forward, and then for the way back, which
-// nothing but time ends.
-func (j *judge) Wait(_ kube.ResourceList, patience time.Duration) error {
+// Wait implements [kube.Waiter]. It is called for the upgrade, and then for the rollback, which only a timeout ends.
+func (j *readyWaiter) Wait(_ kube.ResourceList, patience time.Duration) error {
 	ctx := j.forward
 	if j.asked {
 		ctx = context.WithoutCancel(ctx)

@@ -95,8 +95,8 @@ func (d *doctor) access(ctx context.Context) error {
 	return nil
 }
 
-// forbidden are bindings that kubeadm makes for its tokens and that `kubeadm upgrade` may put back.
-// The admission policies hold without them being gone; two locks are better than one.
+// forbidden are bindings that kubeadm makes for its tokens and that `kubeadm upgrade` may restore. The admission
+// policies hold even with them; the check is a second line of defense.
 var forbidden = []string{"kubeadm:kubelet-bootstrap", "kubeadm:node-autoapprove-bootstrap", "kubeadm:node-autoapprove-certificate-rotation"}
 
 func (d *doctor) bindings(ctx context.Context) error {
@@ -118,7 +118,7 @@ func (d *doctor) bindings(ctx context.Context) error {
 	return nil
 }
 
-// usesTokens says whether this cluster's tickets have bootstrap tokens.
+// usesTokens reports whether this cluster's tickets have bootstrap tokens.
 func (d *doctor) usesTokens() bool {
 	if d.release == nil {
 		return false
@@ -127,7 +127,7 @@ func (d *doctor) usesTokens() bool {
 	return values["joinCredential"] == jointoken.Credential
 }
 
-// tokens looks for bearer credentials. Those of tickets are allowed where the cluster wants them.
+// tokens looks for bearer credentials. Those of tickets are allowed where the cluster is configured for them.
 func (d *doctor) tokens(ctx context.Context) error {
 	var all corev1.SecretList
 	if err := d.kube.Reader().List(ctx, &all, client.InNamespace("kube-system"), client.MatchingFields{"type": string(corev1.SecretTypeBootstrapToken)}); err != nil {
@@ -136,7 +136,7 @@ func (d *doctor) tokens(ctx context.Context) error {
 	tickets := 0
 	for _, s := range all.Items {
 		if d.usesTokens() && jointoken.Is(&s, d.Now(), failSkew) {
-			tickets++ // a machine is joining, or it failed to a moment ago
+			tickets++ // a machine is joining, or has just failed to join
 			continue
 		}
 		d.Add(CheckTokens, checkup.Fail, "kubectl -n kube-system delete secret "+s.Name, "%s is a bootstrap token: whoever holds one is a node if its kind of authentication is on and the admission policies are gone", s.Name)
@@ -151,7 +151,7 @@ func (d *doctor) tokens(ctx context.Context) error {
 	return nil
 }
 
-// joinservices dials each control plane as a machine would, and judges it.
+// joinservices dials each control plane as a machine would, and appraises it.
 func (d *doctor) joinservices(ctx context.Context) error {
 	asked := 0
 	err := d.controlPlanes(ctx, CheckJoinservice, func(_ v1alpha1.AttestedNode, at string) {
@@ -168,8 +168,8 @@ func (d *doctor) joinservices(ctx context.Context) error {
 	return err
 }
 
-// listed finds machines that the policy lists as control planes and that the cluster does not have as such: they could still pose as a
-// joinservice (A7).
+// listed finds machines that the policy lists as control planes and that are no control planes of the cluster: they
+// could still pose as a joinservice (A7).
 func (d *doctor) listed(ctx context.Context) error {
 	var nodes v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
@@ -193,11 +193,12 @@ func (d *doctor) listed(ctx context.Context) error {
 	return nil
 }
 
-// controlPlanes judges the joinservice of each control plane that is not banned. One that is refused or out of reach is
-// a finding; accepted is told of the others, with where they are. at is empty for one that has no address yet.
+// controlPlanes appraises the joinservice of each control plane that is not banned. One that is refused or
+// unreachable is a finding; accepted is called for the others, with their address. at is empty for one without an
+// address.
 func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(n v1alpha1.AttestedNode, at string)) error {
 	if d.policy == nil {
-		return nil // its check has said so
+		return nil // its check has reported it
 	}
 	var id [32]byte
 	if err := ownerdir.ParseHex([]byte(d.dir.Cluster().ClusterID), id[:]); err != nil {
@@ -223,7 +224,7 @@ func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(
 		at := net.JoinHostPort(n.Spec.Addresses[0], strconv.Itoa(port))
 		only, err := attest.ParseMachineID(n.Spec.MachineID)
 		if err == nil {
-			err = d.judge(ctx, at, only, id)
+			err = d.appraise(ctx, at, only, id)
 		}
 		if err == nil {
 			accepted(n, n.Spec.Addresses[0])
@@ -238,7 +239,7 @@ func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(
 	return nil
 }
 
-func (d *doctor) judge(ctx context.Context, at string, only attest.MachineID, clusterID [32]byte) error {
+func (d *doctor) appraise(ctx context.Context, at string, only attest.MachineID, clusterID [32]byte) error {
 	s, err := peerdial.Open(peerdial.Target{
 		Addr: at, Purpose: attest.PurposeJoinservice, Policy: d.policy, Locks: []attest.Lock{attest.LockedTo(clusterID)}, Only: &only, DialContext: d.DialContext,
 	})
@@ -250,7 +251,7 @@ func (d *doctor) judge(ctx context.Context, at string, only attest.MachineID, cl
 	return err
 }
 
-// auditLog asks each joinservice's metrics whether records are missing.
+// auditLog checks each joinservice's metrics for missing records.
 func (d *doctor) auditLog(ctx context.Context) error {
 	var pods corev1.PodList
 	if err := d.kube.Reader().List(ctx, &pods, client.InNamespace(clusterapi.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "muster-joinservice"}); err != nil {

@@ -14,9 +14,9 @@ import (
 )
 
 const (
-	// oldDisk is how old an AttestedDisk that no enrollment names has to be for doctor to name it: its machine may come back.
+	// oldDisk is the age from which doctor names an AttestedDisk that no enrollment has: its machine may come back.
 	oldDisk = 30 * 24 * time.Hour
-	// maxOldDisks is how many it names.
+	// maxOldDisks is the number of disks that it names.
 	maxOldDisks = 10
 )
 
@@ -24,7 +24,7 @@ const (
 func (d *doctor) disks(ctx context.Context) error {
 	var all v1alpha1.AttestedDiskList
 	if err := d.kube.Reader().List(ctx, &all); clusterapi.Absent(err) {
-		return nil // the cluster is of a version that does not say whose disks are
+		return nil // the cluster's version does not record disks
 	} else if err != nil {
 		return err
 	}
@@ -45,7 +45,7 @@ func (d *doctor) disks(ctx context.Context) error {
 	}
 	known, err := d.dir.Known()
 	if err != nil {
-		known = &ownerdir.Known{} // CheckKnown says why
+		known = &ownerdir.Known{} // CheckKnown reports the cause
 	}
 	var old []string
 	for _, disk := range all.Items {

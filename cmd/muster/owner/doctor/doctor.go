@@ -1,8 +1,8 @@
-// Package doctor looks from the owner's seat for what is wrong with a cluster, or with one machine
-// that should join it, and says what to do. It only reads, but for known.json of the owner's folder.
+// Package doctor finds faults of a cluster, or of one machine that should join it, from the owner's workstation, and
+// returns remedies. It only reads, except that it updates known.json of the owner's folder.
 //
-// Each check stands for itself: one that fails does not keep the others from being made, but those
-// that need what it looked at are left out, since they could say nothing new.
+// The checks are independent: one that fails does not prevent the others. Checks that need the object which a failed
+// one could not read are left out.
 package doctor
 
 import (
@@ -58,13 +58,13 @@ const (
 	CheckDisks       = "disks"
 )
 
-// Config says what to look at.
+// Config configures the checks.
 type Config struct {
 	// Folder is the path of the owner's folder.
 	Folder string
 	// DialContext opens the connections to joinservices; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
-	// Now tells the time; nil: time.Now.
+	// Now returns the time; nil: time.Now.
 	Now func() time.Time
 }
 
@@ -76,7 +76,7 @@ type doctor struct {
 	policy  *attest.Policy // of the folder; nil: it can't be read
 	kube    *clusterapi.Client
 	release *releasev1.Release
-	drill   bool // the cluster is well, and the folder is what is in question
+	drill   bool // the cluster is well, and the folder is checked
 }
 
 func newDoctor(cfg Config) *doctor {
@@ -102,7 +102,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	return &d.Report
 }
 
-// each makes checks that ask the cluster.
+// each makes the checks that query the cluster.
 func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error) {
 	for _, check := range checks {
 		if err := check(ctx); err != nil {
@@ -185,8 +185,8 @@ func (d *doctor) kubeconfig() bool {
 	return true
 }
 
-// Clocks that are further apart than warnSkew are worth a word; further than failSkew, certificates
-// that were just made are not yet valid, and verdicts are too old when they arrive.
+// A clock difference above warnSkew is a warning; above failSkew, new certificates are not yet valid, and verdicts
+// are too old when they arrive.
 const (
 	warnSkew = time.Minute
 	failSkew = 5 * time.Minute
@@ -208,7 +208,7 @@ func (d *doctor) apiServer(ctx context.Context) bool {
 	return true
 }
 
-// skew judges a difference of which slack may be chance.
+// skew checks a difference, of which slack may be measurement error.
 func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
 	off := max(0, diff.Abs()-slack).Round(time.Second)
 	const remedy = "Set both clocks by NTP: with wrong ones, certificates are not yet or no longer valid and verdicts are too old."
@@ -220,12 +220,11 @@ func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
 	}
 }
 
-// ownerKey compares the folder's key with the one that the services know, and the cluster's policy
-// with both.
+// ownerKey compares the folder's key with the services', and the cluster's policy with both.
 func (d *doctor) ownerKey(ctx context.Context) error {
 	key, err := d.dir.OwnerKey()
 	if err != nil {
-		return nil //nolint:nilerr // the folder's check has said so
+		return nil //nolint:nilerr // the folder's check has reported it
 	}
 	public, err := owner.PublicKey(key)
 	if err != nil {
@@ -253,18 +252,18 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	return nil
 }
 
-// known compares the cluster with what it said last, and notes what it says now: by that a recovery is judged, and a cluster that was set back is
-// found (B7).
+// known compares the cluster with its last recorded state, and records the present one: a recovery relies on it, and
+// it shows that a cluster was restored to an earlier state (B7).
 func (d *doctor) known(ctx context.Context) error {
 	if !d.Clean(CheckFolder) || !d.Clean(CheckOwnerKey) {
-		return nil // their checks have said why
+		return nil // their checks have reported why
 	}
 	s, err := d.kube.Knowledge(ctx)
 	if err != nil {
 		return err
 	}
 	err = owner.Remember(ctx, d.dir, d.kube)
-	if behind := s.Behind(); behind != "" && !errors.Is(err, owner.ErrBehind) { // whatever became of the note
+	if behind := s.Behind(); behind != "" && !errors.Is(err, owner.ErrBehind) { // also if the state could not be recorded
 		d.Add(CheckKnown, checkup.Fail, clusterapi.BehindRemedy, "%s", behind)
 	}
 	switch {
@@ -295,7 +294,7 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other s
 	}
 }
 
-// nodes repeats what muster status would point at.
+// nodes repeats the problems that muster status shows.
 func (d *doctor) nodes(ctx context.Context) error {
 	s, err := d.kube.Status(ctx, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -319,7 +318,7 @@ func (d *doctor) nodes(ctx context.Context) error {
 	return nil
 }
 
-// errNotSame is for what should be the same in the folder and in the cluster.
+// errNotSame is returned for an object that should be the same in the folder and in the cluster.
 var errNotSame = errors.New("it is not the one in the owner's folder")
 
 func differs(what string) error { return fmt.Errorf("%s: %w", what, errNotSame) }

@@ -53,7 +53,7 @@ func TestMain(m *testing.M) {
 	})
 }
 
-// patient is a sound cluster on a real API server, with its chart installed, and its owner's folder.
+// patient is a healthy cluster on a real API server, with its chart installed, and its owner's folder.
 type patient struct {
 	folder string
 	dir    *ownerdir.Dir
@@ -70,7 +70,8 @@ func (p *patient) examine(t *testing.T) *checkup.Report {
 	defer again.Stop()
 	for {
 		r := Examine(ctx, Config{Folder: p.folder, DialContext: p.dial, Now: p.now})
-		// An API server whose etcd waits for a busy disk says for a moment that it is not ready. No harm here is one of its own.
+		// An API server whose etcd waits for a busy disk is briefly not ready. None of the faults here is meant to do
+		// that.
 		if !slices.ContainsFunc(r.Findings, func(f checkup.Finding) bool { return f.Check == CheckAPI && f.Level == checkup.Fail }) {
 			return r
 		}
@@ -116,8 +117,8 @@ func newPatient(t *testing.T) *patient {
 
 	definitions, err := owner.Definitions()
 	try(t, err)
-	say := func(string) {}
-	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, say))
+	report := func(string) {}
+	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, report))
 	_, err = p.kube.Enroll(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
 	_, signed, serr := owner.SignedPolicy(d)
 	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), p.kube.PutPolicy(ctx, signed))
@@ -139,8 +140,8 @@ func newPatient(t *testing.T) *patient {
 	}, slog.New(slog.DiscardHandler))
 	try(t, err)
 	p.healthy(t)
-	try(t, p.kube.EnsureAccess(ctx, false, "node1", nil)) // as joinservice does, which nobody runs here
-	try(t, d.Close())                                     // a doctor notes in it what it sees
+	try(t, p.kube.EnsureAccess(ctx, false, "node1", nil)) // as joinservice does, which does not run here
+	try(t, d.Close())                                     // doctor records the state of the cluster in it
 	p.dir, err = ownerdir.View(p.folder)
 	try(t, err)
 	t.Cleanup(func() { _ = p.dir.Close() })
@@ -152,7 +153,7 @@ func in(name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: name}
 }
 
-// healthy writes what controllers, kubelets and services would say.
+// healthy writes the status that controllers, kubelets and services would write.
 func (p *patient) healthy(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
@@ -188,7 +189,7 @@ func change[T client.Object](t *testing.T, o T, status bool, f func(T)) {
 	try(t, shared.Client.Update(t.Context(), o))
 }
 
-// serveJoin runs a joinservice's port on a machine, and gives a dialer that leads to it.
+// serveJoin runs a joinservice's port on a machine, and returns a dialer that connects to it.
 func serveJoin(t *testing.T, m *attesttest.Machine) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	t.Helper()
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -223,11 +224,11 @@ func typed(kind schema.GroupVersionKind, name string) *unstructured.Unstructured
 	return o
 }
 
-// A sound cluster passes; then one thing at a time is broken, the check that is for it says so and
-// what to do, and the cluster passes again once it is repaired.
+// A healthy cluster passes; then one thing at a time is broken, the check for it reports that and its remedy, and the
+// cluster passes again after the repair.
 func TestEachHarmIsFound(t *testing.T) {
 	p := newPatient(t)
-	// The root of this test's TPMs lasts a day, and its policy lists no machines: known beforehand.
+	// The root of this test's TPMs is valid for a day, and its policy lists no machines: both are expected findings.
 	known := map[checkup.Finding]bool{}
 	for _, f := range p.examine(t).Findings {
 		switch {
@@ -271,7 +272,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			sound(t)
 		})
 	}
-	// The same cluster: one is all that there is.
+	// The same cluster: there is only one.
 	t.Run("kept", func(t *testing.T) { testKept(t, p) })
 	t.Run("drill", func(t *testing.T) { testDrill(t, p) })
 }
@@ -280,11 +281,11 @@ type harm struct {
 	check string
 	level checkup.Level
 	says  string
-	also  string // checks that can't but notice too
+	also  string // checks that fail as well
 	harm  func(t *testing.T) (repair func(t *testing.T))
 }
 
-// file gives a harm to a file of the folder.
+// file returns a harm to a file of the folder.
 func (p *patient) file(name string, do func(path string, content []byte) error) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -299,7 +300,7 @@ func (p *patient) file(name string, do func(path string, content []byte) error) 
 	}
 }
 
-// deleted gives a harm that deletes an object.
+// deleted returns a harm that deletes an object.
 func deleted(o *unstructured.Unstructured) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -315,7 +316,7 @@ func deleted(o *unstructured.Unstructured) func(*testing.T) func(*testing.T) {
 	}
 }
 
-// created gives a harm that creates one.
+// created returns a harm that creates one.
 func created(o client.Object) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -324,7 +325,7 @@ func created(o client.Object) func(*testing.T) func(*testing.T) {
 	}
 }
 
-// edited gives a harm that edits one; the repair takes back what it did.
+// edited returns a harm that edits one; the repair takes back what it did.
 func edited(o *unstructured.Unstructured, value any, path ...string) func(*testing.T) func(*testing.T) {
 	set := func(t *testing.T, v any) any {
 		t.Helper()
@@ -346,7 +347,7 @@ func edited(o *unstructured.Unstructured, value any, path ...string) func(*testi
 	}
 }
 
-// leased is created, in a namespace that this control plane has no controller to make.
+// leased is created in a namespace that this control plane has no controller to create.
 func leased(o client.Object) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()
@@ -459,7 +460,7 @@ func (p *patient) harms() []harm {
 	}
 }
 
-// rolled says that the DaemonSet's pods follow a harm and its repair.
+// rolled waits until the DaemonSet's pods follow a harm and its repair.
 func (p *patient) rolled(h func(*testing.T) func(*testing.T)) func(*testing.T) func(*testing.T) {
 	return func(t *testing.T) func(*testing.T) {
 		t.Helper()

@@ -28,8 +28,8 @@ const (
 
 const otherFolder = "Use the folder of this cluster, or your copy of it: with this one, no control plane could be recovered. Change nothing in the cluster: it is well, and its disks have the keys that follow from what it has."
 
-// unlessDrilled gives a remedy that takes the folder to be right. A drill does not: to follow it with another cluster's folder
-// would make this one what the drill should keep it from.
+// unlessDrilled returns a remedy that assumes a correct folder. A drill has none: with another cluster's folder, the
+// remedy would cause the damage that the drill should prevent.
 func (d *doctor) unlessDrilled(remedy string) string {
 	if d.drill {
 		return otherFolder
@@ -37,11 +37,11 @@ func (d *doctor) unlessDrilled(remedy string) string {
 	return remedy
 }
 
-// Drill proves on a cluster that is well that its owner's folder would recover it: that the secrets in it are those which the
-// disks' keys come from, and that its policy accepts each control plane as it is now. It only reads.
+// Drill proves on a healthy cluster that its owner's folder would recover it: that the secrets in it are those from
+// which the disks' keys are derived, and that its policy accepts each control plane as it is now. It only reads.
 //
-// What a drill can't prove is that a disk opens: nobody but the machine can try that. But the cluster gave
-// each disk the key that follows from the Secret muster-kms-root, and the drill derives the same ones.
+// A drill cannot prove that a disk opens: only the machine can test that. But the cluster gave each disk the key that
+// follows from the Secret muster-kms-root, and the drill derives the same ones.
 func Drill(ctx context.Context, cfg Config) *checkup.Report {
 	d := newDoctor(cfg)
 	d.drill = true
@@ -58,11 +58,11 @@ func Drill(ctx context.Context, cfg Config) *checkup.Report {
 	return &d.Report
 }
 
-// derived compares what the folder says of the cluster with what follows from its secrets.
+// derived compares the folder's data about the cluster with the values derived from its secrets.
 func (d *doctor) derived() {
 	s, err := d.dir.Secrets()
 	if err != nil {
-		return // the folder's check has said so
+		return // the folder's check has reported it
 	}
 	c := d.dir.Cluster()
 	root, err := keys.ParseRoot(keys.FirstVersion, s.Root[:], s.Salt[:])
@@ -83,7 +83,7 @@ func (d *doctor) derived() {
 	}
 }
 
-// installed finds the chart's release, by whose values the services know their owner.
+// installed finds the chart's release, whose values contain the owner's key for the services.
 func (d *doctor) installed(context.Context) (err error) {
 	d.release, err = d.kube.Release(slog.New(slog.DiscardHandler))
 	if err == nil && d.release == nil {
@@ -97,14 +97,14 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 	var s corev1.Secret
 	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: clusterapi.Namespace, Name: "muster-kms-root"}, &s)
 	if clusterapi.Absent(err) {
-		return nil // its check has said so
+		return nil // its check has reported it
 	}
 	if err != nil {
 		return err
 	}
 	own, err := d.dir.Secrets()
 	if err != nil {
-		return nil //nolint:nilerr // the folder's check has said so
+		return nil //nolint:nilerr // the folder's check has reported it
 	}
 	theirs, err := keys.ParseRoot(keys.FirstVersion, s.Data["root"], s.Data["salt"])
 	if err != nil {
@@ -118,7 +118,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 	compared := 0
 	for _, n := range nodes.Items {
 		if n.Spec.DiskID == "" {
-			continue // its machine has not come yet
+			continue // its machine has not joined yet
 		}
 		id, err := keys.ParseDiskID(n.Spec.DiskID)
 		if err != nil {
@@ -166,7 +166,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 	return nil
 }
 
-// recoverable judges each control plane by the folder's policy, and says how it would be recovered.
+// recoverable appraises each control plane by the folder's policy, and reports how it would be recovered.
 func (d *doctor) recoverable(ctx context.Context) error {
 	found := 0
 	err := d.controlPlanes(ctx, CheckControlPlanes, func(n v1alpha1.AttestedNode, at string) {
@@ -193,7 +193,8 @@ func (d *doctor) recoverable(ctx context.Context) error {
 	return err
 }
 
-// noSalt is what to do about a disk whose salt the folder does not have. Remember notes it: muster status does, from the cluster's AttestedDisk.
+// noSalt is the remedy for a disk whose salt the folder does not have. Remember records it: muster status calls it,
+// with the cluster's AttestedDisk.
 const noSalt = "Use a newer copy of the folder, or run muster status with this one, which notes the salts of all disks in known.json. Then copy the folder again, and repeat the drill."
 
 // salt returns why the folder has no salt of an enrollment's disk (K4): without it, the disk has no key, and a recovery is refused. nil: the folder has it.
@@ -210,7 +211,8 @@ func (d *doctor) salt(n v1alpha1.AttestedNode) error {
 	return err
 }
 
-// knows says whether the folder knows the disk of an enrollment as its machine's: without that, a recovery wants it named.
+// knows reports whether the folder knows the disk of an enrollment as its machine's: without that, a recovery
+// requires --disk.
 func (d *doctor) knows(n v1alpha1.AttestedNode) bool {
 	known, err := d.dir.Known()
 	if err != nil {

@@ -26,7 +26,7 @@ import (
 
 const enrolledDisk = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
 
-// versions gives the resource versions of what a drill looks at: they change with every write.
+// versions returns the resource versions of the objects that a drill reads: they change with every write.
 func versions(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
@@ -44,8 +44,8 @@ func versions(t *testing.T) map[string]string {
 	return out
 }
 
-// testDrill makes drills on a sound cluster; then the folder or the cluster is broken in one way, the drill
-// fails where it should, and passes again once that is repaired.
+// testDrill runs drills on a healthy cluster; then the folder or the cluster is broken in one way, the drill fails in
+// the expected check, and passes again after the repair.
 func testDrill(t *testing.T, p *patient) {
 	drill := func(t *testing.T) *checkup.Report {
 		t.Helper()
@@ -62,7 +62,7 @@ func testDrill(t *testing.T, p *patient) {
 	defer salted(t)
 	try(t, p.dir.Remember(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"node1": {MachineID: machine, Disk: ownerdir.KnownDisk{ID: enrolledDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}}))
 	defer func() { try(t, os.Remove(p.dir.File(ownerdir.KnownFile))) }()
-	p.examine(t) // notes the disk
+	p.examine(t) // records the disk
 
 	sound := func(t *testing.T) {
 		t.Helper()
@@ -111,7 +111,7 @@ func testDrill(t *testing.T, p *patient) {
 		name         string
 		check, says  string
 		harm         func(*testing.T) func(*testing.T)
-		notLookedFor string // a check that is left out, since it could say nothing
+		notLookedFor string // a check that is left out, since it could report nothing
 	}{
 		{"another root secret in the folder", CheckClusterID, "lead to cluster", p.file("root-secret", write(digits(7))), ""},
 		{"another salt in the folder", CheckDiskKeys, "another key for disk " + enrolledDisk, p.file("salt", write(digits(7))), ""},

@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// setBack are harms of a cluster that is older than what the folder knows (B7).
+// setBack are faults of a cluster that is older than the folder's record (B7).
 func (p *patient) setBack(t *testing.T) []harm {
 	knew := func(change func(k *ownerdir.Known)) func(*testing.T) func(*testing.T) {
 		var changed []byte
@@ -76,7 +76,7 @@ func (p *patient) setBack(t *testing.T) []harm {
 		}},
 		{CheckKnown, checkup.Fail, "the enrollment of node1 (", "", knew(func(k *ownerdir.Known) {
 			n := k.Nodes["node1"]
-			n.Generation++ // 0 if none was noted
+			n.Generation++ // 0 if none was recorded
 			k.Nodes["node1"] = n
 		})},
 		{CheckKnown, checkup.Fail, ", which had gone, is back with the generation", "", func(t *testing.T) func(*testing.T) {
@@ -95,14 +95,15 @@ func (p *patient) setBack(t *testing.T) []harm {
 				try(t, shared.Client.Patch(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, client.RawPatch(types.MergePatchType, patch)))
 			}
 			write(t, "7", "")
-			repair := knew(func(k *ownerdir.Known) { k.Nodes = nil })(t) // else there is nothing to be noted
+			repair := knew(func(k *ownerdir.Known) { k.Nodes = nil })(t) // else there is nothing to record
 			return func(t *testing.T) { repair(t); write(t, nil, nil) }
 		}},
 		{CheckKnown, checkup.Warn, "known.json", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
 	}
 }
 
-// testKept takes from a cluster what etcd's restore takes, and what an owner takes: the folder knows it all the same, until it is erased (B7, K4).
+// testKept deletes objects from a cluster as a restore of etcd does, and as an owner does: the folder keeps the
+// disk's salt until the disk is erased (B7, K4).
 func testKept(t *testing.T, p *patient) {
 	const name, disk = "w7", "5f0c95b6-2a3d-4c7e-9f10-0000000000e1"
 	salt := strings.Repeat("e1", 32)
@@ -140,7 +141,7 @@ func testKept(t *testing.T, p *patient) {
 		t.Errorf("its disk: %+v", k.Disks)
 	}
 
-	// Once the cluster is older, its disks may be of then, too. What the folder knows stays.
+	// Once the cluster is older, its disks may be older, too. The folder's record stays.
 	change(t, epoch, false, func(m *corev1.ConfigMap) { m.Data["epoch"] = "40" })
 	other := created(&v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "5f0c95b6-2a3d-4c7e-9f10-0000000000e2"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: machine, Salt: salt, RootVersion: 1}})(t)
 	if k := noted(t, checkup.Fail); k.Epoch != 41 || len(k.Disks) != 1 {

@@ -24,8 +24,8 @@ const (
 	CheckJoining  = "joining"
 )
 
-// ExamineMachine looks at a machine that should become a node from where the owner is. What can only
-// be seen on the machine itself, `bootstrapper doctor` looks at.
+// ExamineMachine examines a machine that should become a node from the owner's workstation. `bootstrapper doctor`
+// makes the checks that are only possible on the machine itself.
 func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report {
 	r := &checkup.Report{}
 	sight, err := owner.Verify(ctx, cfg)
@@ -51,7 +51,7 @@ func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report
 func evidence(r *checkup.Report, s *owner.Report) {
 	reason, why := attest.ReasonOf(s.Err), s.Err
 	if refusal, ok := errors.AsType[*attest.Refusal](s.Err); ok {
-		why = refusal // without the connection's own words around it
+		why = refusal // without the connection's text around it
 	}
 	remedy := rpc.RemedyOf(reason)
 	if s.Problem != nil && s.Problem.Remedy != "" {
@@ -100,7 +100,7 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 		if s.ReasonUnproven {
 			by = ", from a peer that has not proven to be a joinservice"
 		}
-		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, tries(s))
+		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, attempts(s))
 	case len(s.JoinEndpoints) == 0 && !s.InitAllowed:
 		r.Add(CheckJoining, checkup.Fail, "Correct the machine's metadata: name joinEndpoints, or initSecretHash if it should become the first.", "it tries no joinservice, and allows no init")
 	case len(s.JoinEndpoints) == 0:
@@ -110,12 +110,12 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 	}
 }
 
-func tries(s *owner.MachineStatus) string {
+func attempts(s *owner.MachineStatus) string {
 	if s.Phase == "unlocking" {
-		return fmt.Sprintf("%d tries to open its state disk failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
+		return fmt.Sprintf("%d attempts to open its state disk failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
 	}
 	if s.FailedAttempts == 0 {
 		return "its latest init failed"
 	}
-	return fmt.Sprintf("%d tries to join failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
+	return fmt.Sprintf("%d attempts to join failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
 }

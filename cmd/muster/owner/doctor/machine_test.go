@@ -37,7 +37,7 @@ func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
 			s.Lock, s.Err = "locked to another cluster", attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "x")
 		}},
 		"a clock": {CheckClock, checkup.Fail, "off ours", func(_ *owner.Report, m *owner.MachineStatus) { m.Skew = -3 * time.Hour }},
-		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 tries", func(_ *owner.Report, m *owner.MachineStatus) {
+		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 attempts", func(_ *owner.Report, m *owner.MachineStatus) {
 			m.Reason, m.Remedy, m.FailedAttempts = "BUSY", "Wait.", 3
 		}},
 		"a failed init": {CheckJoining, checkup.Fail, "latest init", func(_ *owner.Report, m *owner.MachineStatus) { m.Reason = "KUBEADM_FAILED" }},

@@ -47,7 +47,7 @@ func (d *doctor) kinds(ctx context.Context) error {
 	return nil
 }
 
-// get reads an object; nil if it is not there.
+// get reads an object; nil if it does not exist.
 func (d *doctor) get(ctx context.Context, of *unstructured.Unstructured) (*unstructured.Unstructured, error) {
 	have := &unstructured.Unstructured{}
 	have.SetGroupVersionKind(of.GroupVersionKind())
@@ -58,8 +58,8 @@ func (d *doctor) get(ctx context.Context, of *unstructured.Unstructured) (*unstr
 	return have, err
 }
 
-// chart looks at the release, and for each object in it whether it is there and still says what the
-// chart made it say: somebody may have deleted or widened one.
+// chart checks the release, and for each of its objects that it exists and still has the chart's content: a user may
+// have deleted or changed one.
 func (d *doctor) chart(ctx context.Context) error {
 	r, err := d.kube.Release(slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -127,8 +127,8 @@ func (d *doctor) object(ctx context.Context, check string, want *unstructured.Un
 	return nil
 }
 
-// contains says whether everything in want is in have. Objects may have more in have, which the API
-// server fills in; lists are the same in length and order.
+// contains reports whether have contains everything in want. Objects in have may have more fields, which the API
+// server sets; lists must be equal in length and order.
 func contains(want, have any) bool {
 	switch w := want.(type) {
 	case nil:
@@ -163,7 +163,7 @@ func contains(want, have any) bool {
 	}
 }
 
-// number makes numbers of JSON and YAML comparable, and quantities with them.
+// number makes numbers of JSON and YAML comparable, also quantities.
 func number(v any) string {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -172,7 +172,7 @@ func number(v any) string {
 	return string(b)
 }
 
-// services looks at the DaemonSets and their images.
+// services checks the DaemonSets and their images.
 func (d *doctor) services(ctx context.Context) error {
 	for _, name := range clusterapi.Services {
 		text, images, err := d.kube.Service(ctx, name)
@@ -201,7 +201,7 @@ func (d *doctor) services(ctx context.Context) error {
 	return nil
 }
 
-// root compares the Secret with the folder. Nothing of either is shown (K3).
+// root compares the Secret with the folder. It shows no byte of either (K3).
 func (d *doctor) root(ctx context.Context) error {
 	const remedy = "Restore it from the owner's folder, as docs/operate.md says under “muster-kms-root is lost”."
 	s := &corev1.Secret{}
@@ -215,7 +215,7 @@ func (d *doctor) root(ctx context.Context) error {
 	}
 	own, err := d.dir.Secrets()
 	if err != nil {
-		return nil //nolint:nilerr // the folder's check has said so
+		return nil //nolint:nilerr // the folder's check has reported it
 	}
 	for key, want := range map[string][]byte{"root": own.Root[:], "salt": own.Salt[:]} {
 		if subtle.ConstantTimeCompare(s.Data[key], want) != 1 {
@@ -256,7 +256,7 @@ func (d *doctor) description(ctx context.Context) error {
 	return nil
 }
 
-// nodeClocks looks at the leases that kubelets renew every ten seconds by their own clocks.
+// nodeClocks reads the leases that kubelets renew every ten seconds by their own clocks.
 func (d *doctor) nodeClocks(ctx context.Context) error {
 	leases := &unstructured.UnstructuredList{}
 	leases.SetGroupVersionKind(coordinationv1.SchemeGroupVersion.WithKind("LeaseList"))
@@ -267,7 +267,7 @@ func (d *doctor) nodeClocks(ctx context.Context) error {
 	for _, l := range leases.Items {
 		text, _, _ := unstructured.NestedString(l.Object, "spec", "renewTime")
 		if at, err := time.Parse(time.RFC3339Nano, text); err == nil && at.After(now) {
-			// One of the past may as well be of a node that is down, which the check of nodes tells.
+			// An old one may also be that of a node that is down, which the check of nodes reports.
 			d.skew(CheckNodeClocks, "the clock of node "+l.GetName(), at.Sub(now), time.Second)
 		}
 	}

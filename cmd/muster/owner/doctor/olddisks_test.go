@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// Disks outlive the enrollments of their machines. Which were destroyed only their owner knows, who is shown them.
+// Disks outlive the enrollments of their machines. Only their owner knows which were destroyed, so doctor lists them.
 func TestOldDisksThatNoEnrolledMachineHasAreNamed(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -50,7 +50,8 @@ func TestOldDisksThatNoEnrolledMachineHasAreNamed(t *testing.T) {
 		}
 	}
 
-	// K4: a disk that was erased and has a salt again, since etcd was restored, is no small matter; nor is an enrolled one without.
+	// K4: an erased disk that has a salt again, since etcd was restored, is a failure; so is an enrolled one without
+	// a salt.
 	lost := created(
 		&v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ce", 32), Role: v1alpha1.RoleWorker, DiskID: "5f0c95b6-2a3d-4c7e-9f10-0000000000d3"}})(t)
 	defer lost(t)
@@ -62,7 +63,7 @@ func TestOldDisksThatNoEnrolledMachineHasAreNamed(t *testing.T) {
 	}
 }
 
-// sampleFolder makes an owner's folder that says nothing of a cluster.
+// sampleFolder creates an owner's folder without any record of a cluster.
 func sampleFolder(t *testing.T) *ownerdir.Dir {
 	t.Helper()
 	ca := attesttest.NewCA(t)

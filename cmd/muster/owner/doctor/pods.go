@@ -11,10 +11,10 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// namesInText is how many namespaces a finding names.
+// namesInText is the number of namespaces that a finding names.
 const namesInText = 5
 
-// privilegedPods looks at what the API server does with pods that are as good as root on their node.
+// privilegedPods checks whether the API server accepts pods that are equivalent to root on their node.
 func (d *doctor) privilegedPods(ctx context.Context) error {
 	found, err := d.kube.PodSecurity(ctx)
 	if err != nil {
@@ -23,7 +23,7 @@ func (d *doctor) privilegedPods(ctx context.Context) error {
 	for _, ns := range slices.Sorted(maps.Keys(found.Unclear)) {
 		d.Add(CheckPods, checkup.Warn, "Label the namespace "+ns+" if its users are no administrators: kubectl label namespace "+ns+" "+podsecurity.Label+"=baseline.",
 			"whether pods that mount their node's root folder are accepted in namespace %s can't be seen, something else refuses the one that is tried: %s", ns, found.Unclear[ns])
-		break // one says what is in the way
+		break // one example is enough
 	}
 	var more string
 	if len(found.Allowed) > 0 {
@@ -42,7 +42,7 @@ func (d *doctor) privilegedPods(ctx context.Context) error {
 	return nil
 }
 
-// some names the first few of a list.
+// some returns the first names of a list.
 func some(names []string) string {
 	out := strings.Join(names[:min(len(names), namesInText)], ", ")
 	if more := len(names) - namesInText; more > 0 {

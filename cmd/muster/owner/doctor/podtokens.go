@@ -10,10 +10,11 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// extendTokens is the API server's argument that gives tokens of pods a year instead of the hour that is asked for.
+// extendTokens is the API server's argument that extends the lifetime of pods' tokens from the requested hour to a
+// year.
 const extendTokens = "--service-account-extend-token-expiration" //nolint:gosec // no token is in it
 
-// podTokens looks at the arguments of each API server: by default it gives pods tokens that live for a year.
+// podTokens checks the arguments of each API server: by default it gives pods tokens that are valid for a year.
 func (d *doctor) podTokens(ctx context.Context) error {
 	var pods corev1.PodList
 	if err := d.kube.Reader().List(ctx, &pods, client.InNamespace("kube-system"), client.MatchingLabels{"component": "kube-apiserver"}); err != nil {
@@ -34,7 +35,7 @@ func (d *doctor) podTokens(ctx context.Context) error {
 	return nil
 }
 
-// neverExtends says whether that is the last word of a container's arguments.
+// neverExtends reports whether the last such argument of a container disables the extension.
 func neverExtends(c corev1.Container) bool {
 	last := ""
 	for _, arg := range slices.Concat(c.Command, c.Args) {

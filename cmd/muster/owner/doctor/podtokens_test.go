@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// apiServer is a static pod of kubeadm's, as its kubelet shows it.
+// apiServer is a static pod of kubeadm's, as its kubelet reports it.
 func apiServer(name string, args ...string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kube-apiserver-" + name, Labels: map[string]string{"component": "kube-apiserver"}},

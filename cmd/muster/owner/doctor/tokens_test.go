@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/jointoken"
 )
 
-// Where tickets have tokens, theirs are none of doctor's business, and all others are.
+// Where tickets have tokens, doctor accepts theirs, and reports all others.
 func TestOnlyTicketsTokensAreAllowed(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()

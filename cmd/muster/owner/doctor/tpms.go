@@ -10,8 +10,8 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// tpms looks for TPMs that are enrolled as several machines, each by another of its endorsement keys (A8). New ones are
-// refused; what is found was enrolled by an older version, or by a policy whose roots let it.
+// tpms finds TPMs that are enrolled as several machines, each by another of its endorsement keys (A8). New ones are
+// refused; existing ones were enrolled by an older version, or by a policy whose roots allowed it.
 func (d *doctor) tpms(ctx context.Context) error {
 	var all v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &all); err != nil {

@@ -24,7 +24,7 @@ func TestATPMThatIsTwoMachinesIsFound(t *testing.T) {
 	banned.Spec.Banned = true
 	for name, tt := range map[string]struct {
 		nodes []*v1alpha1.AttestedNode
-		want  []string // in the one finding; none: it is well
+		want  []string // in the one finding; none: no finding
 	}{
 		"none":                   {},
 		"one machine":            {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01")}},

@@ -10,11 +10,11 @@ import (
 	"time"
 )
 
-// backupFolder holds backups of what is in the cluster, each in a folder named by its time.
+// backupFolder holds backups of the cluster's objects, each in a folder named by its time.
 const backupFolder = "backups"
 
-// Backup writes files into a new folder below [backupFolder] and gives its path. A folder that has
-// its name is whole and on the disk.
+// Backup writes files into a new folder below [backupFolder] and returns its path. A folder with its final name is
+// complete and on the disk.
 func (d *Dir) Backup(now time.Time, files map[string][]byte) (string, error) {
 	if d.sync == nil {
 		return "", errors.New("the owner's folder was opened to read only")
@@ -31,7 +31,7 @@ func (d *Dir) Backup(now time.Time, files map[string][]byte) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	defer os.RemoveAll(tmp) // finds nothing once it has its name
+	defer os.RemoveAll(tmp) // finds nothing after the rename
 	for _, file := range slices.Sorted(maps.Keys(files)) {
 		if err := d.writeSynced(filepath.Join(tmp, file), files[file]); err != nil {
 			return "", fmt.Errorf("backup: %w", err)

@@ -34,7 +34,7 @@ func TestABackupIsPrivateAndWholeOrNotThere(t *testing.T) {
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o700 {
 		t.Errorf("%v %v", st, err)
 	}
-	// Files, then the folder that names them, then the one that names it.
+	// Files, then their folder, then the folder's parent.
 	if n := len(synced); n < 4 || !slices.Equal(synced[n-4:n-2], []string{"a.yaml", "b.yaml"}) || !strings.HasSuffix(synced[n-2], ".new") || synced[n-1] != "backups" {
 		t.Errorf("synced in the order %q", synced)
 	}

@@ -13,14 +13,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Stage says how far init got.
+// Stage is the last finished stage of init.
 type Stage string
 
 // The stages.
 const (
 	// StagePrepared: the folder is on the disk; nothing was sent.
 	StagePrepared Stage = "prepared"
-	// StageRequested: a machine was judged and may hold the secrets. No other gets them.
+	// StageRequested: a machine was accepted and may hold the secrets. No other machine receives them.
 	StageRequested Stage = "requested"
 	// StageInitialized: there is a cluster of one machine.
 	StageInitialized Stage = "initialised"
@@ -28,7 +28,7 @@ const (
 	StageInstalled Stage = "installed"
 )
 
-// Cluster is cluster.json: what was asked for, and what came of it. It holds no secret.
+// Cluster is cluster.json: the parameters and the results of init. It holds no secret.
 type Cluster struct {
 	// Version of this file's meaning: 1.
 	Version int `json:"version"`
@@ -51,21 +51,21 @@ type Cluster struct {
 	// OwnerID is SHA-256 of the owner's public key.
 	OwnerID string `json:"ownerID"`
 
-	// Adopted says that the cluster was there before Muster, which muster install put into it.
+	// Adopted reports that the cluster is older than Muster, which muster install added to it.
 	Adopted bool `json:"adopted,omitempty"`
 
-	// Stage and what follows are set as init goes on.
+	// Stage and the following fields are set in the course of init.
 	Stage Stage `json:"stage"`
 	// ClusterID is known with the first result, 64 hexadecimal digits.
 	ClusterID string `json:"clusterID,omitempty"`
-	// FirstMachine is the machine that init was judged and done on.
+	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
-	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached;
-	// nil until then. It is never written again: who comes between two runs was not there before Muster.
+	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until
+	// then. It is never written again: a node that joins between two runs was not there before Muster.
 	NodesBefore []string `json:"nodesBefore,omitzero"`
 }
 
-// Machine is the first machine as its owner judged it.
+// Machine is the first machine with its owner's verdict.
 type Machine struct {
 	ID string `json:"id"`
 	// NodeName, DiskID and Addresses are known with the result.
@@ -74,11 +74,11 @@ type Machine struct {
 	Addresses []string `json:"addresses,omitempty"`
 	// DiskSalt is that of the machine's disk, written before anything is sent; empty once the disk was erased (K4).
 	DiskSalt string `json:"diskSalt,omitempty"`
-	// Verdict is what the owner saw before sending anything.
+	// Verdict is the owner's appraisal before anything was sent.
 	Verdict Verdict `json:"verdict"`
 }
 
-// Verdict is what the evidence said and by what it was accepted.
+// Verdict describes the evidence and the policy by which it was accepted.
 type Verdict struct {
 	Time           string            `json:"time"` // RFC 3339
 	PolicySerial   uint64            `json:"policySerial"`
@@ -113,7 +113,7 @@ func parseCluster(b []byte) (Cluster, error) {
 	return c, nil
 }
 
-// differences lists what was asked for otherwise, by the flags' names.
+// differences lists the parameters that differ, by the flags' names.
 func (c Cluster) differences(other Cluster) []string {
 	var diff []string
 	for _, f := range []struct {
@@ -138,8 +138,8 @@ func (c Cluster) differences(other Cluster) []string {
 	return diff
 }
 
-// listing returns the policy as init leaves it in the folder once it knows the first machine, which it lists as a control plane; nil
-// if there is none, or the text is no policy.
+// listing returns the policy that init leaves in the folder once it knows the first machine, which it lists as a
+// control plane; nil if there is none, or if the text is not a policy.
 func (c Cluster) listing(policy []byte) []byte {
 	if c.FirstMachine == nil {
 		return nil

@@ -12,11 +12,11 @@ import (
 	"os"
 )
 
-// hexLine is how secrets stand in files: hexadecimal digits and a newline.
+// hexLine is the form of secrets in files: hexadecimal digits and a newline.
 func hexLine(b []byte) []byte { return fmt.Appendf(nil, "%x\n", b) }
 
-// ParseHex reads hexadecimal digits, which white space may surround, into all of to. The
-// error shows no digit (K3).
+// ParseHex reads hexadecimal digits, with optional white space around them, into all of to. The error shows no digit
+// (K3).
 func ParseHex(text, to []byte) error {
 	text = bytes.TrimSpace(text)
 	if len(text) != hex.EncodedLen(len(to)) {
@@ -28,7 +28,7 @@ func ParseHex(text, to []byte) error {
 	return nil
 }
 
-// ReadInitSecret reads a file of 64 hexadecimal digits that nobody but its owner can read.
+// ReadInitSecret reads a file of 64 hexadecimal digits that only its owner can read.
 func ReadInitSecret(path string) ([32]byte, error) {
 	var s [32]byte
 	b, err := readPrivate(path)
@@ -41,7 +41,7 @@ func ReadInitSecret(path string) ([32]byte, error) {
 	return s, nil
 }
 
-// ReadKey reads an owner's key from a file that nobody else can read.
+// ReadKey reads an owner's key from a file that only its owner can read.
 func ReadKey(path string) (ed25519.PrivateKey, error) {
 	b, err := readPrivate(path)
 	if err != nil {
@@ -102,8 +102,8 @@ func encodeKey(k ed25519.PrivateKey) ([]byte, error) {
 	return pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), nil
 }
 
-// NewKeyFile makes an owner's key in a new file, for images that carry the public key before
-// there is a cluster, and gives that public key.
+// NewKeyFile creates an owner's key in a new file, for images that contain the public key before there is a cluster,
+// and returns the public key.
 func NewKeyFile(path string) (ed25519.PublicKey, error) {
 	public, k, err := ed25519.GenerateKey(rand.Reader)
 	if err != nil {
@@ -116,16 +116,15 @@ func NewKeyFile(path string) (ed25519.PublicKey, error) {
 	return public, NewFile(path, text)
 }
 
-// NewInitSecretFile makes an init secret in a new file and gives it, for its hash to be put
-// into the machine's metadata.
+// NewInitSecretFile creates an init secret in a new file and returns it, so that its hash can be put into the
+// machine's metadata.
 func NewInitSecretFile(path string) ([32]byte, error) {
 	var s [32]byte
 	_, _ = rand.Read(s[:])
 	return s, NewFile(path, hexLine(s[:]))
 }
 
-// NewFile writes a file that its owner alone can read. It never replaces one: what is there may be the
-// only copy of a key.
+// NewFile writes a file that only its owner can read. It never replaces a file: that may be the only copy of a key.
 func NewFile(path string, content []byte) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

@@ -19,43 +19,48 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// KnownVersion is the version of known.json's meaning that is written. Version 1 is read too: it has neither epoch nor UIDs, names of bans, nodes and disks
-// that have gone. What it does not have is unknown, and so nothing is older than it.
+// KnownVersion is the version of known.json that is written. Version 1 is read too: it has neither epoch nor UIDs,
+// names of bans, removed nodes and disks. Those are unknown, and so nothing is older than them.
 const KnownVersion = 2
 
-// MaxGone is how many enrollments that have gone known.json has, and as many disks that no enrollment has: twice the 5,000 nodes that Kubernetes is made for.
-// The oldest are dropped first.
+// MaxGone is the maximum number of removed enrollments in known.json, and of disks that no enrollment has: twice the
+// 5,000 nodes that Kubernetes supports. The oldest are dropped first.
 const MaxGone = 10_000
 
-// Known is known.json: what the cluster said when a command last talked to it. A recovery is judged by it, when there is no cluster to ask, and so is the
-// cluster itself, which may have been put back (B7). It holds no secret.
+// Known is known.json: the state of the cluster when a command last connected to it. A recovery relies on it, when
+// there is no cluster to ask. It also shows that a cluster was restored to an earlier state (B7). It holds no secret.
 type Known struct {
 	// Version of this file's meaning: [KnownVersion]; 0: there is no file.
 	Version int `json:"version"`
 	// Policy is the cluster's with the highest serial, as the owner signed it.
 	Policy KnownPolicy `json:"policy"`
-	// Epoch is the cluster's; 0: nobody has counted yet.
+	// Epoch is the cluster's; 0: no control plane has counted yet.
 	Epoch uint64 `json:"epoch,omitempty"`
-	// EpochID tells that epoch from others of the same number, in another history of the cluster; empty: it had none yet.
+	// EpochID distinguishes that epoch from others of the same number, in another history of the cluster; empty: it
+	// had none yet.
 	EpochID string `json:"epochID,omitempty"`
 	// History is that of the cluster; known.json does not have it.
 	History clusterinfo.History `json:"-"`
 	// Nodes are the enrollments by name.
 	Nodes map[string]KnownNode `json:"nodes"`
-	// Gone are enrollments that were in Nodes, in the order in which they went: none of them comes back, unless the cluster is put back.
+	// Gone are enrollments that were in Nodes, in the order in which they were removed: none comes back, unless the
+	// cluster is restored to an earlier state.
 	Gone []KnownGone `json:"gone,omitempty"`
-	// Bans are the banned enrollments: the generation that each had, by its UID. They stay when an enrollment goes, or its ban ends.
+	// Bans are the banned enrollments: the generation of each, by its UID. They stay when an enrollment is removed,
+	// or its ban ends.
 	Bans map[string]int64 `json:"bans,omitempty"`
-	// Names are those of Bans, by UID; version 1 noted none.
+	// Names are those of Bans, by UID; version 1 recorded none.
 	Names map[string]string `json:"names,omitempty"`
-	// BannedMachines are the machine IDs of Bans, by UID; earlier versions noted none.
+	// BannedMachines are the machine IDs of Bans, by UID; earlier versions recorded none.
 	BannedMachines map[string]string `json:"bannedMachines,omitempty"`
-	// Disks are those with a salt that no enrollment of Nodes has, in the order in which they were noted. No recovery opens one. They are here to be put back
-	// into a cluster that has lost them (docs/leaving.md), until they are erased (K4).
+	// Disks are those with a salt that no enrollment of Nodes has, in the order in which they were recorded. No
+	// recovery opens one. They are kept to be restored to a cluster that has lost them (docs/leaving.md), until they
+	// are erased (K4).
 	Disks []KnownFormer `json:"disks,omitempty"`
-	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has one's salt again is noticed.
+	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has such a salt again is
+	// detected.
 	Erased []string `json:"erased,omitempty"`
-	// ErasedAt is the cluster's epoch when it was first seen without the salt of a disk of Erased.
+	// ErasedAt is the cluster's epoch when it was first read without the salt of a disk of Erased.
 	ErasedAt map[string]uint64 `json:"erasedAt,omitempty"`
 }
 
@@ -67,7 +72,7 @@ type KnownPolicy struct {
 
 // KnownNode is one enrollment.
 type KnownNode struct {
-	// UID and Generation are those of the enrollment's object; empty and 0: version 1 noted none.
+	// UID and Generation are those of the enrollment's object; empty and 0: version 1 recorded none.
 	UID        string    `json:"uid,omitempty"`
 	Generation int64     `json:"generation,omitempty"`
 	MachineID  string    `json:"machineID"`
@@ -80,16 +85,17 @@ type KnownNode struct {
 type KnownDisk struct {
 	// ID is the disk's UUID; empty: the enrollment names none.
 	ID string `json:"id,omitempty"`
-	// Salt and RootVersion are what its key follows from beside the root secret; empty: there is none.
+	// Salt and RootVersion are the inputs of its key beside the root secret; empty: there is none.
 	Salt        string `json:"salt,omitempty"`
 	RootVersion int32  `json:"rootVersion,omitempty"`
 }
 
-// KnownGone is an enrollment that has gone.
+// KnownGone is a removed enrollment.
 type KnownGone struct {
 	UID  string `json:"uid,omitempty"`
 	Name string `json:"name"`
-	// Epoch is the cluster's when it was first seen without the enrollment. A copy of the cluster with a higher one is of after that. 0: unknown.
+	// Epoch is the cluster's when it was first read without the enrollment. A copy of the cluster with a higher epoch
+	// was made after that. 0: unknown.
 	Epoch uint64 `json:"epoch,omitempty"`
 }
 
@@ -97,7 +103,7 @@ type KnownGone struct {
 type KnownFormer struct {
 	KnownDisk
 
-	// MachineID is whose it is, Node the last enrollment that had it; empty: none is known.
+	// MachineID is its machine, Node the last enrollment that had it; empty: none is known.
 	MachineID string `json:"machineID"`
 	Node      string `json:"node,omitempty"`
 }
@@ -117,7 +123,7 @@ func (k *Known) OfMachine(id attest.MachineID) (name string, n KnownNode, ok boo
 	return "", KnownNode{}, false
 }
 
-// Known reads known.json. It is empty, with Version 0, if no command has talked to the cluster yet.
+// Known reads known.json. It is empty, with Version 0, if no command has connected to the cluster yet.
 func (d *Dir) Known() (*Known, error) {
 	b, err := d.Read(KnownFile)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -138,11 +144,11 @@ func (d *Dir) Known() (*Known, error) {
 	return &k, nil
 }
 
-// Remember writes known.json, also into a folder that is open to read: it takes the folder's lock for that long.
+// Remember writes known.json, also into a folder that is open for reading: it takes the folder's lock for that time.
 func (d *Dir) Remember(k *Known) error { return d.remember(k, nil) }
 
-// RememberAfter is Remember of what follows from had. It fails if known.json is not that any more: what another muster has erased meanwhile does not come
-// back (K4).
+// RememberAfter is Remember for a state that was computed from had. It fails if known.json differs from had: a salt
+// that another muster has erased meanwhile does not come back (K4).
 func (d *Dir) RememberAfter(had, k *Known) error { return d.remember(k, had) }
 
 func (d *Dir) remember(k, had *Known) error {
@@ -169,7 +175,8 @@ func (d *Dir) remember(k, had *Known) error {
 	return d.Write(KnownFile, append(b, '\n'))
 }
 
-// Older lists what is older in seen than in k: a cluster that says this was put back (B7). Each is a sentence of its own.
+// Older lists what is older in seen than in k: such a cluster was restored to an earlier state (B7). Each item is a
+// sentence.
 func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
 	if k.Version == 0 {
 		return nil, nil
@@ -190,7 +197,7 @@ func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
 	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten
 		add("it is at epoch %d, and was at %d", seen.Epoch, k.Epoch)
 	}
-	// B7: the numbers are no proof. Whoever has put the cluster back can have it count on from there.
+	// B7: the numbers are no proof. An administrator who has restored the cluster can have it count on from there.
 	if lacks := seen.History.Lacks(clusterinfo.HistoryEpoch{Number: k.Epoch, ID: k.EpochID}); lacks != "" {
 		add("%s (%d:%s)", lacks, k.Epoch, k.EpochID)
 	}
@@ -209,15 +216,15 @@ func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
 			add("the enrollment of %s (%s), which had gone, is back with the generation %d", name, n.UID, n.Generation)
 		case n.Generation < k.Bans[n.UID]:
 			add("the enrollment of %s (%s) has the generation %d, and was banned with generation %d", name, n.UID, n.Generation, k.Bans[n.UID])
-		case n.Generation < generations[n.UID]: // B7: machine, disk or ban are of before
+		case n.Generation < generations[n.UID]: // B7: machine, disk or ban are earlier ones
 			add("the enrollment of %s (%s) has the generation %d, and had %d", name, n.UID, n.Generation, generations[n.UID])
 		}
 	}
 	return out, nil
 }
 
-// Keep returns seen with what k knows beyond that, of a cluster that is not [Known.Older]: what has gone from it, bans, and disks that were erased. No salt is
-// dropped but those of erased disks (K4).
+// Keep returns seen with the additional records of k, of a cluster that is not [Known.Older]: removed nodes, bans,
+// and erased disks. It drops only the salts of erased disks (K4).
 func (k *Known) Keep(seen *Known) *Known {
 	out := *seen
 	out.Version, out.History = KnownVersion, nil
@@ -234,7 +241,7 @@ func (k *Known) Keep(seen *Known) *Known {
 	for _, name := range slices.Sorted(maps.Keys(k.Nodes)) {
 		uid := k.Nodes[name].UID
 		_, there := names[uid]
-		if uid == "" { // of version 1: the name is all that it has
+		if uid == "" { // of version 1: it has only the name
 			_, there = seen.Nodes[name]
 		}
 		if !there {
@@ -253,7 +260,8 @@ func (k *Known) Keep(seen *Known) *Known {
 	return &out
 }
 
-// keepBans adds the bans that were known before, and the names of all. names are those of the enrollments that are there, by UID.
+// keepBans adds the bans that were known before, and the names of all. names are those of the present enrollments, by
+// UID.
 func (k *Known) keepBans(before *Known, names map[string]string) {
 	bans := maps.Clone(before.Bans)
 	for uid, generation := range k.Bans {
@@ -271,8 +279,8 @@ func (k *Known) keepBans(before *Known, names map[string]string) {
 	}
 }
 
-// keepSalts adds the salts of disks that were known before and that seen does not have any more (K4): whoever deletes an enrollment or an AttestedDisk, or puts
-// etcd back, does not take them from the folder.
+// keepSalts adds the salts of disks that were known before and that seen does not have any more (K4): deleting an
+// enrollment or an AttestedDisk, or restoring etcd, does not remove them from the folder.
 func (k *Known) keepSalts(before, seen *Known) {
 	k.Disks = nil
 	enrolled := map[KnownDisk]bool{}
@@ -281,12 +289,12 @@ func (k *Known) keepSalts(before, seen *Known) {
 		case d.Salt == "" || enrolled[d.KnownDisk]:
 		case i < 0:
 			k.Disks = append(k.Disks, d)
-		default: // whose it is, the later one says
+		default: // the later one determines its machine
 			k.Disks[i].MachineID, k.Disks[i].Node = d.MachineID, cmp.Or(d.Node, k.Disks[i].Node)
 		}
 	}
 	for name, n := range k.Nodes {
-		if had := before.Nodes[name]; n.Disk.Salt == "" && had.Disk.ID == n.Disk.ID && had.MachineID == n.MachineID { // its AttestedDisk has gone alone
+		if had := before.Nodes[name]; n.Disk.Salt == "" && had.Disk.ID == n.Disk.ID && had.MachineID == n.MachineID { // only its AttestedDisk was removed
 			n.Disk = had.Disk
 			k.Nodes[name] = n
 		}
@@ -302,7 +310,7 @@ func (k *Known) keepSalts(before, seen *Known) {
 	k.Disks = newest(k.Disks)
 }
 
-// with sets a key of a map that may be nil, as one without any is after it was read.
+// with sets a key of a map that may be nil, as an empty map is after it was read.
 func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
 	if m == nil {
 		m = map[K]V{}
@@ -314,7 +322,7 @@ func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
 // newest drops the oldest beyond [MaxGone].
 func newest[T any](all []T) []T { return all[max(0, len(all)-MaxGone):] }
 
-// hasSalt says whether there is a salt of a disk.
+// hasSalt reports whether there is a salt of a disk.
 func (k *Known) hasSalt(disk string) bool {
 	has := func(d KnownDisk) bool { return d.ID == disk && d.Salt != "" }
 	for _, n := range k.Nodes {
@@ -325,7 +333,7 @@ func (k *Known) hasSalt(disk string) bool {
 	return slices.ContainsFunc(k.Disks, func(d KnownFormer) bool { return has(d.KnownDisk) })
 }
 
-// erase forgets a disk's salt and notes that it was erased (K4).
+// erase removes a disk's salt and records that it was erased (K4).
 func (k *Known) erase(disk string) {
 	for name, n := range k.Nodes {
 		if n.Disk.ID == disk {
@@ -342,7 +350,8 @@ func (k *Known) erase(disk string) {
 	}
 }
 
-// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that have it still.
+// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that
+// still have it.
 func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 	k, err := d.Known()
 	if err != nil {

@@ -28,13 +28,13 @@ func nodes(names ...string) map[string]KnownNode {
 	return out
 }
 
-// former is the disk of a node that has gone.
+// former is the disk of a removed node.
 func former(name string) KnownFormer {
 	n := node(name)
 	return KnownFormer{KnownDisk: n.Disk, MachineID: n.MachineID, Node: name}
 }
 
-// K4, B7: what the cluster does not say any more is kept, but for the salts of erased disks.
+// K4, B7: records that the cluster does not have any more are kept, except the salts of erased disks.
 func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 	unsalted := func(n *KnownNode) { n.Disk = KnownDisk{ID: n.Disk.ID} }
 	with := func(name string, n KnownNode) map[string]KnownNode { return map[string]KnownNode{name: n} }
@@ -145,7 +145,7 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 			if now := fmt.Sprintf("%+v", tt.seen); now != before {
 				t.Errorf("what was seen has changed: %s", now)
 			}
-			// What was written is the same when it is read, so that nothing is written twice.
+			// The written state is the same when it is read, so that nothing is written twice.
 			text, err := json.Marshal(got)
 			if err != nil {
 				t.Fatal(err)
@@ -177,7 +177,7 @@ func TestOnlySoMuchThatHasGoneIsKept(t *testing.T) {
 	}
 }
 
-// K4: an erased disk's salt goes at once from all of known.json.
+// K4: an erased disk's salt is deleted at once from all of known.json.
 func TestASaltOfANodeThatHasGoneIsErasedAtOnce(t *testing.T) {
 	d, err := Create(filepath.Join(t.TempDir(), "muster-prod"), example(t))
 	if err != nil {
@@ -197,12 +197,12 @@ func TestASaltOfANodeThatHasGoneIsErasedAtOnce(t *testing.T) {
 		}
 	}
 	k, err := d.Known()
-	if err != nil || !slices.Equal(k.Erased, []string{"disk-w1", "disk-w2"}) || k.ErasedAt != nil { // whether the cluster has it still, nobody has looked
+	if err != nil || !slices.Equal(k.Erased, []string{"disk-w1", "disk-w2"}) || k.ErasedAt != nil { // it is unknown whether the cluster still has it
 		t.Errorf("%+v, %v", k, err)
 	}
 }
 
-// K4: who has looked at the cluster before a disk was erased does not write its salt again.
+// K4: a command that has read the cluster before a disk was erased does not write its salt again.
 func TestWhatWasErasedMeanwhileDoesNotComeBack(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "muster-prod")
 	d, err := Create(path, example(t))
@@ -242,7 +242,7 @@ func TestWhatWasErasedMeanwhileDoesNotComeBack(t *testing.T) {
 	}
 }
 
-// A file of version 1 is read, and what it does not have is unknown.
+// A file of version 1 is read, and its missing fields are unknown.
 func TestKnownOfVersion1IsRead(t *testing.T) {
 	d, err := Create(filepath.Join(t.TempDir(), "muster-prod"), example(t))
 	if err != nil {

@@ -3,14 +3,14 @@
 //	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
 //	root-secret       root of all keys of the cluster
 //	salt              salt of all derivations from it
-//	init-secret       what the first machine asks for
+//	init-secret       the secret that the first machine requires
 //	measurement-salt  makes the cluster ID; no secret
 //	idempotency-key   lets a lost init be resumed
 //	policy.yaml       the policy, for the owner to edit
-//	cluster.json      what was asked for, and how far init got
-//	known.json        what the cluster said last; judges a recovery
+//	cluster.json      parameters of the cluster, and the stage of init
+//	known.json        the last recorded state of the cluster, for a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
-//	backups/          what upgrades saved of the cluster before they changed it
+//	backups/          the objects of the cluster from before each upgrade
 //
 // The folder is 0700 and its files are 0600. Everything is on the disk before anything is
 // sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.
@@ -46,10 +46,10 @@ const (
 	clusterFile         = "cluster.json"
 )
 
-// ErrOtherCluster says that a folder holds something else than what was asked for.
+// ErrOtherCluster is returned if the content of a folder differs from the parameters.
 var ErrOtherCluster = errors.New("the folder belongs to another cluster")
 
-// Secrets are what init sends. They print as nothing (K3).
+// Secrets are sent by init. They print as nothing (K3).
 type Secrets struct {
 	Init            [32]byte
 	Root            [32]byte
@@ -61,13 +61,12 @@ type Secrets struct {
 // Format implements [fmt.Formatter]: no verb prints a byte.
 func (Secrets) Format(w fmt.State, _ rune) { _, _ = w.Write([]byte("ownerdir.Secrets[secret]")) }
 
-// MarshalJSON refuses.
+// MarshalJSON always fails.
 func (Secrets) MarshalJSON() ([]byte, error) {
 	return nil, errors.New("ownerdir: secrets are not marshalled")
 }
 
-// NewSecrets makes all of them but the init secret, which the machine's metadata already know
-// by its hash.
+// NewSecrets generates all of them but the init secret, whose hash is already in the machine's metadata.
 func NewSecrets(initSecret [32]byte) Secrets {
 	s := Secrets{Init: initSecret}
 	for _, b := range [][]byte{s.Root[:], s.Salt[:], s.MeasurementSalt[:], s.IdempotencyKey[:]} {
@@ -84,27 +83,27 @@ type Dir struct {
 	cluster Cluster
 }
 
-// Path gives the folder's path.
+// Path returns the folder's path.
 func (d *Dir) Path() string { return d.path }
 
-// File gives the path of one of its files.
+// File returns the path of one of its files.
 func (d *Dir) File(name string) string { return filepath.Join(d.path, name) }
 
-// Cluster gives what cluster.json says.
+// Cluster returns the content of cluster.json.
 func (d *Dir) Cluster() Cluster { return d.cluster.clone() }
 
-// New says what a folder is made with.
+// New are the parameters of a new folder.
 type New struct {
 	Cluster  Cluster
 	Secrets  Secrets
 	OwnerKey ed25519.PrivateKey
-	// Policy is the YAML text; nil to resume with the one that is there.
+	// Policy is the YAML text; nil to resume with the existing one.
 	Policy []byte
 }
 
-// Create makes the folder, or opens the one of the very same cluster that is there: same
-// parameters (see [Cluster.differences]), same init secret. Anything else in its place is
-// refused with [ErrOtherCluster], and nothing is overwritten.
+// Create makes the folder, or opens an existing one of the very same cluster: same parameters (see
+// [Cluster.differences]), same init secret. It refuses any other folder with [ErrOtherCluster], and overwrites
+// nothing.
 func Create(path string, n New) (*Dir, error) { return create(path, n, (*os.File).Sync) }
 
 func create(path string, n New, sync func(*os.File) error) (*Dir, error) {
@@ -184,7 +183,7 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// same says whether the folder is that of the cluster that n asks for.
+// same reports whether the folder is that of the cluster that n asks for.
 func (d *Dir) same(n New) error {
 	if diff := d.cluster.differences(n.Cluster); len(diff) > 0 {
 		return fmt.Errorf("%w: %s was made with another %s; to resume, repeat the flags of then, or choose another --directory", ErrOtherCluster, d.path, join(diff))
@@ -209,8 +208,7 @@ func (d *Dir) same(n New) error {
 // Open opens the folder of a cluster.
 func Open(path string) (*Dir, error) { return existing(open(path, (*os.File).Sync)) }
 
-// View opens the folder of a cluster to read from it, also while another program works with
-// it. Writing fails.
+// View opens the folder of a cluster for reading, also while another program works with it. Writing fails.
 func View(path string) (*Dir, error) {
 	return existing(view(path, nil))
 }
@@ -238,7 +236,7 @@ func view(path string, sync func(*os.File) error) (*Dir, error) {
 	return &Dir{path: path, lock: f, sync: sync}, nil
 }
 
-// open locks the folder. Its own descriptor carries the lock, so nothing is left behind.
+// open locks the folder. The folder's own descriptor carries the lock, so no lock file remains.
 func open(path string, sync func(*os.File) error) (*Dir, error) {
 	d, err := view(path, sync)
 	if err != nil {
@@ -252,7 +250,7 @@ func open(path string, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// private refuses what others could read: the owner must learn that a secret may be known.
+// private refuses files that other users can read: the owner must learn that a secret may be known.
 func private(f *os.File, widest fs.FileMode) error {
 	st, err := f.Stat()
 	if err != nil {
@@ -264,11 +262,11 @@ func private(f *os.File, widest fs.FileMode) error {
 	return nil
 }
 
-// Close gives the lock back.
+// Close releases the lock.
 func (d *Dir) Close() error { return d.lock.Close() }
 
-// Write replaces a file: when it returns, the content is on the disk under its name, and at
-// no time was there half a file.
+// Write replaces a file: when it returns, the content is on the disk under its name, and the file was complete at
+// every time.
 func (d *Dir) Write(name string, content []byte) error {
 	if d.sync == nil {
 		return errors.New("the owner's folder was opened to read only")
@@ -277,9 +275,9 @@ func (d *Dir) Write(name string, content []byte) error {
 	if err != nil {
 		return err
 	}
-	defer os.Remove(tmp.Name()) // finds nothing once it has its name
+	defer os.Remove(tmp.Name()) // finds nothing after the rename
 	defer tmp.Close()
-	if err := tmp.Chmod(0o600); err != nil { // an umask may have taken our own bits
+	if err := tmp.Chmod(0o600); err != nil { // an umask may have removed permission bits
 		return err
 	}
 	if _, err := tmp.Write(content); err != nil {
@@ -294,7 +292,7 @@ func (d *Dir) Write(name string, content []byte) error {
 	return d.sync(d.lock)
 }
 
-// Read gives a file's content. One that others may read is refused.
+// Read returns a file's content. It refuses a file that other users may read.
 func (d *Dir) Read(name string) ([]byte, error) {
 	f, err := os.Open(d.File(name))
 	if err != nil {
@@ -308,7 +306,7 @@ func (d *Dir) Read(name string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	const limit = 1 << 20 // none of them comes near
+	const limit = 1 << 20 // all files are far smaller
 	if st.Size() > limit {
 		return nil, fmt.Errorf("%s is longer than %d bytes", f.Name(), limit)
 	}
@@ -346,7 +344,7 @@ func (d *Dir) load() error {
 	return nil
 }
 
-// Secrets reads what init sends.
+// Secrets reads the secrets that init sends.
 func (d *Dir) Secrets() (Secrets, error) {
 	var s Secrets
 	for _, f := range []struct {
@@ -383,7 +381,7 @@ func (d *Dir) OwnerKey() (ed25519.PrivateKey, error) {
 	return k, nil
 }
 
-// OwnerID names an owner: SHA-256 of the public key, in hexadecimal digits.
+// OwnerID identifies an owner: SHA-256 of the public key, in hexadecimal digits.
 func OwnerID(k ed25519.PublicKey) string {
 	sum := sha256.Sum256(k)
 	return hex.EncodeToString(sum[:])

@@ -92,8 +92,8 @@ func TestEverythingIsPrivateAndReadBack(t *testing.T) {
 	}
 }
 
-// B3: each file is on the disk before its name is, cluster.json is last, and the folder's own
-// entry is there before Create returns.
+// B3: each file is on the disk before its name is, cluster.json is last, and the folder's own entry exists before
+// Create returns.
 func TestEverythingIsOnTheDiskBeforeCreateReturns(t *testing.T) {
 	parent := t.TempDir()
 	path := filepath.Join(parent, "muster-prod")

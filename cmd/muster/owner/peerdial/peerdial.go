@@ -1,8 +1,8 @@
-// Package peerdial opens sessions from the owner's seat: we give no evidence of our own, and
-// judge the machine at the other end before a byte of a request leaves (A6).
+// Package peerdial opens sessions from the owner's workstation: the client gives no evidence, and appraises the
+// machine at the other end before it sends a byte of a request (A6).
 //
-// What was judged is kept, refused or not, so that a person can be shown what a machine
-// said of itself and where it differs from the policy.
+// The result of the appraisal is kept, refused or not, so that a person can see the machine's evidence and where it
+// differs from the policy.
 package peerdial
 
 import (
@@ -20,24 +20,24 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// Target says whom we expect. All fields are required but Only and DialContext.
+// Target describes the expected peer. All fields are required but Only and DialContext.
 type Target struct {
 	// Addr is HOST:PORT.
 	Addr string
-	// Purpose is what the peer's evidence must have been made for (A5).
+	// Purpose is the one that the peer's evidence must have been made for (A5).
 	Purpose attest.Purpose
 	// Policy is the owner's.
 	Policy *attest.Policy
 	// Locks are the acceptable states of the node lock.
 	Locks []attest.Lock
-	// Only is the one machine that is acceptable; nil: any that the policy accepts. Once one
-	// was accepted, a session stays with it: what follows is meant for that machine alone.
+	// Only is the one machine that is acceptable; nil: any that the policy accepts. Once one was accepted, a session
+	// accepts only that one: the following requests are meant for that machine.
 	Only *attest.MachineID
 	// DialContext opens the TCP connection; nil: a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// Result is what became of a peer's evidence.
+// Result is the appraisal of a peer's evidence.
 type Result struct {
 	Claims    attest.Claims
 	Appraisal attest.Appraisal
@@ -45,7 +45,7 @@ type Result struct {
 	Err error
 }
 
-// Session is one or more connections to the target, each judged anew.
+// Session is one or more connections to the target, each appraised anew.
 type Session struct {
 	url       string
 	transport *atls.Transport
@@ -89,10 +89,10 @@ func Open(t Target) (*Session, error) {
 // URL is the base for generated clients.
 func (s *Session) URL() string { return s.url }
 
-// Client sends requests to judged peers only.
+// Client sends requests to accepted peers only.
 func (s *Session) Client() *http.Client { return s.client }
 
-// Result gives the latest judgement; false if no evidence was genuine so far.
+// Result returns the latest appraisal; false if no evidence was genuine so far.
 func (s *Session) Result() (Result, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,7 +111,7 @@ func (s *Session) keep(j Result) {
 	s.judged = &j
 }
 
-// judge appraises by the policy, and by the one machine that we may have begun with.
+// appraise appraises by the policy, and by the one machine that the session may have begun with.
 type judge struct {
 	inner attest.Appraiser
 	keep  func(Result)
@@ -143,8 +143,8 @@ func (j *judge) pin(id attest.MachineID) error {
 	return nil
 }
 
-// Exchange runs handshake and exchange by asking a question that every Muster service answers
-// to everybody: is it well? The error is nil if the peer was accepted, whatever it answers.
+// Exchange runs handshake and exchange by a request that every Muster service answers to every client: the health
+// check. The error is nil if the peer was accepted, whatever it answers.
 func (s *Session) Exchange(ctx context.Context) (attest.Peer, error) {
 	ctx, peer := atls.CapturePeer(ctx)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/grpc.health.v1.Health/Check", http.NoBody)
@@ -159,7 +159,7 @@ func (s *Session) Exchange(ctx context.Context) (attest.Peer, error) {
 		return p, nil
 	}
 	if err == nil {
-		err = errors.New("the connection has no verdict") // A1: cannot be, since a client always judges
+		err = errors.New("the connection has no verdict") // A1: cannot be, since a client always appraises
 	}
 	return attest.Peer{}, err
 }

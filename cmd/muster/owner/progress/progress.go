@@ -1,8 +1,8 @@
-// Package progress tells a person or a program how far a command got.
+// Package progress reports to a person or a program how far a command has come.
 //
-// A command is a row of steps. Each begins, may say what it is doing, and ends with a
-// duration. On a terminal that is one moving line with a bar above the steps that are done;
-// elsewhere it is one line for each event, for people or (JSON) for machines.
+// A command is a sequence of steps. Each begins, may report what it is doing, and ends with a duration. On a
+// terminal, that is one moving line with a bar above the finished steps; elsewhere it is one line for each event, for
+// people or (JSON) for programs.
 package progress
 
 import (
@@ -15,19 +15,19 @@ import (
 	"unicode/utf8"
 )
 
-// Reporter is told what happens. Implementations are safe for concurrent use.
+// Reporter receives events. Implementations are safe for concurrent use.
 type Reporter interface {
 	// Begin starts the next step; the one before has ended.
 	Begin(step string)
-	// Say tells what the step is doing now.
-	Say(text string)
-	// End ends the step; err is nil if it succeeded. detail is what came of it, may be empty.
+	// Update reports what the step is doing now.
+	Update(text string)
+	// End ends the step; err is nil if it succeeded. detail is its result, may be empty.
 	End(detail string, err error)
 	// Close ends the report; a moving line is removed.
 	Close()
 }
 
-// Format is how a report looks.
+// Format is the form of a report.
 type Format string
 
 // The formats.
@@ -37,11 +37,11 @@ const (
 	JSON  Format = "json"
 )
 
-// Config says how to report.
+// Config configures a reporter.
 type Config struct {
 	Out    io.Writer
 	Format Format
-	// Steps is how many steps there will be, for the bar.
+	// Steps is the number of steps, for the bar.
 	Steps int
 	// Width of the terminal in columns; for Bar. 0 means 80.
 	Width int
@@ -49,7 +49,7 @@ type Config struct {
 	Now func() time.Time
 }
 
-// New gives a reporter.
+// New returns a reporter.
 func New(cfg Config) Reporter {
 	if cfg.Now == nil {
 		cfg.Now = time.Now
@@ -96,7 +96,7 @@ func (r *reporter) Begin(step string) {
 	r.show("step", "")
 }
 
-func (r *reporter) Say(text string) {
+func (r *reporter) Update(text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if text == r.text {
@@ -177,7 +177,7 @@ func (r *reporter) draw(now time.Time) {
 	fmt.Fprint(r.cfg.Out, clearLine, cut(line, r.cfg.Width-1))
 }
 
-// tick lets the clock on the moving line run.
+// tick updates the clock on the moving line.
 func (r *reporter) tick() {
 	defer close(r.stopped)
 	t := time.NewTicker(time.Second)
@@ -210,7 +210,7 @@ func cut(s string, columns int) string {
 	return string([]rune(s)[:max(columns-1, 0)]) + "…"
 }
 
-// printable takes out what could move a terminal's cursor: text comes from a machine.
+// printable removes characters that could move a terminal's cursor: text comes from a machine.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f || (r >= 0x80 && r < 0xa0) || r == utf8.RuneError {

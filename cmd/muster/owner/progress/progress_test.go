@@ -15,8 +15,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// tell reports two steps, the second of which fails, with a clock that steps by a second.
-func tell(format progress.Format) string {
+// output returns the report of two steps, the second of which fails, with a clock that advances by a second.
+func output(format progress.Format) string {
 	var out bytes.Buffer
 	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	r := progress.New(progress.Config{Out: &out, Format: format, Steps: 2, Width: 60, Now: func() time.Time {
@@ -24,9 +24,9 @@ func tell(format progress.Format) string {
 		return now
 	}})
 	r.Begin("judge the machine")
-	r.Say("asking")
-	r.Say("asking")
-	r.Say("its text \x1b[2J and more than a terminal's line can hold, so it is cut")
+	r.Update("asking")
+	r.Update("asking")
+	r.Update("its text \x1b[2J and more than a terminal's line can hold, so it is cut")
 	r.End("machine 0123", nil)
 	r.Begin("init")
 	r.End("", errors.New("NODE_LOCKED"))
@@ -36,7 +36,7 @@ func tell(format progress.Format) string {
 }
 
 func TestPlainIsOneLinePerEvent(t *testing.T) {
-	got := tell(progress.Plain)
+	got := output(progress.Plain)
 	want := `   2.0s  judge the machine …
    3.0s  judge the machine: asking
    4.0s  judge the machine: its text  [2J and more than a terminal's line can hold, so it is cut
@@ -51,7 +51,7 @@ func TestPlainIsOneLinePerEvent(t *testing.T) {
 
 func TestJSONIsOneObjectPerLine(t *testing.T) {
 	var kinds []string
-	for line := range strings.Lines(tell(progress.JSON)) {
+	for line := range strings.Lines(output(progress.JSON)) {
 		var e struct{ Event, Step, Text string }
 		if err := json.Unmarshal([]byte(line), &e); err != nil {
 			t.Fatalf("%s: %v", line, err)
@@ -64,7 +64,7 @@ func TestJSONIsOneObjectPerLine(t *testing.T) {
 }
 
 func TestTheBarMovesAndLeavesTheStepsBehind(t *testing.T) {
-	got := tell(progress.Bar)
+	got := output(progress.Bar)
 	for _, want := range []string{"[····················] 0/2", "[██████████··········] 1/2", "✓ judge the machine", "✗ init", "…"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is missing in\n%q", want, got)

@@ -1,8 +1,7 @@
 // Package cpio writes the archive that Linux unpacks as its first root: the "newc" format
 // (Linux, Documentation/driver-api/early-userspace/buffer-format.rst).
 //
-// Owners, times and inode numbers say nothing about where it was made, so the same files give the
-// same bytes.
+// Owners, times and inode numbers do not depend on where it was made, so the same files result in the same bytes.
 package cpio
 
 import (

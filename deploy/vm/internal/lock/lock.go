@@ -1,7 +1,7 @@
-// Package lock reads and writes the list of all that others made and that goes into an image, each with its
-// SHA-256, and of the tools that turn it into the image.
+// Package lock reads and writes the list of all third-party parts of an image, each with its SHA-256, and of the
+// tools that build the image.
 //
-// A cache or a mirror can hand over anything. What the list says is the one authority on what a build takes.
+// A cache or a mirror can return any content. A build uses only content that matches the list.
 package lock
 
 import (
@@ -24,7 +24,7 @@ type Tool struct{ Name, Version string }
 
 // Program is one that is not built from this checkout.
 type Program struct {
-	Name string // of its file
+	Name string // its file name
 	Sum  Sum
 }
 

@@ -17,19 +17,19 @@ import (
 )
 
 const (
-	receiver = "192.168.77.2:9090" // the owner's seat
+	receiver = "192.168.77.2:9090" // the owner's workstation
 	api      = "192.168.77.1:6443"
 )
 
 type object = map[string]any
 
-// world is a lab with a Prometheus on the owner's seat and an agent on each machine.
-type world struct {
+// fixture is a lab with a Prometheus on the owner's workstation and an agent on each machine.
+type fixture struct {
 	*labtest.Cluster
 }
 
 // add boots machines, all at once, and starts an agent on each.
-func (w *world) add(t *testing.T, nodes ...driver.Node) {
+func (w *fixture) add(t *testing.T, nodes ...driver.Node) {
 	t.Helper()
 	w.Add(t, nodes...)
 	for _, n := range nodes {
@@ -37,9 +37,9 @@ func (w *world) add(t *testing.T, nodes ...driver.Node) {
 	}
 }
 
-// startPrometheus starts the owner's. It has the shipped rules and receives what agents send; what
-// it scrapes itself comes with scrape, once there is a cluster.
-func (w *world) startPrometheus(t *testing.T) {
+// startPrometheus starts the owner's. It has the shipped rules and receives what agents send; scrape adds its own
+// targets, once there is a cluster.
+func (w *fixture) startPrometheus(t *testing.T) {
 	t.Helper()
 	config := w.config(t)
 	config["scrape_configs"] = []any{}
@@ -52,8 +52,8 @@ func (w *world) startPrometheus(t *testing.T) {
 	})
 }
 
-// config is the shipped configuration with this lab's addresses, and quicker.
-func (w *world) config(t *testing.T) object {
+// config is the shipped configuration with this lab's addresses and shorter intervals.
+func (w *fixture) config(t *testing.T) object {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(w.Root, "deploy", "prometheus", "prometheus.yaml"))
 	if err != nil {
@@ -68,10 +68,10 @@ func (w *world) config(t *testing.T) object {
 	return config
 }
 
-// scrape gives Prometheus the shipped scrape configuration and the rights of the shipped service
-// account. Debian's Prometheus is built without the discovery of pods, so a file has the targets with
-// the labels that the discovery gives them.
-func (w *world) scrape(t *testing.T) {
+// scrape gives Prometheus the shipped scrape configuration and the rights of the shipped service account. Debian's
+// Prometheus is built without the discovery of pods, so a file has the targets with the labels that the discovery
+// sets.
+func (w *fixture) scrape(t *testing.T) {
 	t.Helper()
 	reader, err := os.ReadFile(filepath.Join(w.Root, "deploy", "prometheus", "reader.yaml"))
 	if err != nil {
@@ -118,7 +118,7 @@ func (w *world) scrape(t *testing.T) {
 			}
 		}
 	}
-	if len(targets) < 4 { // two ports of two pods; the one that is not of metrics is dropped by the configuration
+	if len(targets) < 4 { // two ports of two pods; the configuration drops the one without metrics
 		t.Fatalf("targets: %v", targets)
 	}
 	w.write(t, "targets.json", targets)
@@ -132,7 +132,7 @@ func (w *world) scrape(t *testing.T) {
 	w.Must(t, driver.Owner, "", "curl", "-sSf", "-X", "POST", "http://"+receiver+"/-/reload")
 }
 
-func (w *world) startAgent(t *testing.T, node string) {
+func (w *fixture) startAgent(t *testing.T, node string) {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(w.Root, "deploy", "prometheus", "agent.yaml"))
 	if err != nil {
@@ -145,7 +145,7 @@ func (w *world) startAgent(t *testing.T, node string) {
 }
 
 // start runs a program until the test ends.
-func (w *world) start(t *testing.T, where string, argv ...string) {
+func (w *fixture) start(t *testing.T, where string, argv ...string) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	cmd, err := w.Command(ctx, where, argv...)
@@ -173,7 +173,7 @@ func (w *world) start(t *testing.T, where string, argv ...string) {
 	})
 }
 
-func (w *world) write(t *testing.T, name string, content any) {
+func (w *fixture) write(t *testing.T, name string, content any) {
 	t.Helper()
 	b, err := json.Marshal(content) // which is YAML too
 	if err == nil {
@@ -185,7 +185,7 @@ func (w *world) write(t *testing.T, name string, content any) {
 }
 
 // ask calls Prometheus's HTTP API and decodes the answer's data.
-func (w *world) ask(ctx context.Context, path string, query url.Values, into any) error {
+func (w *fixture) ask(ctx context.Context, path string, query url.Values, into any) error {
 	out, err := w.At(ctx, driver.Owner, "", "curl", "-sS", "--max-time", "20", "http://"+receiver+"/api/v1/"+path+"?"+query.Encode())
 	if err != nil {
 		return err
@@ -209,7 +209,7 @@ type sample struct {
 	Values [][2]any // of a range
 }
 
-func (w *world) query(ctx context.Context, expr string) ([]sample, error) {
+func (w *fixture) query(ctx context.Context, expr string) ([]sample, error) {
 	var data struct{ Result []sample }
 	err := w.ask(ctx, "query", url.Values{"query": {expr}}, &data)
 	return data.Result, err

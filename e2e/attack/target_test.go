@@ -38,8 +38,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// target is a server of all of Muster's services, to be attacked. Its handlers answer
-// nothing: an attack is over when one is reached.
+// target is a server of all of Muster's services, to be attacked. Its handlers answer nothing: an attack is over when
+// one is reached.
 type target struct {
 	ca             *attesttest.CA
 	server, client *attesttest.Machine
@@ -93,7 +93,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	strangers, err := audit.NewUnattestedRefusals("target", audit.NewStream(recorded), log, registry)
+	refusals, err := audit.NewUnattestedRefusals("target", audit.NewStream(recorded), log, registry)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +120,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 			Generation:    func() int64 { return 0 },
 			Limits:        atls.Limits{Rate: 100000, Burst: 100000},
 			Certificate:   &x.stolen,
-			Observe:       func(s atls.SetUp) { metrics.SetUp(s); strangers.Connection(s, ""); x.seen <- s },
+			Observe:       func(s atls.SetUp) { metrics.SetUp(s); refusals.Connection(s, ""); x.seen <- s },
 		},
 		Services: []rpc.Service{
 			rpc.Serve[initv1connect.InitServiceHandler](initv1connect.InitServiceName, initv1connect.UnimplementedInitServiceHandler{}, initv1connect.NewInitServiceHandler),
@@ -133,7 +133,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 		Health:  rpc.NewHealth(),
 		Metrics: metrics,
 		Log:     log,
-		Refused: func(c rpc.Refused) { strangers.Call(c.Procedure, c.Remote, c.Machine, c.Err) },
+		Refused: func(c rpc.Refused) { refusals.Call(c.Procedure, c.Remote, c.Machine, c.Err) },
 	}
 	if change != nil {
 		change(&cfg)
@@ -146,7 +146,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 2)
 	go func() { done <- s.Run(ctx) }()
-	go func() { done <- strangers.Serve(ctx) }()
+	go func() { done <- refusals.Serve(ctx) }()
 	t.Cleanup(func() {
 		cancel()
 		if err := errors.Join(<-done, <-done); err != nil {
@@ -156,7 +156,7 @@ func newTarget(t *testing.T, change func(*rpc.Config)) *target {
 	return x
 }
 
-// buffer takes what several goroutines write.
+// buffer collects the output of several goroutines.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -174,8 +174,7 @@ func (b *buffer) bytes() []byte {
 	return bytes.Clone(b.b.Bytes())
 }
 
-// refuses plays an attack that must end with that verdict; metric, log and audit log must tell of it
-// too (R1).
+// refuses runs an attack that must end with that verdict; metric, log and audit log must record it too (R1).
 func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv1.Reason) {
 	t.Helper()
 	refusaltest.Reported(t, x.witnesses, want, refusaltest.Connection(), func() {
@@ -185,7 +184,7 @@ func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv
 	})
 }
 
-// machine gives the client machine's own attester.
+// machine returns the client machine's own attester.
 func (x *target) machine() attest.Attester { return x.client.Attester(attest.PurposeMachine) }
 
 // transport is an honest client of the target's; change may be nil.
@@ -208,7 +207,7 @@ func (x *target) transport(t *testing.T, change func(*atls.ClientConfig)) *http.
 	return rpc.HTTPClient(tr)
 }
 
-// reach asks the address for health: any answer of the server's will do.
+// reach asks the address for health: any answer of the server is enough.
 func reach(t *testing.T, c *http.Client, addr string) error {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+addr+"/grpc.health.v1.Health/Check", http.NoBody)
@@ -222,7 +221,7 @@ func reach(t *testing.T, c *http.Client, addr string) error {
 	return resp.Body.Close()
 }
 
-// evil is a TLS server of the attacker's; handle gets each connection, and its end ends it.
+// evil is a TLS server of the attacker's; handle gets each connection, which ends when it returns.
 func evil(t *testing.T, conf *tls.Config, handle func(*tls.Conn)) string {
 	t.Helper()
 	l, err := tls.Listen("tcp", "127.0.0.1:0", conf)

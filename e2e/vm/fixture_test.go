@@ -1,8 +1,8 @@
-// Package vm takes the real image through a machine's life, in a virtual machine with measured boot, on the
-// network of a cluster whose control plane is made of namespaces: it boots, joins, reboots, and is tampered with.
+// Package vm runs the real image through a machine's life, in a virtual machine with measured boot, on the network of
+// a cluster whose control plane is made of namespaces: it boots, joins, reboots, and is tampered with.
 //
-// `make test` runs what has no build tag, with one virtual machine, in less than ten minutes; `make test-vm`
-// the rest too. What a machine says of itself is read from its console, as a person would read it.
+// `make test` runs the files without a build tag, with one virtual machine, in less than ten minutes; `make test-vm`
+// also runs the others. The state of a machine is read from its console, as a person would read it.
 package vm
 
 import (
@@ -33,26 +33,27 @@ const (
 	node5        = "192.168.77.15"
 	node7        = "192.168.77.17"
 	node8        = "192.168.77.18"
-	// The processors are translated, and shared: what takes a second on a machine of its own takes twenty.
+	// The processors are emulated, and shared: what takes a second on a real machine takes twenty.
 	bootTime = 4 * time.Minute
 	joinTime = 8 * time.Minute
-	// A worker's state: programs and images of a node take half of it. Each byte is written once when the disk is made.
+	// A worker's state: programs and images of a node take half of it. Each byte is written once when the disk is
+	// made.
 	stateMiB = 768
 )
 
-// world is a cluster whose control plane is node1, and an image for virtual machines whose measurements its
-// policy accepts beside those of the lab's own machines.
-type world struct {
+// fixture is a cluster whose control plane is node1, and an image for virtual machines whose measurements its policy
+// accepts beside those of the lab's own machines.
+type fixture struct {
 	*labtest.Cluster
 	key, secret  string // files: the owner's key, the init secret
 	public, hash string // of the two
 
 	image     string            // raw disk
-	predicted map[string]string // PCR → the value that the image leads to
+	predicted map[string]string // PCR → the value that the image results in
 }
 
 // bringUp makes a cluster of node1 and the image, and takes all down when the test ends.
-func bringUp(t *testing.T) *world {
+func bringUp(t *testing.T) *fixture {
 	t.Helper()
 	w := prepare(t)
 	if _, err := w.AddNode(t.Context(), driver.Node{Name: "node1", Role: "control-plane", InitSecretHash: w.hash}); err != nil {
@@ -63,10 +64,10 @@ func bringUp(t *testing.T) *world {
 }
 
 // prepare makes a lab without machines, the image, and one policy for both kinds of machine.
-func prepare(t *testing.T) *world {
+func prepare(t *testing.T) *fixture {
 	t.Helper()
 	lab, root := labtest.New(t, "muster-vm")
-	w := &world{Cluster: &labtest.Cluster{Lab: lab, Root: root}}
+	w := &fixture{Cluster: &labtest.Cluster{Lab: lab, Root: root}}
 	t.Cleanup(func() { // before the lab is taken down
 		if t.Failed() {
 			w.consoles(t)
@@ -93,13 +94,13 @@ func prepare(t *testing.T) *world {
 	if err := w.leaveOut("kubectl"); err != nil {
 		t.Fatal(err)
 	}
-	// Nothing has booted yet: what is accepted comes from the builds alone.
+	// Nothing has booted yet: the accepted values come from the builds alone.
 	w.policy(t, 1, "policy.yaml", w.image)
 	return w
 }
 
-// leaveOut strikes a program from what machines get. Emulated, each takes half a minute to fetch.
-func (w *world) leaveOut(program string) error {
+// leaveOut removes a program from the list of components. Emulated, each takes half a minute to fetch.
+func (w *fixture) leaveOut(program string) error {
 	path := filepath.Join(w.OwnerDir(), "components.yaml")
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -117,7 +118,7 @@ func (w *world) leaveOut(program string) error {
 }
 
 // policy makes a policy of the owner's that accepts the lab's own machines and those that boot the images.
-func (w *world) policy(t *testing.T, serial int, to string, images ...string) {
+func (w *fixture) policy(t *testing.T, serial int, to string, images ...string) {
 	t.Helper()
 	args := []string{"policy", "from-measurements", w.MeasurementsPath()}
 	for _, i := range images {
@@ -130,7 +131,7 @@ func (w *world) policy(t *testing.T, serial int, to string, images ...string) {
 }
 
 // addClass adds the firmware of a machine that waits for admission to the policy in the owner's folder, or in the file that more names, as a class.
-func (w *world) addClass(t *testing.T, class, address string, more ...string) {
+func (w *fixture) addClass(t *testing.T, class, address string, more ...string) {
 	t.Helper()
 	until(t, joinTime, func(ctx context.Context) error {
 		out, err := w.At(ctx, driver.Owner, "", append([]string{"muster", "policy", "add-class", class, "--from", address + ":9000"}, more...)...)
@@ -142,18 +143,18 @@ func (w *world) addClass(t *testing.T, class, address string, more ...string) {
 }
 
 // acceptFirmware adds the firmware of a machine to the policy in force.
-func (w *world) acceptFirmware(t *testing.T, address string) {
+func (w *fixture) acceptFirmware(t *testing.T, address string) {
 	t.Helper()
 	w.addClass(t, "vm", address)
-	until(t, joinTime, func(ctx context.Context) error { // a busy API server may need more than one try
+	until(t, joinTime, func(ctx context.Context) error { // a busy API server may need more than one attempt
 		_, err := w.At(ctx, driver.Owner, "", "muster", "policy", "apply")
 		return err
 	})
 }
 
-// initialise makes a cluster of the machine at that address. An owner whose command stops gives it again, as its
-// help says; an emulated control plane may need that.
-func (w *world) initialise(t *testing.T, address string, more ...string) {
+// initialise makes a cluster of the machine at that address. An owner whose command stops repeats it, as its help
+// says; an emulated control plane may need that.
+func (w *fixture) initialise(t *testing.T, address string, more ...string) {
 	t.Helper()
 	args := append([]string{"muster", "init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
@@ -170,17 +171,17 @@ func (w *world) initialise(t *testing.T, address string, more ...string) {
 	}
 }
 
-// Kubectl runs kubectl on the owner's seat, as the owner.
-func (w *world) Kubectl(ctx context.Context, args ...string) (string, error) {
+// Kubectl runs kubectl on the owner's workstation, as the owner.
+func (w *fixture) Kubectl(ctx context.Context, args ...string) (string, error) {
 	return w.kubectl(ctx, "", args...)
 }
 
-func (w *world) kubectl(ctx context.Context, stdin string, args ...string) (string, error) {
+func (w *fixture) kubectl(ctx context.Context, stdin string, args ...string) (string, error) {
 	return w.At(ctx, driver.Owner, stdin, append([]string{"kubectl", "--kubeconfig", filepath.Join("muster-vm", "admin.conf")}, args...)...)
 }
 
-// program runs a program of the checkout and gives the line that it prints.
-func (w *world) program(t *testing.T, name string, args ...string) string {
+// program runs a program of the checkout and returns the line that it prints.
+func (w *fixture) program(t *testing.T, name string, args ...string) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), filepath.Join(w.Root, "bin", name), args...).Output()
 	if err != nil {
@@ -189,15 +190,15 @@ func (w *world) program(t *testing.T, name string, args ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// What the image's build writes.
+// The outputs of the image's build.
 const (
 	imageFile        = "muster.raw"
 	measurementsFile = "measurements.json"
 )
 
-// buildImage builds the image as a user would, with what belongs to this lab in it: the owner's public key, where
-// container images come from, and which tags they have. The arguments are added to the build's.
-func (w *world) buildImage(t *testing.T, more ...string) (image string, predicted map[string]string, err error) {
+// buildImage builds the image as a user would, with this lab's settings: the owner's public key, the source of
+// container images, and their tags. The arguments are added to the build's.
+func (w *fixture) buildImage(t *testing.T, more ...string) (image string, predicted map[string]string, err error) {
 	start, dir := time.Now(), t.TempDir()
 	mirror := filepath.Join(dir, "add", "etc", "containerd", "certs.d", "_default")
 	hosts := "[host.\"http://" + driver.RegistryMirror + "\"]\n  capabilities = [\"pull\", \"resolve\"]\n"
@@ -244,8 +245,8 @@ func (w *world) buildImage(t *testing.T, more ...string) (image string, predicte
 	return filepath.Join(out, imageFile), m.PCRs, nil
 }
 
-// imageYAML writes the default image.yaml with what this lab alone knows.
-func (w *world) imageYAML(to string) error {
+// imageYAML writes the default image.yaml with this lab's settings.
+func (w *fixture) imageYAML(to string) error {
 	b, err := os.ReadFile(filepath.Join(w.Root, "deploy", "vm", "files", "image.yaml"))
 	if err != nil {
 		return err
@@ -274,8 +275,8 @@ func (w *world) imageYAML(to string) error {
 	return os.WriteFile(to, b, 0o600)
 }
 
-// says waits until a virtual machine's console has text, and gives the line.
-func (w *world) says(t *testing.T, name, text string, within time.Duration) string {
+// says waits until a virtual machine's console has text, and returns the line.
+func (w *fixture) says(t *testing.T, name, text string, within time.Duration) string {
 	t.Helper()
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(t.Context(), within)
@@ -288,8 +289,8 @@ func (w *world) says(t *testing.T, name, text string, within time.Duration) stri
 	return line
 }
 
-// console is what a virtual machine has written since it got power.
-func (w *world) console(t *testing.T, name string) string {
+// console is the output of a virtual machine since its last power-on.
+func (w *fixture) console(t *testing.T, name string) string {
 	t.Helper()
 	path, err := w.Console(name)
 	if err != nil {
@@ -302,7 +303,7 @@ func (w *world) console(t *testing.T, name string) string {
 	return string(b)
 }
 
-// until asks every second until check has no complaint.
+// until calls check every second until it returns nil.
 func until(t *testing.T, within time.Duration, check func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), within)
@@ -322,9 +323,9 @@ func until(t *testing.T, within time.Duration, check func(context.Context) error
 	}
 }
 
-// ready waits until a node is Ready in a boot other than the one named, and gives that boot's ID
+// ready waits until a node is Ready in a boot other than the named one, and returns that boot's ID
 // (/proc/sys/kernel/random/boot_id of its kernel).
-func (w *world) ready(t *testing.T, name, notBoot string) (boot string) {
+func (w *fixture) ready(t *testing.T, name, notBoot string) (boot string) {
 	t.Helper()
 	start := time.Now()
 	until(t, joinTime, func(ctx context.Context) error {
@@ -344,7 +345,7 @@ func (w *world) ready(t *testing.T, name, notBoot string) (boot string) {
 }
 
 // refusal waits for an audit record of a refusal that has all of the texts, and returns the last one's line.
-func (w *world) refusal(t *testing.T, reason string, contains ...string) (line string) {
+func (w *fixture) refusal(t *testing.T, reason string, contains ...string) (line string) {
 	t.Helper()
 	until(t, bootTime, func(ctx context.Context) error {
 		out, err := w.At(ctx, "node1", "", "cat", "/var/log/muster/audit-refused.jsonl")
@@ -366,7 +367,7 @@ func (w *world) refusal(t *testing.T, reason string, contains ...string) (line s
 }
 
 // consoles logs the ends of all consoles, for a test that has failed.
-func (w *world) consoles(t *testing.T) {
+func (w *fixture) consoles(t *testing.T) {
 	ctx := context.WithoutCancel(t.Context())
 	s, err := w.Status(ctx)
 	if err != nil {

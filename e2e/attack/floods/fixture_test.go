@@ -32,23 +32,23 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// stage is a cluster with one control plane, cp1, that has a real TPM, and joiners with TPMs in software. Muster's
+// fixture is a cluster with one control plane, cp1, that has a real TPM, and joiners with TPMs in software. Muster's
 // programs are not running yet.
-type stage struct {
+type fixture struct {
 	ca     *attesttest.CA
 	tpm    *tpmtest.Emulator
 	slow   *slowTPM
 	dir    string
-	log    string // the file with the event log of what the TPM has measured
+	log    string // the file with the TPM's event log
 	short  string // for sockets, whose path has at most 107 bytes
 	ports  map[string]string
 	made   int // honest machines so far
 	member bool
 }
 
-func setUp(t *testing.T) *stage {
+func setUp(t *testing.T) *fixture {
 	t.Helper()
-	s := &stage{ca: attesttest.NewCA(t), tpm: tpmtest.SWTPM(t), dir: t.TempDir(), ports: map[string]string{}}
+	s := &fixture{ca: attesttest.NewCA(t), tpm: tpmtest.SWTPM(t), dir: t.TempDir(), ports: map[string]string{}}
 	s.boot(t)
 	s.slow = slow(t, s.tpm)
 	s.short = filepath.Dir(s.tpm.Socket)
@@ -59,7 +59,7 @@ func setUp(t *testing.T) *stage {
 }
 
 // inCluster makes cp1 the control plane of a cluster, once.
-func (s *stage) inCluster(t *testing.T) {
+func (s *fixture) inCluster(t *testing.T) {
 	t.Helper()
 	if s.member {
 		return
@@ -73,11 +73,11 @@ func (s *stage) inCluster(t *testing.T) {
 	s.policy(t, device, s.enroll(t, device))
 }
 
-// given are the ports that free has given.
+// given are the ports that free has returned.
 var given = map[int]bool{}
 
-// free returns an address that nobody listens on now. Programs listen on it anew for each row, so its port is one that the kernel gives to no connection
-// (net.ipv4.ip_local_port_range begins at 32768).
+// free returns an address without a listener. Programs listen on it anew for each row, so its port is outside of the
+// range from which the kernel assigns ports to connections (net.ipv4.ip_local_port_range begins at 32768).
 func free(t *testing.T) string {
 	t.Helper()
 	for range 100 {
@@ -96,8 +96,8 @@ func free(t *testing.T) string {
 	return ""
 }
 
-// enroll makes the machine with the real TPM the control plane cp1, and returns who it is.
-func (s *stage) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
+// enroll enrolls the machine with the real TPM as control plane cp1, and returns its ID.
+func (s *fixture) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
 	t.Helper()
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: device, Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
@@ -111,8 +111,8 @@ func (s *stage) enroll(t *testing.T, device *tpm.TPM) attest.MachineID {
 	return claims.Machine()
 }
 
-// verifier is one that has never seen a machine before, as a joiner's is.
-func (s *stage) verifier(t testing.TB) *tpm2.Verifier {
+// verifier has never seen a machine before, like a joiner's.
+func (s *fixture) verifier(t testing.TB) *tpm2.Verifier {
 	t.Helper()
 	roots := append(s.ca.Roots(), s.tpm.Root)
 	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
@@ -122,8 +122,8 @@ func (s *stage) verifier(t testing.TB) *tpm2.Verifier {
 	return v
 }
 
-// policy accepts what cp1 and the joiners have booted, and lists cp1 as a control plane.
-func (s *stage) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
+// policy accepts the measurements of cp1 and the joiners, and lists cp1 as a control plane.
+func (s *fixture) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 	t.Helper()
 	joiner := attesttest.NewMachine(t, s.ca, attesttest.Options{})
 	shared.SetPolicy(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{joiner}, func(p *attestv1.Policy) {
@@ -144,8 +144,8 @@ func (s *stage) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 	}))
 }
 
-// boot extends the TPM by as many events as a log may have, but for some room, and writes their log.
-func (s *stage) boot(t *testing.T) {
+// boot extends the TPM by almost the maximum number of events of a log, and writes their log.
+func (s *fixture) boot(t *testing.T) {
 	t.Helper()
 	device := s.tpm.Open()
 	w := eventlog.NewWriter(tpm.SHA256)
@@ -162,7 +162,7 @@ func (s *stage) boot(t *testing.T) {
 }
 
 // image is a machine's configuration.
-func (s *stage) image(t *testing.T, name, state string) string {
+func (s *fixture) image(t *testing.T, name, state string) string {
 	t.Helper()
 	return s.write(t, name+".yaml", fmt.Appendf(nil, `apiVersion: muster.dev/v1alpha1
 kind: ImageConfiguration
@@ -173,7 +173,7 @@ listen: {init: %q, recover: %q, metrics: %q, attesterMetrics: %q}
 `, state, s.slow.socket, s.log, s.ports[name], s.ports["recover"], s.ports[name+"-metrics"], s.ports["attester-metrics"]))
 }
 
-func (s *stage) write(t *testing.T, name string, content []byte) string {
+func (s *fixture) write(t *testing.T, name string, content []byte) string {
 	t.Helper()
 	path := filepath.Join(s.dir, name)
 	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, content, 0o600)); err != nil {
@@ -182,10 +182,10 @@ func (s *stage) write(t *testing.T, name string, content []byte) string {
 	return path
 }
 
-func (s *stage) sockets() string { return filepath.Join(s.short, "attest") }
+func (s *fixture) sockets() string { return filepath.Join(s.short, "attest") }
 
 // attester runs cp1's.
-func (s *stage) attester(t *testing.T) *process {
+func (s *fixture) attester(t *testing.T) *process {
 	t.Helper()
 	return start(t, "attester", unit(t, "muster-attester"), s.ports["attester-metrics"],
 		filepath.Join(*bin, "bootstrapper"), "attester", "--image", s.image(t, "attester", fmt.Sprintf("{mode: plain, path: %s/state}", s.dir)),
@@ -193,7 +193,7 @@ func (s *stage) attester(t *testing.T) *process {
 }
 
 // kubeconfig is a service account's.
-func (s *stage) kubeconfig(t *testing.T, account string) string {
+func (s *fixture) kubeconfig(t *testing.T, account string) string {
 	t.Helper()
 	api, err := shared.As(t.Context(), namespace, account)
 	if err != nil {
@@ -209,12 +209,12 @@ func (s *stage) kubeconfig(t *testing.T, account string) string {
 func owner() string { return "--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public) }
 
 // anySerial is the flag of a service whose image accepts policies of any serial.
-func (s *stage) anySerial(t *testing.T) string {
+func (s *fixture) anySerial(t *testing.T) string {
 	t.Helper()
 	return "--image=" + s.write(t, "image.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"))
 }
 
-func (s *stage) kms(t *testing.T) *process {
+func (s *fixture) kms(t *testing.T) *process {
 	t.Helper()
 	root := filepath.Dir(s.write(t, "root/root", shared.Root[:]))
 	s.write(t, "root/salt", shared.Salt[:])
@@ -223,7 +223,7 @@ func (s *stage) kms(t *testing.T) *process {
 		"--attester="+attester.Socket(s.sockets(), attest.PurposeKMS), owner(), s.anySerial(t), "--root-dir="+root, "--kubeconfig="+s.kubeconfig(t, "kms"))
 }
 
-func (s *stage) joinservice(t *testing.T) *process {
+func (s *fixture) joinservice(t *testing.T) *process {
 	t.Helper()
 	for _, name := range []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"} {
 		s.write(t, "pki/"+name, []byte("content of "+name))
@@ -244,7 +244,7 @@ func (s *stage) joinservice(t *testing.T) *process {
 }
 
 // bootstrapper runs a machine that waits for `muster init`.
-func (s *stage) bootstrapper(t *testing.T) *process {
+func (s *fixture) bootstrapper(t *testing.T) *process {
 	t.Helper()
 	meta := s.write(t, "metadata.yaml", fmt.Appendf(nil, "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\ninitSecretHash: %x\n", sha256.Sum256([]byte("secret"))))
 	return start(t, "init", unit(t, "muster-bootstrapper"), s.ports["init-metrics"],
@@ -252,8 +252,8 @@ func (s *stage) bootstrapper(t *testing.T) *process {
 		"--journal", filepath.Join(s.dir, "init-journal"), "--tpm-lock", s.tpm.Lock, "--console", s.write(t, "console", nil))
 }
 
-// stateDisk is what a state disk begins with, and as long as one may be at least. It has to be a whole one, or `unlock` says what is wrong with it, and listens nowhere
-// for its owner.
+// stateDisk is the beginning of a state disk, of the minimum length. It must be complete, or `unlock` reports a fault
+// and does not listen for its owner.
 func stateDisk(t *testing.T) []byte {
 	t.Helper()
 	const size = 32 << 20
@@ -261,8 +261,8 @@ func stateDisk(t *testing.T) []byte {
 	return slices.Concat(header, make([]byte, luks2.Size-len(header)), luks2test.Superblock(size), make([]byte, size-luks2.Size-luks2.SuperblockSize))
 }
 
-// unlock runs the initramfs of a control plane whose disk waits for its key, by joinservice or by its owner.
-func (s *stage) unlock(t *testing.T) *process {
+// unlock runs the initramfs of a control plane that waits for its disk's key, from joinservice or from its owner.
+func (s *fixture) unlock(t *testing.T) *process {
 	t.Helper()
 	meta := s.write(t, "metadata.yaml", []byte("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: control-plane\naddresses: [192.168.77.11]\n"))
 	device := s.write(t, "disk", stateDisk(t))

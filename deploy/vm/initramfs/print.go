@@ -7,11 +7,11 @@ import (
 	"os"
 )
 
-// kernelLog takes lines that systemd's journal collects later; see the next one for what goes there.
+// kernelLog takes lines that systemd's journal collects later.
 const kernelLog = "/dev/kmsg"
 
-// say prints a line that a person at the console can read, and leaves it for the journal.
-func (b *boot) say(format string, args ...any) {
+// print prints a line for a person at the console, and logs it for the journal.
+func (b *boot) print(format string, args ...any) {
 	line := fmt.Sprintf("muster: "+format, args...)
 	fmt.Fprintln(b.console, line)
 	if b.journal != nil {
@@ -19,17 +19,17 @@ func (b *boot) say(format string, args ...any) {
 	}
 }
 
-// openJournal begins to leave lines for the journal. A machine starts without it, too.
+// openJournal begins to log lines for the journal. A machine starts without it, too.
 func (b *boot) openJournal() {
 	if f, err := os.OpenFile(kernelLog, os.O_WRONLY, 0); err == nil {
 		b.journal = f
 	}
 }
 
-// lines hands what a program writes to w, one line at a time, and remembers the last one. The kernel's log takes
+// lines passes the output of a program to w, one line at a time, and remembers the last one. The kernel's log takes
 // one record by each write, of less than a kilobyte (Linux, Documentation/ABI/testing/dev-kmsg).
 type lines struct {
-	w             io.Writer // nil: nowhere
+	w             io.Writer // nil: discarded
 	prefix        string
 	pending, last []byte
 }
@@ -50,7 +50,7 @@ func (l *lines) Write(p []byte) (int, error) {
 		if len(l.pending) > 0 {
 			l.last = bytes.Clone(l.pending)
 			if l.w != nil {
-				// A log that can't be written must not end the program that writes it.
+				// A log that cannot be written must not end the program that writes it.
 				_, _ = fmt.Fprintf(l.w, "%s%s\n", l.prefix, l.pending)
 			}
 		}
