@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// asker is any HTTPS client: curl, a browser, a stranger.
+// asker returns a plain HTTPS client, as curl or a browser.
 func asker(t *testing.T, r *running) initv1connect.MachineServiceClient {
 	t.Helper()
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}

@@ -62,11 +62,11 @@ func (c *Console) Close() error {
 }
 
 // Say writes a line, unless it is the last one again.
-func (c *Console) Say(line string) { c.say(line, line) }
+func (c *Console) Print(line string) { c.print(line, line) }
 
 // say writes a line, unless the last one had the same sense. That a console can't be written is nobody's trouble: all
 // that it is told is in the log.
-func (c *Console) say(sense, line string) {
+func (c *Console) print(sense, line string) {
 	if c == nil {
 		return
 	}
@@ -114,14 +114,14 @@ func (c *Console) Waits(w Wait) {
 	if w.Also != "" {
 		line += "; " + w.Also
 	}
-	c.say(line, line+"; next try in "+pause(w.Next))
+	c.print(line, line+"; next try in "+pause(w.Next))
 }
 
 func (w Wait) why() string {
 	reason := discovery.ReasonOf(w.Err)
 	name := attest.ReasonName(reason)
 	switch {
-	case errors.Is(w.Err, discovery.ErrNobody):
+	case errors.Is(w.Err, discovery.ErrNoJoinservice):
 		return "the metadata name no joinservice (joinEndpoints)"
 	case errors.Is(w.Err, discovery.ErrUnreachable):
 		return "no joinservice can be reached at " + strings.Join(w.Asked, ", ")

@@ -55,7 +55,7 @@ func (t *Attempts) Begin(endpoints []string) {
 }
 
 // Tell puts what was noted into a status; again is whether there will be another try.
-func (t *Attempts) Tell(out *initv1.GetStatusResponse, again bool) {
+func (t *Attempts) Report(out *initv1.GetStatusResponse, again bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	out.FailedAttempts, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)

@@ -21,8 +21,8 @@ import (
 
 // Errors of a search that found nobody.
 var (
-	ErrNobody      = errors.New("no joinservice is known yet")
-	ErrUnreachable = errors.New("no joinservice can be reached")
+	ErrNoJoinservice = errors.New("no joinservice is known yet")
+	ErrUnreachable   = errors.New("no joinservice can be reached")
 )
 
 // maxKnock bounds the pause while nobody is there to be asked, and after an answer by a peer that has not proven to be a joinservice.
@@ -44,7 +44,7 @@ func NewPauses(least, most time.Duration) *Pauses {
 func (p *Pauses) Next(err error) time.Duration {
 	// One that hung up without a reason may have limits that others reach from this machine's address.
 	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
-	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
+	if errors.Is(err, ErrNoJoinservice) || errors.Is(err, ErrUnreachable) || hungUp {
 		p.refused.Reset()
 		return p.dialing.Next(0)
 	}

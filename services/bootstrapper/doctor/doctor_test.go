@@ -112,10 +112,10 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		}
 	}
 	for name, tt := range map[string]struct {
-		check string
-		level checkup.Level
-		says  string
-		harm  func(t *testing.T, m *machine)
+		check    string
+		level    checkup.Level
+		wantText string
+		harm     func(t *testing.T, m *machine)
 	}{
 		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
 		"an image that knows no owner": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
@@ -197,13 +197,13 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 			found := false
 			got := worst(Examine(t.Context(), m.cfg))
 			for _, f := range got {
-				found = found || f.Check == tt.check && f.Level == tt.level && strings.Contains(f.Detail, tt.says)
+				found = found || f.Check == tt.check && f.Level == tt.level && strings.Contains(f.Detail, tt.wantText)
 				if f.Remedy == "" {
 					t.Errorf("without a remedy: %+v", f)
 				}
 			}
 			if !found {
-				t.Errorf("%s does not say %q: %+v", tt.check, tt.says, got)
+				t.Errorf("%s does not say %q: %+v", tt.check, tt.wantText, got)
 			}
 		})
 	}

@@ -22,13 +22,13 @@ func (d *doctor) kernel() {
 	if level == "none" {
 		d.Add(CheckKernel, checkup.Warn, "Add lockdown=confidentiality to the image's command line (kernel_lockdown(7)).", "it is not locked down: root can change the kernel, and evidence goes on saying what was booted")
 	}
-	for _, c := range []struct{ file, want, remedy, says string }{
+	for _, c := range []struct{ file, want, remedy, detail string }{
 		{"/sys/module/module/parameters/sig_enforce", "Y", "Add module.sig_enforce=1 to the image's command line.", "it loads modules without a signature"},
 		{"/proc/sys/kernel/kexec_load_disabled", "1", "Add sysctl.kernel.kexec_load_disabled=1 to the image's command line.", "root can start another kernel by kexec, and evidence goes on saying what was booted"},
 		{"/sys/module/apparmor/parameters/enabled", "Y", "Add apparmor to lsm= in the image's command line.", "AppArmor is off: no profile confines containers"},
 	} {
 		if d.value(c.file) != c.want {
-			d.Add(CheckKernel, checkup.Warn, c.remedy, "%s", c.says)
+			d.Add(CheckKernel, checkup.Warn, c.remedy, "%s", c.detail)
 		}
 	}
 	if _, err := os.Stat(filepath.Join(d.Root, "/sbin/apparmor_parser")); err != nil { // where containerd looks for it

@@ -95,7 +95,7 @@ func (s *Server) Sent() <-chan struct{} { return s.sent }
 
 var _ initv1connect.InitServiceHandler = (*Server)(nil)
 
-// Init implements [initv1connect.InitServiceHandler]: translate, decide, and tell what
+// Init implements [initv1connect.InitServiceHandler]: translate, decide, and report what
 // happens until it ended. The init goes on when the caller goes away.
 func (s *Server) Init(ctx context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
 	return s.serveOwner(ctx, journal.KindInit, req, stream.Send)

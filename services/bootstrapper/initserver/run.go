@@ -40,12 +40,12 @@ func newInitRun(o *initOrder, log *slog.Logger, screen *console.Console) *initRu
 	return &initRun{order: o, started: time.Now(), log: log, screen: screen, changed: make(chan struct{})}
 }
 
-func (r *initRun) tell(phase initv1.Phase, text string) {
+func (r *initRun) report(phase initv1.Phase, text string) {
 	if c := []rune(text); len(c) > maxText {
 		text = string(c[:maxText])
 	}
 	r.log.Info("progress", "phase", phase.String(), "text", text)
-	r.screen.Say(text)
+	r.screen.Print(text)
 	p := &initv1.Progress{Phase: phase, Text: text, Elapsed: durationpb.New(time.Since(r.started))}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -65,7 +65,7 @@ func (r *initRun) wake() {
 
 func (r *initRun) end(result *initv1.InitResult, err error) {
 	if reason := attest.ReasonOf(err); err != nil { // what kubeadm printed is for the owner alone
-		r.screen.Say("the init has failed: " + attest.ReasonName(reason) + ". " + rpc.RemedyOf(reason))
+		r.screen.Print("the init has failed: " + attest.ReasonName(reason) + ". " + rpc.RemedyOf(reason))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -60,7 +60,7 @@ func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResul
 			return nil, err
 		}
 	}
-	r.tell(initv1.Phase_PHASE_WAITING, "taking the node lock")
+	r.report(initv1.Phase_PHASE_WAITING, "taking the node lock")
 	err := s.node.Lock.Acquire(ctx, journal.Record{
 		Kind: o.kind, ClusterID: id[:], MeasurementSalt: salt[:], KeyDigest: o.keyDigest[:], RequestDigest: o.digest[:],
 		NodeName: o.meta.Name, DiskID: s.node.DiskID.String(),
@@ -68,7 +68,7 @@ func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResul
 	if err != nil {
 		return nil, err
 	}
-	r.tell(initv1.Phase_PHASE_LOCKED, "the machine is locked to cluster "+id.String()[:16])
+	r.report(initv1.Phase_PHASE_LOCKED, "the machine is locked to cluster "+id.String()[:16])
 	if rec.Step < journal.StepDone {
 		// A request that was changed since kubeadm ran needs kubeadm to run again.
 		changed := resumed && string(rec.RequestDigest) != string(o.digest[:])
@@ -80,7 +80,7 @@ func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResul
 	if err != nil {
 		return nil, fmt.Errorf("administrator's kubeconfig: %w", err)
 	}
-	r.tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	r.report(initv1.Phase_PHASE_DONE, "this machine is a node")
 	out := &initv1.InitResult{
 		Kubeconfig: kubeconfig, ClusterId: id[:], MachineId: s.node.MachineID[:], NodeName: o.meta.Name, DiskId: s.node.DiskID.String(),
 	}
@@ -96,7 +96,7 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 	if err != nil {
 		return err
 	}
-	if err := s.node.OpenDisk(ctx, key, r.tell); err != nil {
+	if err := s.node.OpenDisk(ctx, key, r.report); err != nil {
 		return err
 	}
 	if o.kind == journal.KindInit {
@@ -112,7 +112,7 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 			return err
 		}
 	}
-	r.tell(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
+	r.report(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
 	kubeconfig, err := os.ReadFile(s.node.On(machine.AdminConf))
 	if err != nil {
 		return fmt.Errorf("administrator's kubeconfig: %w", err)
@@ -131,13 +131,13 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's own objects: %w", err)
 	}
-	r.tell(initv1.Phase_PHASE_CLUSTER_STATE, "the cluster's own objects are written")
+	r.report(initv1.Phase_PHASE_CLUSTER_STATE, "the cluster's own objects are written")
 	return s.node.Finish(ctx)
 }
 
 // makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before. The API server runs then.
 func (s *Server) makeCluster(ctx context.Context, r *initRun, changed bool) error {
-	if err := s.node.Install(ctx, r.order.software, true, r.tell); err != nil {
+	if err := s.node.Install(ctx, r.order.software, true, r.report); err != nil {
 		return err
 	}
 	if s.node.Lock.Record().Step >= journal.StepKubeadmRan && !changed {
@@ -146,10 +146,10 @@ func (s *Server) makeCluster(ctx context.Context, r *initRun, changed bool) erro
 		}
 		return s.node.ServeAgain(ctx)
 	}
-	if err := s.node.Clean(ctx, r.tell, provision.NoEtcd); err != nil {
+	if err := s.node.Clean(ctx, r.report, provision.NoEtcd); err != nil {
 		return err
 	}
-	return s.kubeadmInit(ctx, r.order, r.tell)
+	return s.kubeadmInit(ctx, r.order, r.report)
 }
 
 func (s *Server) initConfig(o *initOrder) ([]byte, error) {
@@ -160,7 +160,7 @@ func (s *Server) initConfig(o *initOrder) ([]byte, error) {
 	})
 }
 
-func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, tell provision.Progress) error {
+func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, report provision.Progress) error {
 	config, err := s.initConfig(o)
 	if err != nil {
 		return err
@@ -178,11 +178,11 @@ func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, tell provision.P
 	if err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
+	report(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
 	if err := s.firstKubelet(ctx, o, config); err != nil {
 		return err
 	}
-	return s.node.RunKubeadm(ctx, "init", config, o.software.Images, tell, provision.NoEtcd)
+	return s.node.RunKubeadm(ctx, "init", config, o.software.Images, report, provision.NoEtcd)
 }
 
 // firstKubelet makes the first machine's authority and its kubelet's certificates, before the rest of kubeadm runs: it takes

@@ -27,7 +27,7 @@ const etcdManifest = "/etc/kubernetes/manifests/etcd.yaml"
 //
 // learners is for the beginning of its turn, when no other machine joins (J8). Later its turn may have
 // been lost, and a learner be that of the next.
-func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machine, tell provision.Progress, learners bool) error {
+func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machine, report provision.Progress, learners bool) error {
 	ctx, cancel := context.WithTimeout(ctx, c.node.Timing.Reset)
 	defer cancel()
 	file := func(name string) []byte {
@@ -38,7 +38,7 @@ func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machin
 		ControlPlanes: t.controlPlanes, CACert: file("etcd/ca.crt"), CAKey: file("etcd/ca.key"), Own: slices.Clone(meta.Addresses), Learners: learners,
 	})
 	for _, m := range removed {
-		tell(initv1.Phase_PHASE_COMPONENTS, "removed an etcd member that an unfinished join had left: "+m.String())
+		report(initv1.Phase_PHASE_COMPONENTS, "removed an etcd member that an unfinished join had left: "+m.String())
 	}
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "look for etcd members that an unfinished join has left: %w", err)

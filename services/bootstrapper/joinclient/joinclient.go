@@ -111,10 +111,10 @@ func (t *joinTry) wait(err error, next time.Duration) console.Wait {
 
 // joinOnce makes one try. failed is false if there was nobody to ask.
 func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool, err error) {
-	tell := func(phase initv1.Phase, text string) {
+	report := func(phase initv1.Phase, text string) {
 		c.node.Log.InfoContext(ctx, "progress", "phase", phase.String(), "text", text)
 		if phase > initv1.Phase_PHASE_WAITING { // before, the line would come with each try
-			c.node.Console.Say(text)
+			c.node.Console.Print(text)
 		}
 	}
 	t.by = ""
@@ -131,7 +131,7 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	t.order, t.init = discovery.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
 	c.node.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return false, discovery.ErrNobody
+		return false, discovery.ErrNoJoinservice
 	}
 	endpoint, first, err := discovery.Race(racing, t.order, c.node.Timing.Stagger, c.node.Timing.Dial)
 	if err != nil {
@@ -139,7 +139,7 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	}
 	defer first.Close()
 	t.by = endpoint
-	if err := c.joinBy(ctx, endpoint, first, meta, tell); err != nil {
+	if err := c.joinBy(ctx, endpoint, first, meta, report); err != nil {
 		t.order = discovery.Demote(t.order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, provision.DiskError(err))
 	}
@@ -147,7 +147,7 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 }
 
 // joinBy asks one joinservice for a ticket and uses it.
-func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, tell provision.Progress) error {
+func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, report provision.Progress) error {
 	client, err := c.node.OpenSession(ctx, endpoint, first)
 	if err != nil {
 		return err
@@ -169,7 +169,7 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 	req.BootSecret = secret.Expose() // J11
 	ask, cancel := context.WithTimeout(ctx, c.node.Timing.Ticket)
 	defer cancel()
-	tell(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
+	report(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
 	resp, err := client.IssueJoinTicket(ask, req)
 	if err != nil {
 		return err
@@ -195,9 +195,9 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 		}
 		return err
 	}
-	tell(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
+	report(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
 	defer c.keepLease(ctx, t, client, meta.JoinEndpoints)()
-	return c.useTicket(ctx, t, meta, tell)
+	return c.useTicket(ctx, t, meta, report)
 }
 
 // giveBack returns a ticket; what goes wrong then is for the log, since joinservice also
@@ -215,19 +215,19 @@ func (c *Client) giveBack(ctx context.Context, client joinv1connect.JoinServiceC
 
 // useTicket is the order of a join after the lock. Each step is safe to take again with
 // another ticket of the same cluster (B3).
-func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, tell provision.Progress) error {
-	if err := c.node.OpenDisk(ctx, t.diskKey, tell); err != nil {
+func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, report provision.Progress) error {
+	if err := c.node.OpenDisk(ctx, t.diskKey, report); err != nil {
 		return err
 	}
-	if err := c.node.Install(ctx, t.software, t.controlPlane, tell); err != nil {
+	if err := c.node.Install(ctx, t.software, t.controlPlane, report); err != nil {
 		return err
 	}
 	before, after := provision.NoEtcd, provision.NoEtcd
 	if t.controlPlane {
-		before = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, tell, true) }
-		after = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, tell, false) }
+		before = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, report, true) }
+		after = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, report, false) }
 	}
-	if err := c.node.Clean(ctx, tell, before); err != nil {
+	if err := c.node.Clean(ctx, report, before); err != nil {
 		return err
 	}
 	// Noted first: what is placed now must be cleaned up if it is not used.
@@ -241,13 +241,13 @@ func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machin
 	if err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
-	if err := c.node.RunKubeadm(ctx, "join", config, t.software.Images, tell, after); err != nil {
+	report(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
+	if err := c.node.RunKubeadm(ctx, "join", config, t.software.Images, report, after); err != nil {
 		return err
 	}
 	if err := c.node.Finish(ctx); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	report(initv1.Phase_PHASE_DONE, "this machine is a node")
 	return nil
 }

@@ -29,7 +29,7 @@ type joinLease struct {
 
 // keepLease renews the turn that t came with until end is called, first over s, and over a connection
 // of its own to any of the endpoints when that fails: the join itself moves API servers and etcd, and
-// whoever gave the ticket may be gone before it is used. A turn that is lost is told in the log and
+// whoever gave the ticket may be gone before it is used. A turn that is lost is warned in the log and
 // does not end what runs: to stop kubeadm in the middle would do more harm than a second joiner, which
 // etcd refuses while one is being added.
 //
@@ -54,7 +54,7 @@ func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session,
 
 // keep renews until ctx ends or the turn is another's.
 func (k *joinLease) keep(ctx context.Context) {
-	last, told := time.Now(), false
+	last, warned := time.Now(), false
 	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
 	wait := k.life / 3
 	for retry.Wait(ctx, wait) == nil {
@@ -63,7 +63,7 @@ func (k *joinLease) keep(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case err == nil:
-			last, told = time.Now(), false
+			last, warned = time.Now(), false
 			pause.Reset()
 			wait = k.life / 3
 			continue
@@ -72,8 +72,8 @@ func (k *joinLease) keep(ctx context.Context) {
 			return
 		}
 		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
-		if !told && time.Since(last) > k.life {
-			told = true
+		if !warned && time.Since(last) > k.life {
+			warned = true
 			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
 		}
 		wait = pause.Next(rpc.RetryAfterFrom(err))
@@ -86,7 +86,7 @@ func lost(err error) bool {
 	return r == attestv1.Reason_REASON_TICKET_UNKNOWN || r == attestv1.Reason_REASON_CONTROL_PLANE_BUSY
 }
 
-// endTries bounds how often the end of a turn is told; after that it runs out by itself.
+// endTries bounds how often the end of a turn is warned; after that it runs out by itself.
 const endAttempts = 3
 
 func (k *joinLease) end(ctx context.Context) {
@@ -130,7 +130,7 @@ func (k *joinLease) reopen(ctx context.Context) error {
 		k.order = discovery.Merge(k.order, meta.JoinEndpoints)
 	}
 	if len(k.order) == 0 {
-		return discovery.ErrNobody
+		return discovery.ErrNoJoinservice
 	}
 	t := k.node.Timing
 	endpoint, first, err := discovery.Race(ctx, k.order, t.Stagger, t.Dial)

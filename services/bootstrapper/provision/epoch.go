@@ -70,7 +70,7 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	n.older.Store(true)
 	defer n.older.Store(false)
 	n.Log.ErrorContext(ctx, "this control plane does not start: its state disk is not the newest", "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err, "remedy", rpc.RemedyFrom(s.Err))
-	n.Console.Say("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md says what its owner does")
+	n.Console.Print("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md says what its owner does")
 	// An image whose systemd starts the kubelet by itself has done so.
 	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return err
@@ -86,6 +86,6 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 		return err
 	}
 	n.newest.Store(true)
-	n.Console.Say("the owner has accepted this control plane's state disk")
+	n.Console.Print("the owner has accepted this control plane's state disk")
 	return nil
 }

@@ -21,7 +21,7 @@ const pullAttempts = 6
 
 // prepareImages has containerd start pods with the listed pause image, and pulls what a node runs, by digest (B9): kubeadm is told to pull nothing, and
 // waits only minutes for pods whose images are not there.
-func (n *Node) prepareImages(ctx context.Context, images versions.Images, controlPlane bool, tell Progress) error {
+func (n *Node) prepareImages(ctx context.Context, images versions.Images, controlPlane bool, report Progress) error {
 	if err := component.PinSandbox(ctx, n.Root, n.Machine, images[versions.Pause]); err != nil {
 		return err
 	}
@@ -32,7 +32,7 @@ func (n *Node) prepareImages(ctx context.Context, images versions.Images, contro
 	ctx, cancel := context.WithTimeout(ctx, n.Timing.Kubeadm)
 	defer cancel()
 	for i, name := range names {
-		tell(initv1.Phase_PHASE_DISK, fmt.Sprintf("pulling %s (%d of %d)", name, i+1, len(names)))
+		report(initv1.Phase_PHASE_DISK, fmt.Sprintf("pulling %s (%d of %d)", name, i+1, len(names)))
 		if err := n.pull(ctx, images[name].String()); err != nil {
 			return err
 		}

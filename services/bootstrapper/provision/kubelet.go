@@ -159,7 +159,7 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	t.order = discovery.Merge(t.order, discovery.Endpoints(meta))
 	n.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNobody)
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)
 	}
 	endpoint, first, err := discovery.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
 	if err != nil {
@@ -222,7 +222,7 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 		return err
 	}
 	n.Log.InfoContext(ctx, "the kubelet has new certificates", "node", node, "endpoint", s.Endpoint, "renewal", fmt.Sprintf("%x", resp.GetRenewalId()))
-	n.Console.Say("the node " + node + " has new certificates")
+	n.Console.Print("the node " + node + " has new certificates")
 	return nil
 }
 

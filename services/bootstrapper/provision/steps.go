@@ -27,26 +27,26 @@ import (
 type Progress func(phase initv1.Phase, text string)
 
 // OpenDisk gives the state disk its key.
-func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, tell Progress) error {
-	tell(initv1.Phase_PHASE_LOCKED, "opening the state disk")
+func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, report Progress) error {
+	report(initv1.Phase_PHASE_LOCKED, "opening the state disk")
 	if err := n.Disk.SetKey(ctx, key); err != nil {
 		return err
 	}
 	if err := n.Lock.Advance(journal.StepDisk); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_DISK, "the state disk is open")
+	report(initv1.Phase_PHASE_DISK, "the state disk is open")
 	return nil
 }
 
 // Install installs components and images.
-func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane bool, tell Progress) error {
+func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane bool, report Progress) error {
 	in := component.New(n.Root, n.Components, n.Log)
 	defer in.Close()
-	if err := in.Install(ctx, s.Components, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+	if err := in.Install(ctx, s.Components, func(text string) { report(initv1.Phase_PHASE_DISK, text) }); err != nil {
 		return err
 	}
-	if err := n.prepareImages(ctx, s.Images, controlPlane, tell); err != nil {
+	if err := n.prepareImages(ctx, s.Images, controlPlane, report); err != nil {
 		return err
 	}
 	if err := component.ListFile(n.On(component.KeptList)).Save(s.List); err != nil {
@@ -55,7 +55,7 @@ func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane 
 	if err := n.Lock.Advance(journal.StepComponents); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_COMPONENTS, "components are installed")
+	report(initv1.Phase_PHASE_COMPONENTS, "components are installed")
 	return nil
 }
 
@@ -64,12 +64,12 @@ func NoEtcd(context.Context) error { return nil }
 
 // Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
 // kubeadm itself, so components come first. leave takes the machine out of the cluster's etcd.
-func (n *Node) Clean(ctx context.Context, tell Progress, leave func(context.Context) error) error {
+func (n *Node) Clean(ctx context.Context, report Progress, leave func(context.Context) error) error {
 	if n.Lock.Record().Step < journal.StepConfigured {
 		// A machine whose disk was replaced has left what its journal does not know of.
 		return leave(ctx)
 	}
-	tell(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
+	report(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
 	return n.reset(ctx, leave)
 }
 
@@ -103,7 +103,7 @@ func (n *Node) reset(ctx context.Context, leave func(context.Context) error) err
 
 // RunKubeadm writes the configuration and runs kubeadm with it, whose static pods name the images. The journal says so
 // before, since a run that was cut off can't be continued, and after.
-func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, tell Progress, leave func(context.Context) error) error {
+func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, report Progress, leave func(context.Context) error) error {
 	if err := n.writePatches(images); err != nil {
 		return err
 	}
@@ -119,7 +119,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	if err := n.Lock.Advance(journal.StepKubeadm); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
+	report(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
 	run, cancel := context.WithTimeout(ctx, n.Timing.Kubeadm)
 	defer cancel()
 	var tail kubeadm.Tail
@@ -129,7 +129,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 		line(l)
 		if name, ok := kubeadm.Phase(l); ok && name != at {
 			at = name
-			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
+			report(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
 		}
 	}, verb, "--config", n.On(machine.KubeadmConfig))
 	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
@@ -146,7 +146,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 		if ctx.Err() != nil {
 			return err // stopping; the journal says what to clean up
 		}
-		tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
+		report(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
 		if rerr := n.reset(ctx, leave); rerr != nil {
 			n.Log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
 		}
@@ -159,7 +159,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	if err := n.Lock.Advance(journal.StepKubeadmRan); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
+	report(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
 	return nil
 }
 

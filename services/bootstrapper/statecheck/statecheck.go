@@ -117,7 +117,7 @@ func (ck *check) checkedMark() ([]byte, error) {
 // found tells what was not as it should be. A boot may compare the disk more than once: a file that was found before is not counted again.
 func (ck *check) found(ctx context.Context, what, done string) {
 	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
-	ck.Console.Say(what + " is not what the cluster lists: " + done)
+	ck.Console.Print(what + " is not what the cluster lists: " + done)
 	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has it
 		ck.Log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
 	}
@@ -141,7 +141,7 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 			}
 			if fetched {
 				ck.Log.InfoContext(ctx, "a component was installed anew", "component", c.Name())
-				ck.Console.Say(c.Name() + " was installed anew")
+				ck.Console.Print(c.Name() + " was installed anew")
 			}
 		}
 		removed, err := in.Sweep(s.Components)

@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// genuine is a header with the JSON that cryptsetup 2.6.1 wrote for Muster, on a machine with device-mapper.
+// genuine returns a header with the JSON that cryptsetup 2.6.1 wrote for Muster, on a machine with device-mapper.
 func genuine(t testing.TB, name string) luks2test.Header {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("testdata", "genuine-"+name+".json"))
@@ -80,8 +80,8 @@ func TestWhatWasCheckedIsACopy(t *testing.T) {
 	}
 }
 
-// Each file has the reason in its first line, a part of the error in its second, and JSON in the third. Apart
-// from the JSON the header is genuine, with good checksums.
+// Each file has the reason in its first line, a part of the error in its second, and JSON in the third. Apart from the JSON the header is genuine, with
+// right checksums.
 func TestHostileJSONIsRefused(t *testing.T) {
 	files, err := filepath.Glob("testdata/refused/*.txt")
 	if err != nil || len(files) < 60 {
@@ -121,7 +121,7 @@ const (
 	all    = 2 * luks2.MetadataSize
 )
 
-// both changes both binary headers, and corrects the checksums.
+// both returns a change of both binary headers that also corrects the checksums.
 func both(change func(m []byte)) func(b []byte) {
 	return func(b []byte) {
 		change(b[:second])
@@ -218,12 +218,12 @@ func TestEachLengthButOneIsRefused(t *testing.T) {
 	}
 }
 
-// Each bit of what is checked has a reason to be as it is: changed without the checksum, none passes.
+// Each checked bit matters: no header passes with a flipped bit and the old checksum.
 func TestEachFlippedBitIsRefused(t *testing.T) {
 	b := genuine(t, "hmac-sha256").Bytes()
 	for i := 0; i < all; i += 61 {
 		if i >= 8192 && i < second || i >= second+8192 {
-			i += 500 // zeroes all the way
+			i += 500 // all zeros
 		}
 		if i >= all {
 			break

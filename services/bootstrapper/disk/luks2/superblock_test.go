@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
 )
 
-// written is what Linux 6.1 and cryptsetup 2.6.1 wrote on a disk of 100 MiB; zeroes follow.
+// written is the superblock that Linux 6.1 and cryptsetup 2.6.1 wrote on a disk of 100 MiB; zeros follow.
 const (
 	written     = "696e746567727400040f200006000000c80a03000000000008000000030c0000"
 	writtenSize = 100 << 20
