@@ -99,7 +99,7 @@ func TestADiskThatIsNotTheOneBeneathTheVolumeGetsNoKey(t *testing.T) {
 	}
 }
 
-// The kernel's own number of a device, without a device-mapper.
+// This is the kernel's own number of a device, without a device-mapper.
 func TestADeviceIsOpenedByItsNumber(t *testing.T) {
 	for number, ok := range map[string]bool{"1:3": true, "1:5": false, "0:0": false} {
 		l := &LUKS{device: "/dev/null", number: number}

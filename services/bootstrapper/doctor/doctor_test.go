@@ -44,12 +44,12 @@ type bare struct{ TPM }
 
 func (bare) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
 
-// machine is a sound one.
+// machine is a machine without faults.
 type machine struct {
 	*attesttest.Machine
 	dir         string
 	cfg         Config
-	date        func() time.Time // of its joinservice
+	date        func() time.Time // of its joinservice's clock
 	image, meta string
 }
 
@@ -62,7 +62,7 @@ func (m *machine) write(t *testing.T, name, content string) string {
 	return path
 }
 
-// file writes one in a folder of its own.
+// file writes a file in a folder of its own.
 func (m *machine) file(t *testing.T, name, content string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(filepath.Join(m.dir, name)), 0o755); err != nil {
@@ -106,7 +106,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 	}
 	sound := Examine(t.Context(), newMachine(t).cfg)
 	for _, f := range worst(sound) {
-		// How much room a tester's disk has is not ours to choose.
+		// The free space of the test's disk is unknown.
 		if f.Check != CheckDisk {
 			t.Errorf("a sound machine: %+v", f)
 		}
@@ -209,7 +209,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 	}
 }
 
-// certificate gives the machine a control plane's.
+// certificate gives the machine a control plane's certificate.
 func (m *machine) certificate(t *testing.T, from, to time.Time) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

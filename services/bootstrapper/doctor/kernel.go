@@ -9,11 +9,11 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// bracketed is the level in force, in the file of kernel_lockdown(7).
+// bracketed matches the level in force, in the file of kernel_lockdown(7).
 var bracketed = regexp.MustCompile(`\[(\w+)\]`)
 
-// kernel says whether root of the running system can change the kernel that was measured (B6), and whether containers have an AppArmor profile.
-// Muster's image has all of this; others should.
+// kernel checks whether root of the running system can change the measured kernel (B6), and whether containers have an AppArmor profile. Muster's image
+// passes all of these checks.
 func (d *doctor) kernel() {
 	level := "none"
 	if m := bracketed.FindStringSubmatch(d.value("/sys/kernel/security/lockdown")); m != nil {
@@ -39,7 +39,7 @@ func (d *doctor) kernel() {
 	}
 }
 
-// value returns a file of the kernel's without the line's end; empty: it can't be read.
+// value returns a file of the kernel's without the end of its line; empty: it can't be read.
 func (d *doctor) value(name string) string {
 	b, err := os.ReadFile(filepath.Join(d.Root, name))
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// etcdManifest is what makes the kubelet run this machine's etcd.
+// etcdManifest makes the kubelet run this machine's etcd.
 const etcdManifest = "/etc/kubernetes/manifests/etcd.yaml"
 
 // leaveEtcd takes this machine out of the cluster's etcd, if an earlier try has put it in. It comes
@@ -32,7 +32,7 @@ func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machin
 	defer cancel()
 	file := func(name string) []byte {
 		i := slices.IndexFunc(t.files, func(f *joinv1.ControlPlaneFile) bool { return f.GetPath() == name })
-		return t.files[i].GetContent() // all eight were checked to be there
+		return t.files[i].GetContent() // all eight were checked to exist
 	}
 	removed, err := c.cleanEtcd(ctx, etcd.Target{
 		ControlPlanes: t.controlPlanes, CACert: file("etcd/ca.crt"), CAKey: file("etcd/ca.key"), Own: slices.Clone(meta.Addresses), Learners: learners,
@@ -46,9 +46,8 @@ func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machin
 	return nil
 }
 
-// revive starts the kubelet of a control plane that was cut off in the middle of its join, or whose TPM was exchanged. Its
-// etcd may have a vote already: the cluster may be unable to give a ticket, and so to repair anything,
-// until that member is back.
+// revive starts the kubelet of a control plane whose join was interrupted, or whose TPM was exchanged. Its etcd may already vote: without that member,
+// the cluster may be unable to issue a ticket, and so to repair anything.
 func (c *Client) revive(ctx context.Context) error {
 	rec := c.node.Lock.Record()
 	if rec.Kind != journal.KindJoin || rec.Step != journal.StepKubeadm {

@@ -7,7 +7,7 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
-// etcdPod is a static pod as kubeadm makes it: what the table below changes.
+// etcdPod returns a static pod as kubeadm makes it; the table below changes it.
 func etcdPod() string {
 	return `apiVersion: v1
 kind: Pod
@@ -25,7 +25,7 @@ spec:
 `
 }
 
-// B8: each way in which a static pod would be another one, or have more of the machine.
+// B8: each case makes the static pod another one, or gives it more of the machine.
 func TestAStaticPodIsAsKubeadmMakesIt(t *testing.T) {
 	img := image(t, `{"apiServer":{"extraVolumes":[{"name":"audit","hostPath":"/var/log/audit/","mountPath":"/var/log/audit"}]}}`)
 	const field, spec = "    livenessProbe:", "  hostNetwork: true"
@@ -75,7 +75,7 @@ func TestAStaticPodIsAsKubeadmMakesIt(t *testing.T) {
 	}
 }
 
-// B8: each field by which the kubelet would run a program, or take pods or orders from elsewhere, and what is the cluster's own.
+// B8: each case sets a field by which the kubelet would run a program, or take pods or orders from another source. Fields of the cluster's own stay.
 func TestAKubeletsFieldsAreAsTheyMustBe(t *testing.T) {
 	const right = "kind: KubeletConfiguration\nstaticPodPath: /etc/kubernetes/manifests\nclusterDomain: cluster.local\nauthentication:\n  anonymous: {enabled: false}\n  webhook: {enabled: true}\n  x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}\nauthorization: {mode: Webhook}\n"
 	img := image(t, "")

@@ -16,11 +16,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// pullTries is how often an image is asked for.
+// pullAttempts is how often a pull is attempted.
 const pullAttempts = 6
 
-// prepareImages has containerd start pods with the listed pause image, and pulls what a node runs, by digest (B9): kubeadm is told to pull nothing, and
-// waits only minutes for pods whose images are not there.
+// prepareImages makes containerd start pods with the listed pause image, and pulls the node's images by digest (B9): kubeadm is configured not to pull,
+// and waits only minutes for pods whose images are missing.
 func (n *Node) prepareImages(ctx context.Context, images versions.Images, controlPlane bool, report Progress) error {
 	if err := component.PinSandbox(ctx, n.Root, n.Machine, images[versions.Pause]); err != nil {
 		return err
@@ -57,7 +57,7 @@ func (n *Node) pull(ctx context.Context, image string) error {
 	}
 }
 
-// writePatches places what kubeadm changes static pods by.
+// writePatches writes the patches that kubeadm applies to static pods.
 func (n *Node) writePatches(images versions.Images) error {
 	for name, content := range kubeadm.Patches(images) {
 		if err := machine.WriteFile(n.On(path.Join(kubeadm.PatchesFolder, name)), content, 0o600, 0o755); err != nil {

@@ -23,10 +23,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Progress tells whoever watches what is being done.
+// Progress reports the present step to clients and the console.
 type Progress func(phase initv1.Phase, text string)
 
-// OpenDisk gives the state disk its key.
+// OpenDisk sets the state disk's key.
 func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, report Progress) error {
 	report(initv1.Phase_PHASE_LOCKED, "opening the state disk")
 	if err := n.Disk.SetKey(ctx, key); err != nil {
@@ -59,14 +59,14 @@ func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane 
 	return nil
 }
 
-// NoEtcd is for machines that were never in anybody's etcd.
+// NoEtcd is the leave function of a machine that was never in a cluster's etcd.
 func NoEtcd(context.Context) error { return nil }
 
-// Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
-// kubeadm itself, so components come first. leave takes the machine out of the cluster's etcd.
+// Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs kubeadm itself, so components come first. leave removes the machine
+// from the cluster's etcd.
 func (n *Node) Clean(ctx context.Context, report Progress, leave func(context.Context) error) error {
 	if n.Lock.Record().Step < journal.StepConfigured {
-		// A machine whose disk was replaced has left what its journal does not know of.
+		// A machine whose disk was replaced may have left a member that its journal does not know.
 		return leave(ctx)
 	}
 	report(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
@@ -83,8 +83,7 @@ func (n *Node) reset(ctx context.Context, leave func(context.Context) error) err
 	if err := n.Machine.Kubeadm(ctx, n.Output(ctx, "kubeadm reset", &tail), kubeadm.Reset(n.Kubeadm)...); err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm reset: %w\n%s", err, tail.String())
 	}
-	// What kubeadm leaves, or does not find. The cluster never came to life on this
-	// machine, or knows nothing of it any more, so nothing of value is in there.
+	// kubeadm leaves these folders, or does not find them. The cluster never ran on this machine, or no longer knows it, so they have no data of value.
 	for _, dir := range []string{machine.EtcdFolder, machine.KubeletPKI} {
 		if err := machine.EmptyDir(n.On(dir)); err != nil {
 			return err
@@ -101,8 +100,8 @@ func (n *Node) reset(ctx context.Context, leave func(context.Context) error) err
 	return n.Lock.Cleaned()
 }
 
-// RunKubeadm writes the configuration and runs kubeadm with it, whose static pods name the images. The journal says so
-// before, since a run that was cut off can't be continued, and after.
+// RunKubeadm writes the configuration and runs kubeadm with it; its static pods name the images. The journal is written before, since an interrupted run
+// can't be continued, and after.
 func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, report Progress, leave func(context.Context) error) error {
 	if err := n.writePatches(images); err != nil {
 		return err
@@ -132,7 +131,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 			report(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
 		}
 	}, verb, "--config", n.On(machine.KubeadmConfig))
-	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
+	// K3: the configuration may have a token. If the bootstrapper is killed before this, the next clean-up or the next boot removes it.
 	for _, file := range []string{machine.KubeadmConfig, kubeadm.DiscoveryConf} {
 		if rerr := os.Remove(n.On(file)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
 			return rerr
@@ -144,7 +143,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	if err != nil {
 		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
 		if ctx.Err() != nil {
-			return err // stopping; the journal says what to clean up
+			return err // stopping; by the journal, the next start cleans up
 		}
 		report(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
 		if rerr := n.reset(ctx, leave); rerr != nil {
@@ -152,7 +151,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 		}
 		return err
 	}
-	// B3: kubeadm leaves its files to the kernel's caches, and the journal never looks at them again.
+	// B3: kubeadm leaves its files in the kernel's caches, and the journal does not check them again.
 	if err := machine.Sync(n.On(machine.KubernetesFolder), n.On(machine.KubeletFolder)); err != nil {
 		return err
 	}
@@ -163,7 +162,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	return nil
 }
 
-// Output logs each line of a program, redacted, and keeps the last ones.
+// Output returns a function that logs each line of a program, redacted, and keeps the last ones in tail.
 func (n *Node) Output(ctx context.Context, program string, tail *kubeadm.Tail) func(string) {
 	return func(l string) {
 		tail.Add(l)
@@ -173,7 +172,7 @@ func (n *Node) Output(ctx context.Context, program string, tail *kubeadm.Tail) f
 	}
 }
 
-// WriteAuthz places the API server's configuration of authorization and admission.
+// WriteAuthz writes the API server's configuration of authorization and admission.
 func (n *Node) WriteAuthz() error {
 	if err := machine.WriteFile(n.On(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755); err != nil {
 		return err
@@ -181,8 +180,7 @@ func (n *Node) WriteAuthz() error {
 	return machine.WriteFile(n.On(kubeadm.AdmissionFile), []byte(podsecurity.Config), 0o600, 0o755)
 }
 
-// DiskError gives the error of a disk that takes nothing its own reason, which also reaches an init's
-// caller: such an error is no fault of ours, and who frees the disk may go on.
+// DiskError gives a reason to the error of a disk that takes no writes, for the init's caller too: the owner can free space and continue.
 func DiskError(err error) error {
 	if attest.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
 		return err
@@ -195,14 +193,14 @@ func DiskError(err error) error {
 	return err
 }
 
-// KubeadmNode is what kubeadm is told of the machine.
+// KubeadmNode returns the machine's data for kubeadm.
 func KubeadmNode(m *metadata.Machine) kubeadm.Node {
 	return kubeadm.Node{Name: m.Name, Addresses: append([]netip.Addr(nil), m.Addresses...)}
 }
 
-// Finish starts what a node needs and notes that all is done.
+// Finish starts the units of a node and sets the journal's last step.
 func (n *Node) Finish(ctx context.Context) error {
-	if err := n.CheckEpoch(ctx); err != nil { // B7: it may be a copy of before, of the middle of a join
+	if err := n.CheckEpoch(ctx); err != nil { // B7: it may be an earlier copy, from the middle of a join
 		return err
 	}
 	if err := n.StartNode(ctx); err != nil {
