@@ -71,7 +71,7 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		c, text := open(t)
 		w.For = "waiting"
 		c.Waits(w)
-		w.Next += time.Minute // is no news
+		w.Next += time.Minute // no new line
 		c.Waits(w)
 		if got := text(); got != "muster: "+want+"\r\n" {
 			t.Errorf("%q, want %q", got, want)
@@ -79,7 +79,7 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 	}
 }
 
-// A machine without a clock battery finds every certificate invalid: the line shows what it takes for now.
+// A machine without a clock battery finds every certificate invalid: the line shows its time.
 func TestAWrongClockCanBeSeen(t *testing.T) {
 	c, text := open(t)
 	c.Waits(console.Wait{For: "waiting", Err: attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "x509: not yet valid"), By: "a:1"})
@@ -114,7 +114,7 @@ func TestWithoutAConsoleNothingIsTold(t *testing.T) {
 	}
 }
 
-// A terminal that is stopped takes nothing, and must not stop the machine.
+// A stopped terminal takes no text, and must not stop the machine.
 func TestAConsoleThatIsStoppedStopsNobody(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {

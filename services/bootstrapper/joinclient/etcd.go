@@ -21,12 +21,11 @@ import (
 // etcdManifest makes the kubelet run this machine's etcd.
 const etcdManifest = "/etc/kubernetes/manifests/etcd.yaml"
 
-// leaveEtcd takes this machine out of the cluster's etcd, if an earlier try has put it in. It comes
-// before kubeadm's reset, which empties the member's disk: a member with a vote whose disk is gone
-// counts as one that is down, and with one of two down nothing can be repaired any more.
+// leaveEtcd removes this machine from the cluster's etcd, if an earlier attempt has added it. It runs before kubeadm's reset, which empties the member's
+// disk: a voting member without its disk counts as down, and with one of two members down etcd can't be repaired.
 //
-// learners is for the beginning of its turn, when no other machine joins (J8). Later its turn may have
-// been lost, and a learner be that of the next.
+// learners is for the beginning of the join lease, when no other machine joins (J8). Later the lease may be lost, and a learner may be the next
+// machine's.
 func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machine, report provision.Progress, learners bool) error {
 	ctx, cancel := context.WithTimeout(ctx, c.node.Timing.Reset)
 	defer cancel()
