@@ -125,7 +125,7 @@ func TestAJoinThatWaitsForATicketCountsOnceInABoot(t *testing.T) {
 	}
 	after, err := w.tpm.Counter(t.Context())
 	if err != nil || after != before+2 || j.asked() < refusals {
-		t.Errorf("the counter went from %d to %d, %v, in %d tries", before, after, err, j.asked())
+		t.Errorf("the counter went from %d to %d, %v, in %d attempts", before, after, err, j.asked())
 	}
 }
 

@@ -26,7 +26,7 @@ func (w *fixture) pulled(t *testing.T, verb string, names ...string) {
 		}
 	}
 	if at := slices.Index(calls, "restart containerd.service"); at < 0 || at > ran {
-		t.Errorf("containerd was not told: %q", calls)
+		t.Errorf("containerd was not configured: %q", calls)
 	}
 	if at := filepath.Join(w.root, "run/muster/kubeadm-patches"); ran < 0 || w.exists("run/muster/kubeadm-patches") {
 		t.Errorf("%s is left", at)

@@ -320,7 +320,7 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	unauthenticated := w.request()
 	unauthenticated.InitSecret = make([]byte, 32)
 	if err := w.refused(t, r, unauthenticated, attestv1.Reason_REASON_INIT_SECRET_INVALID); err == nil || strings.Contains(err.Error(), "wait-control-plane") {
-		t.Errorf("a stranger is told %v", err)
+		t.Errorf("an unauthenticated client gets %v", err)
 	}
 	other := w.request()
 	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)

@@ -33,7 +33,7 @@ func TestOnlyTheOwnerOfTheImageBeginsACluster(t *testing.T) {
 	}{
 		"no signature": {func(q *initv1.InitRequest) { q.OwnerSignature = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a long one":   {func(q *initv1.InitRequest) { q.OwnerSignature = append(q.OwnerSignature, 0) }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"of a stranger": {func(q *initv1.InitRequest) {
+		"of another owner": {func(q *initv1.InitRequest) {
 			w.signer = other
 			w.sign(q, false)
 			w.signer = right

@@ -229,7 +229,7 @@ func TestWhatHasTwoNamesOrIsALinkIsNotLeft(t *testing.T) {
 				t.Error("the link is there")
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Error("nobody is told")
+				t.Error("nothing is logged")
 			}
 		})
 	}
@@ -256,13 +256,13 @@ const mayStart = "/run/muster/kubelet-may-start"
 // B8: these fields make the kubelet take pods from another source or run programs.
 func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 	for name, change := range map[string][2]string{
-		"pods of another folder":  {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
-		"pods of a server":        {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
-		"plugins of a folder":     {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
-		"another runtime":         {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
-		"orders of whom it signs": {"ca.crt", "evil.crt"},
-		"orders of anybody":       {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
-		"everything allowed":      {"mode: Webhook", "mode: AlwaysAllow"},
+		"pods of another folder":            {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
+		"pods of a server":                  {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
+		"plugins of a folder":               {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
+		"another runtime":                   {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
+		"orders of whom it signs":           {"ca.crt", "evil.crt"},
+		"orders of unauthenticated clients": {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
+		"everything allowed":                {"mode: Webhook", "mode: AlwaysAllow"},
 	} {
 		w := rebooted(t)
 		w.put(t, "var/lib/kubelet/config.yaml", strings.Replace(kubeletConfig, change[0], change[1], 1))
@@ -272,7 +272,7 @@ func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 			t.Errorf("%s: %s", name, got)
 		}
 		if !strings.Contains(w.logged.String(), tampered) {
-			t.Errorf("%s: nobody is told", name)
+			t.Errorf("%s: nothing is logged", name)
 		}
 	}
 }
@@ -291,7 +291,7 @@ func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 		"another user":          {old: kubelet, new: kubelet + "    as: evil\n"},
 		"a plugin":              {old: kubelet, new: kubelet + "    auth-provider: {name: evil}\n"},
 		"a proxy":               {old: "    server:", new: "    proxy-url: http://evil\n    server:"},
-		"nobody's server":       {old: "    server:", new: "    insecure-skip-tls-verify: true\n    server:"},
+		"an unverified server":  {old: "    server:", new: "    insecure-skip-tls-verify: true\n    server:"},
 		"another name in TLS":   {old: "    server:", new: "    tls-server-name: evil\n    server:"},
 		"another authority":     {old: "    certificate-authority-data: ", new: "    certificate-authority-data: ZXZpbA==\n    x: "},
 		"an authority's file":   {old: "    server:", new: "    certificate-authority: /var/evil\n    server:"},
@@ -315,7 +315,7 @@ func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 				t.Errorf("%s, want %s with server %s", got, before, want)
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Error("nobody is told")
+				t.Error("nothing is logged")
 			}
 		})
 	}
@@ -334,7 +334,7 @@ func TestAuthoritiesAreThoseOfTheCluster(t *testing.T) {
 			t.Errorf("%s is %q, want %q", name, got, want)
 		}
 		if !strings.Contains(w.logged.String(), tampered) {
-			t.Errorf("%s: nobody is told", name)
+			t.Errorf("%s: nothing is logged", name)
 		}
 	}
 	for name, at := range map[string]string{"the file": "etc/kubernetes/pki/ca.crt", "the folder": "etc/kubernetes/pki"} {
@@ -369,7 +369,7 @@ func TestAJournalThatWasSetBackRunsNothing(t *testing.T) {
 			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
 			r.kill(t)
 			if w.get("usr/local/bin/kubeadm") != string(kubeadmBinary) || w.exists("usr/local/bin/evil") || w.exists("etc/kubernetes/manifests/evil.yaml") {
-				t.Error("what somebody left is there")
+				t.Error("the attacker's file is there")
 			}
 		})
 	}

@@ -119,7 +119,7 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 				t.Errorf("%s, %s: %s", name, file, got)
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Errorf("%s, %s: nobody is told", name, file)
+				t.Errorf("%s, %s: nothing is logged", name, file)
 			}
 		}
 	}

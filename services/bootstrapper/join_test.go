@@ -178,7 +178,7 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 				return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 			},
 		},
-		"a policy that lists nobody": {
+		"a policy that lists no machine": {
 			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(*fixture) []*attesttest.Machine { return []*attesttest.Machine{} },
 			setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 				return attesttest.NewMachine(t, w.ca, attesttest.Options{})

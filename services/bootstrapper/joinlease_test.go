@@ -101,7 +101,7 @@ func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	_, one := first.leases()
 	_, two := second.leases()
 	if one+two == 0 {
-		t.Error("nobody was told of the end")
+		t.Error("no joinservice was notified of the end")
 	}
 	if !strings.Contains(w.logged.String(), "could not be renewed; trying again") {
 		t.Error("the log does not say so")
@@ -113,9 +113,9 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 		err  error
 		want string
 	}{
-		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), "turn to become a control plane was lost"},
-		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), "turn to become a control plane was lost"},
-		"nobody answers":         {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), "may have been lost: it was not renewed in time"},
+		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), "join lease was lost"},
+		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), "join lease was lost"},
+		"none answers":           {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), "may have been lost: it was not renewed in time"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := joiner(t)
@@ -124,7 +124,7 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 			reached, release := w.holdKubeadm()
 			r := w.boot()
 			<-reached
-			eventually(t, "told", func() bool { return strings.Contains(w.logged.String(), answer.want) })
+			eventually(t, "logged", func() bool { return strings.Contains(w.logged.String(), answer.want) })
 			release()
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
@@ -236,14 +236,14 @@ func TestAControlPlaneThatWasCutOffStartsItsEtcdBeforeItAsks(t *testing.T) {
 
 func TestATicketOfAControlPlaneSaysWhoRunsEtcd(t *testing.T) {
 	for name, change := range map[string]func(*joinv1.IssueJoinTicketResponse){
-		"nobody": func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = nil },
+		"none":   func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = nil },
 		"a name": func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = []string{"cp1"} },
 		"too many": func(r *joinv1.IssueJoinTicketResponse) {
 			r.ControlPlaneAddresses = slices.Repeat([]string{"192.168.77.21"}, 65)
 		},
-		"no turn":           func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = nil },
-		"a turn of no time": func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(0) },
-		"an endless turn":   func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(time.Hour) },
+		"no lease":           func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = nil },
+		"a lease of no time": func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(0) },
+		"an endless lease":   func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(time.Hour) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := joiner(t)

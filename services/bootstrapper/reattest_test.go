@@ -176,7 +176,7 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 		}
 	}
 	if got := counter(t, metrics, reattestations); got != 4 {
-		t.Errorf("%v tries were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
+		t.Errorf("%v attempts were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
 	}
 }
 

@@ -59,7 +59,7 @@ func TestAWaitingMachineSaysWhyItWaits(t *testing.T) {
 		t.Errorf("%v", s)
 	}
 	if strings.Contains(s.String(), "PCR 4") {
-		t.Errorf("a stranger learns more than the reason: %v", s) // R1
+		t.Errorf("an unauthenticated client learns more than the reason: %v", s) // R1
 	}
 }
 

@@ -69,12 +69,12 @@ func TestAStrangerRaisesNoAlertAboutARefusedNode(t *testing.T) {
 			w, _ := node(t)
 			w.meta.JoinEndpoints = []string{atlstest.Stranger(t, &attestv1.Verdict{Reason: reason})}
 			metrics := w.reattest()
-			eventually(t, "two tries", func() bool { return counter(t, metrics, reattestations) >= 2 })
+			eventually(t, "two attempts", func() bool { return counter(t, metrics, reattestations) >= 2 })
 			if want := "UNPROVEN_" + attest.ReasonName(reason); reason != attestv1.Reason_REASON_NOT_ENROLLED && counter(t, metrics, reattestations, want) == 0 {
 				t.Errorf("no try counts as %s", want)
 			}
 			if n := counter(t, metrics, reattestations, attest.ReasonName(reason)); n != 0 {
-				t.Errorf("%v tries count as refused by the cluster: %s", n, attest.ReasonName(reason))
+				t.Errorf("%v attempts count as refused by the cluster: %s", n, attest.ReasonName(reason))
 			}
 		})
 	}
@@ -97,6 +97,6 @@ func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
 	w.tpm.SetPCR(12, clusterID[:])
 	eventually(t, "refusals by a known joinservice", func() bool { return counter(t, metrics, reattestations, "POLICY_REFUSED") >= 2 })
 	if n := counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED"); n != 0 {
-		t.Errorf("%v refusals count as a stranger's", n)
+		t.Errorf("%v refusals count as unattested", n)
 	}
 }

@@ -47,7 +47,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 		},
 		"another machine becomes a control plane": {
 			refuses(attestv1.Reason_REASON_CONTROL_PLANE_BUSY),
-			"CONTROL_PLANE_BUSY", "CONTROL_PLANE_BUSY by JOINSERVICE (another machine is about to become a control plane; this one has its turn after it); next try in ",
+			"CONTROL_PLANE_BUSY", "CONTROL_PLANE_BUSY by JOINSERVICE (another machine is about to become a control plane; this one follows after it); next try in ",
 		},
 		"the clock is off": {
 			func(w *fixture, _ *joinservice) { w.now = func() time.Time { return time.Now().Add(-3 * time.Hour) } },

@@ -167,7 +167,7 @@ func TestContentWithAnotherHashIsRefusedAtOnce(t *testing.T) {
 	url, asked := mirror(t, serve([]byte("evil")))
 	err := install(t, root, file(url, []byte("good"), "/usr/local/bin/kubelet"))
 	if attest.ReasonOf(err) != hashWrong || asked.Load() != 1 {
-		t.Fatalf("%v after %d tries", err, asked.Load())
+		t.Fatalf("%v after %d attempts", err, asked.Load())
 	}
 	if _, err := os.Stat(filepath.Join(root, "usr/local/bin/kubelet")); !os.IsNotExist(err) {
 		t.Error("it was installed")
@@ -194,7 +194,7 @@ func TestATruncatedOrFailingMirrorIsTriedAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if asked.Load() != 3 {
-		t.Errorf("%d tries", asked.Load())
+		t.Errorf("%d attempts", asked.Load())
 	}
 	noLeftovers(t, root)
 }
@@ -203,7 +203,7 @@ func TestAMirrorThatNeverServesIsUnavailable(t *testing.T) {
 	url, asked := mirror(t, func(w http.ResponseWriter, _ *http.Request) { http.NotFound(w, nil) })
 	err := install(t, t.TempDir(), file(url, nil, "/opt/cni/bin/ptp"))
 	if attest.ReasonOf(err) != unavailable || asked.Load() != 3 {
-		t.Fatalf("%v after %d tries", err, asked.Load())
+		t.Fatalf("%v after %d attempts", err, asked.Load())
 	}
 }
 
@@ -466,7 +466,7 @@ func TestAMirrorThatTricklesIsGivenUp(t *testing.T) {
 			began := time.Now()
 			err = in.Install(t.Context(), list, func(string) {})
 			if attest.ReasonOf(err) != tt.want || asked.Load() != tt.attempts {
-				t.Errorf("%v after %d tries, want %s after %d", err, asked.Load(), tt.want, tt.attempts)
+				t.Errorf("%v after %d attempts, want %s after %d", err, asked.Load(), tt.want, tt.attempts)
 			}
 			if tt.want != attestv1.Reason_REASON_ACCEPTED && !strings.Contains(err.Error(), "less than 64 KiB in 1s") {
 				t.Errorf("%v does not say what was wrong", err)

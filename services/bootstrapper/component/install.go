@@ -175,7 +175,7 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 			return "", err
 		}
 		if try >= in.limits.Attempts {
-			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d tries: %w", c.Name(), c.where(), try, err)
+			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d attempts: %w", c.Name(), c.where(), try, err)
 		}
 		in.log.WarnContext(ctx, "component not fetched, trying again", "component", c.Name(), "from", c.where(), "try", try, "err", err)
 		if err := retry.Wait(ctx, pause.Next(0)); err != nil {

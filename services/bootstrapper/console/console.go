@@ -152,7 +152,7 @@ func words(m map[attestv1.Reason]string, r attestv1.Reason) string {
 // theirs explains the reasons with which a joinservice refuses this machine.
 var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:      "this machine's measurements are not in the owner's policy",
-	attestv1.Reason_REASON_EK_UNTRUSTED:        "nobody in the owner's policy vouches for this machine's TPM, or the policy revokes it",
+	attestv1.Reason_REASON_EK_UNTRUSTED:        "no root in the owner's policy certifies this machine's TPM, or the policy revokes it",
 	attestv1.Reason_REASON_FORMAT_NONE:         "the owner's policy has no rules for machines like this one",
 	attestv1.Reason_REASON_LOCK_FOREIGN:        "this machine is locked already; reboot it",
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:     "this machine's TPM was cleared, or was put back to an earlier time: reboot the machine",
@@ -164,11 +164,11 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_TPM_KNOWN:           "this machine's TPM is enrolled already, as another machine",
 	attestv1.Reason_REASON_NODE_EXISTS:         "there is a node of that name that was not enrolled",
 	attestv1.Reason_REASON_ROLE_REFUSED:        "this machine may not have that role",
-	attestv1.Reason_REASON_DISK_ERASED:         "the cluster has no salt of this state disk: it was erased, or the salt was lost; the owner looks before anybody erases the disk",
+	attestv1.Reason_REASON_DISK_ERASED:         "the cluster has no salt of this state disk: it was erased, or the salt was lost; the owner must check this before the disk is erased",
 	attestv1.Reason_REASON_DISK_MISMATCH:       "this machine is enrolled with another state disk, or the disk to another machine",
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: "the owner's policy wants an encrypted state disk",
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     "this machine may not have one of its addresses",
-	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  "another machine is about to become a control plane; this one has its turn after it",
+	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  "another machine is about to become a control plane; this one follows after it",
 	attestv1.Reason_REASON_KMS_UNAVAILABLE:     "the cluster's key service does not answer",
 	attestv1.Reason_REASON_ROOT_SEALED:         "the cluster's root secret is missing",
 	attestv1.Reason_REASON_API_UNAVAILABLE:     "the cluster's API server does not answer",
@@ -182,7 +182,7 @@ var theirs = map[attestv1.Reason]string{
 // ours explains the reasons with which this machine refuses.
 var ours = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:   "its measurements are not in the owner's policy",
-	attestv1.Reason_REASON_EK_UNTRUSTED:     "nobody vouches for its TPM, or the clock of this machine is wrong",
+	attestv1.Reason_REASON_EK_UNTRUSTED:     "no root certifies its TPM, or the clock of this machine is wrong",
 	attestv1.Reason_REASON_LOCK_FOREIGN:     "it belongs to another cluster",
 	attestv1.Reason_REASON_POLICY_SIGNATURE: "its policy is not signed by the owner of this machine's image",
 	attestv1.Reason_REASON_POLICY_INVALID:   "its policy is older than one that was accepted before, or than this machine's image accepts",

@@ -103,7 +103,7 @@ func TestWithoutAConsoleNothingIsTold(t *testing.T) {
 		if err != nil || c != nil {
 			t.Fatalf("%v, %v", c, err)
 		}
-		c.Print("nobody hears this")
+		c.Print("no reader gets this")
 		c.Waits(console.Wait{For: "waiting", Err: discovery.ErrNoJoinservice})
 		if err := c.Close(); err != nil {
 			t.Error(err)

@@ -73,7 +73,7 @@ func TestARaceIsWonByTheFirstWhoAnswers(t *testing.T) {
 	}
 	_ = c.Close()
 	if _, _, err := Race(t.Context(), []string{gone.Addr().String()}, time.Hour, time.Minute); ReasonOf(err) != attestv1.Reason_REASON_NOT_READY {
-		t.Errorf("nobody answers: %v", err)
+		t.Errorf("no endpoint answers: %v", err)
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -88,7 +88,7 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	refused := attest.RefuseFor(0, attestv1.Reason_REASON_NOT_ENROLLED, "no")
 	for range 50 {
 		if d := p.Next(unreachable); d > maxDialPause {
-			t.Fatalf("%s while nobody answers", d)
+			t.Fatalf("%s while no endpoint answers", d)
 		}
 		if d := p.Next(fmt.Errorf("10.0.0.1:30090: %w", io.ErrUnexpectedEOF)); d > maxDialPause {
 			t.Fatalf("%s after it hung up", d)
@@ -109,7 +109,7 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	}
 	p.Next(unreachable)
 	if d := p.Next(attest.RefuseFor(0, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another")); d > 500*time.Millisecond {
-		t.Errorf("%s: its turn would be slept through", d)
+		t.Errorf("%s: it would miss its join lease", d)
 	}
 }
 

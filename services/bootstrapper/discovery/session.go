@@ -68,7 +68,7 @@ func (s *Session) Belongs(clusterID [32]byte) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.peers) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was judged")
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was appraised")
 	}
 	for _, p := range s.peers {
 		if err := attest.CheckLock(p.Claims(), attest.LockedTo(clusterID)); err != nil {

@@ -156,7 +156,7 @@ func (l *LUKS) written(f *os.File, uuid, label string) (*luks2.Header, error) {
 		return nil, refuse("this cryptsetup writes another header than version 2.6.1: %w", err)
 	}
 	if h.ID.String() != uuid || h.Label != label {
-		return nil, refuse("cryptsetup wrote a header with UUID %s and label %s, and was told %s and %s", h.ID, h.Label, uuid, label)
+		return nil, refuse("cryptsetup wrote a header with UUID %s and label %s, instead of %s and %s", h.ID, h.Label, uuid, label)
 	}
 	return h, nil
 }

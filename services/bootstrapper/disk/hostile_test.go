@@ -147,7 +147,7 @@ func TestAHeaderSwappedBetweenCheckAndOpenChangesNothing(t *testing.T) {
 	}
 	for _, c := range r.calls {
 		if !bytes.Equal(c.header, genuine) || !slices.Contains(c.args, headerFD) {
-			t.Errorf("%q worked on another header than the one that was judged", c.args)
+			t.Errorf("%q worked on another header than the one that was checked", c.args)
 		}
 	}
 	r.calls = nil

@@ -63,11 +63,11 @@ func (l *LUKS) beneath(m *mapping) (*LUKS, error) {
 		dir, err = slave(dir)
 	}
 	if err != nil {
-		return nil, refuse("what is beneath %s: %w", Mapped, err)
+		return nil, refuse("find the device beneath %s: %w", Mapped, err)
 	}
 	number, err := os.ReadFile(filepath.Join(dir, "dev"))
 	if err != nil {
-		return nil, refuse("what is beneath %s: %w", Mapped, err)
+		return nil, refuse("find the device beneath %s: %w", Mapped, err)
 	}
 	on := *l
 	// In sysfs a "!" stands for a name's "/".

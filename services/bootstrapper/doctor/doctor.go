@@ -118,18 +118,18 @@ func (d *doctor) files() {
 		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
 	} else {
 		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
-		const remedy = "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy."
+		const remedy = "Put ownerKey into the image, so that its machines verify joinservices by their owner's policy."
 		if err := d.image.KnowsOwner(); err != nil {
 			d.Err(CheckImage, remedy, err)
 		} else if d.image.NoOwnerKey {
-			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are judged by what this machine booted itself, so a worker could pose as one")
+			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are only compared with what this machine booted, so a worker could pose as one")
 		}
 		if d.image.StateDisk.Integrity == metadata.IntegrityNone {
-			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: who writes to the state disk is not noticed")
+			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
 		}
 	}
 	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
-		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each try.", err)
+		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt.", err)
 		return
 	}
 	d.OK(CheckMetadata, "valid: %s, %s", d.meta.Name, d.meta.Role)
@@ -184,7 +184,7 @@ func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
 	}
 	id := attest.MachineIDOf(leaf.RawSubjectPublicKeyInfo)
 	if len(roots) == 0 {
-		d.OK(CheckEK, "there, of machine %s; whether a root vouches for it only its owner knows here (--ek-roots)", id)
+		d.OK(CheckEK, "present, of machine %s; name the owner's EK roots to verify it (--ek-roots)", id)
 		return
 	}
 	// Critical extensions that x509 does not know, as TCG's names in the SAN, are left to the verifier.
@@ -203,7 +203,7 @@ func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
 		d.Err(CheckEK, "Add the authority that issued it to tpm2.ekRoots of the policy, if it is one of yours; an authority in between belongs beside the certificate in the TPM.", fmt.Errorf("of machine %s, issued by %q: %w", id, leaf.Issuer, err))
 		return
 	}
-	d.OK(CheckEK, "of machine %s, a root vouches for it", id)
+	d.OK(CheckEK, "of machine %s, certified by a root", id)
 }
 
 func (d *doctor) eventLog(ctx context.Context) {
@@ -288,7 +288,7 @@ func (d *doctor) joinservices(ctx context.Context) {
 		d.OK(CheckJoinservices, "%d of %d answer", reached, n)
 	}
 	if d.Clean(CheckClock) {
-		d.OK(CheckClock, "%s, as far as can be told", d.Now().UTC().Format(time.RFC3339))
+		d.OK(CheckClock, "%s, plausible", d.Now().UTC().Format(time.RFC3339))
 	}
 }
 

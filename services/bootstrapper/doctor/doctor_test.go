@@ -118,13 +118,13 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		harm     func(t *testing.T, m *machine)
 	}{
 		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
-		"an image that knows no owner": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
+		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
 		}},
-		"an image that knows no owner, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
+		"an image without an owner's key, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey")+"insecure: {noOwnerKey: true}\n")
 		}},
-		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not noticed", func(t *testing.T, m *machine) {
+		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not detected", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))
 		}},
 		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *machine) {
@@ -136,7 +136,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a damaged journal":               {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
 		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate": {CheckEK, checkup.Fail, "none", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
-		"an EK that no root vouches for":  {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"an EK that no root certifies":    {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
 		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},

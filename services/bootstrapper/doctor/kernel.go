@@ -20,11 +20,11 @@ func (d *doctor) kernel() {
 		level = m[1]
 	}
 	if level == "none" {
-		d.Add(CheckKernel, checkup.Warn, "Add lockdown=confidentiality to the image's command line (kernel_lockdown(7)).", "it is not locked down: root can change the kernel, and evidence goes on saying what was booted")
+		d.Add(CheckKernel, checkup.Warn, "Add lockdown=confidentiality to the image's command line (kernel_lockdown(7)).", "it is not locked down: root can change the kernel, and evidence still shows what was booted")
 	}
 	for _, c := range []struct{ file, want, remedy, detail string }{
 		{"/sys/module/module/parameters/sig_enforce", "Y", "Add module.sig_enforce=1 to the image's command line.", "it loads modules without a signature"},
-		{"/proc/sys/kernel/kexec_load_disabled", "1", "Add sysctl.kernel.kexec_load_disabled=1 to the image's command line.", "root can start another kernel by kexec, and evidence goes on saying what was booted"},
+		{"/proc/sys/kernel/kexec_load_disabled", "1", "Add sysctl.kernel.kexec_load_disabled=1 to the image's command line.", "root can start another kernel by kexec, and evidence still shows what was booted"},
 		{"/sys/module/apparmor/parameters/enabled", "Y", "Add apparmor to lsm= in the image's command line.", "AppArmor is off: no profile confines containers"},
 	} {
 		if d.value(c.file) != c.want {

@@ -198,7 +198,7 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 	case forgotten:
 		return refuse("the TPM's counter is at %d, and the state disk, an older copy, knows of none", counter)
 	case cleared:
-		return refuse("the TPM has lost its counter, which was at %d: it was cleared, or somebody deleted it", r.Counter)
+		return refuse("the TPM has lost its counter, which was at %d: the TPM was cleared, or the counter was deleted", r.Counter)
 	case ahead:
 		return refuse("the state disk was written at %d of a counter, and the TPM's is at %d: it was another one", r.Counter, counter)
 	case interrupted:

@@ -171,8 +171,8 @@ func TestSomebodyMustBeAsked(t *testing.T) {
 	cert, key, _ := authority(t)
 	own := []netip.Addr{netip.MustParseAddr("192.168.77.13")}
 	for name, target := range map[string]Target{
-		"nobody":  {CACert: cert, CAKey: key, Own: own},
-		"no self": {CACert: cert, CAKey: key, ControlPlanes: own},
+		"no control plane": {CACert: cert, CAKey: key, Own: own},
+		"no self":          {CACert: cert, CAKey: key, ControlPlanes: own},
 	} {
 		if _, err := Clean(t.Context(), target); err == nil {
 			t.Errorf("%s: cleaned", name)

@@ -186,7 +186,7 @@ func (s *Server) checkSecret(secret []byte, want *[32]byte) error {
 	}
 	s.wrong++
 	s.node.Log.Warn("wrong init secret", "count", s.wrong, "logged_at_most", maxAttempts)
-	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are told apart", s.wrong, maxAttempts)
+	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are logged", s.wrong, maxAttempts)
 }
 
 // checkOwner verifies the owner's signature for this machine and the request's cluster (B10). The metadata are not measured, and a writer of them

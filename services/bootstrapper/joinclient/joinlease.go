@@ -66,13 +66,13 @@ func (k *joinLease) keep(ctx context.Context) {
 			wait = k.life / 3
 			continue
 		case lost(err):
-			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
+			k.node.Log.WarnContext(ctx, "this machine's join lease was lost; its join continues", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
 			return
 		}
-		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
+		k.node.Log.WarnContext(ctx, "this machine's join lease could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
 		if !warned && time.Since(last) > k.life {
 			warned = true
-			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
+			k.node.Log.WarnContext(ctx, "this machine's join lease may have been lost: it was not renewed in time; its join continues", "lifetime", k.life.String())
 		}
 		wait = pause.Next(rpc.RetryAfterFrom(err))
 	}
@@ -98,7 +98,7 @@ func (k *joinLease) end(ctx context.Context) {
 			break
 		}
 	}
-	k.node.Log.WarnContext(ctx, "the end of this machine's turn could not be told; it runs out", "after", k.life.String(), "err", err)
+	k.node.Log.WarnContext(ctx, "this machine's join lease could not be ended; it expires by itself", "after", k.life.String(), "err", err)
 }
 
 // call renews or ends the lease. A session that failed is not used again.

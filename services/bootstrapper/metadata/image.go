@@ -172,7 +172,7 @@ func ParseImage(b []byte) (*Image, error) {
 		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
 	}
 	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
-		return nil, errors.New("lowestPolicySerial: without an ownerKey no policy is judged by: write the owner's key, or take this out")
+		return nil, errors.New("lowestPolicySerial has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {
@@ -228,7 +228,7 @@ func (d StateDisk) validateIntegrity() error {
 }
 
 // ErrNoOwner means that an image has no owner's key and does not set insecure.noOwnerKey.
-var ErrNoOwner = errors.New("ownerKey is missing, so no joinservice could be told from any other machine that poses as one: " +
+var ErrNoOwner = errors.New("ownerKey is missing, so a joinservice could not be distinguished from another machine that poses as one: " +
 	"put the owner's public key into image.yaml (muster key), or insecure: {noOwnerKey: true}")
 
 // KnowsOwner returns nil if the image has an owner's key or sets insecure.noOwnerKey; otherwise [ErrNoOwner].

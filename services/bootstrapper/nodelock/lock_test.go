@@ -107,12 +107,12 @@ func TestExactlyOneTakesTheLock(t *testing.T) {
 			}
 		}
 		if winners == 0 {
-			rt.Fatal("nobody won")
+			rt.Fatal("no caller won")
 		}
 		select {
 		case <-l.taken:
 		default:
-			rt.Fatal("taken is not told")
+			rt.Fatal("Taken is not closed")
 		}
 	})
 }

@@ -70,7 +70,7 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	n.older.Store(true)
 	defer n.older.Store(false)
 	n.Log.ErrorContext(ctx, "this control plane does not start: its state disk is not the newest", "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err, "remedy", rpc.RemedyFrom(s.Err))
-	n.Console.Print("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md says what its owner does")
+	n.Console.Print("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md has the steps for its owner")
 	// On an image whose systemd starts the kubelet by itself, the kubelet already runs.
 	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return err

@@ -48,7 +48,7 @@ func (n *Node) pull(ctx context.Context, image string) error {
 			return nil
 		}
 		if ctx.Err() != nil || try >= pullAttempts {
-			return attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image %s can't be pulled after %d tries: %w", image, try, err)
+			return attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image %s can't be pulled after %d attempts: %w", image, try, err)
 		}
 		n.Log.WarnContext(ctx, "image not pulled, trying again", "image", image, "try", try, "err", err)
 		if err := retry.Wait(ctx, pause.Next(0)); err != nil {

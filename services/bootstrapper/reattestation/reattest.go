@@ -101,7 +101,7 @@ func New(cfg Config) (*Attester, error) {
 	r := &Attester{
 		cfg: cfg, bank: bank, verifiers: oneVerifier{make: cfg.NewVerifier},
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_reattestations_total", Help: "Tries to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
+			Name: "muster_reattestations_total", Help: "Attempts to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
 		}, []string{"reason"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "muster_reattestation_last_success_timestamp_seconds", Help: "When this machine was last accepted, in seconds since 1970; 0: not since the attester started.",

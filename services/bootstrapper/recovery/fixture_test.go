@@ -277,7 +277,7 @@ func (w *fixture) opens(t *testing.T, c *http.Client) {
 	select {
 	case <-w.server.Recovered():
 	case <-ctx.Done():
-		t.Error("nobody is told that the disk is open")
+		t.Error("Recovered does not report that the disk is open")
 	}
 }
 

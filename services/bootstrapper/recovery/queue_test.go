@@ -105,7 +105,7 @@ func TestOneKeyIsTriedAtATime(t *testing.T) {
 			leave(rt)
 		}
 		if q.busy || len(q.waiting) > 0 {
-			rt.Fatal("the door is not free")
+			rt.Fatal("the queue is not free")
 		}
 	})
 }
@@ -165,7 +165,7 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 				}
 			}
 		}
-		rt.Fatalf("the owner has no turn after %d tries", others+maxWaiting+10)
+		rt.Fatalf("the owner has no slot after %d attempts", others+maxWaiting+10)
 	})
 }
 

@@ -261,7 +261,7 @@ func TestCallsWaitForTheirTurn(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		if _, err := w.recover(ctx, other, wrong(), nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
-			t.Errorf("the stranger: %v", err)
+			t.Errorf("the other client: %v", err)
 		}
 	})
 	<-trying
@@ -380,7 +380,7 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	for _, secret := range [][]byte{bytes.Repeat([]byte{0xAB}, 8), bytes.Repeat([]byte{0xEE}, 8), w.lock.key} {
 		for _, form := range []string{string(secret), hex.EncodeToString(secret), strings.TrimRight(base64.StdEncoding.EncodeToString(secret[:6]), "=")} {
 			if bytes.Contains(emitted, []byte(form)) {
-				t.Errorf("%x is in what was told", secret)
+				t.Errorf("%x was emitted", secret)
 			}
 		}
 	}

@@ -154,7 +154,7 @@ func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (
 	}
 	switch {
 	case !slices.Contains(groups, ownerorder.Group):
-		return nil, fmt.Errorf("who filed it is not in the group %s", ownerorder.Group)
+		return nil, fmt.Errorf("its user is not in the group %s", ownerorder.Group)
 	case c.Subject.CommonName != user || !slices.Equal(c.Subject.Organization, []string{ownerorder.Group}) || len(c.Subject.Names) != 2:
 		return nil, fmt.Errorf("it is for %s, and was filed by %s", c.Subject, user)
 	case len(c.DNSNames)+len(c.IPAddresses)+len(c.EmailAddresses)+len(c.URIs) > 0:

@@ -167,12 +167,12 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		want   bool
 		left   bool // not denied: another control plane may sign it
 	}{
-		"the owner's order":   {want: true},
-		"at its oldest":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
-		"a stranger's order":  {signer: other},
-		"for another cluster": {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
-		"too old":             {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }, left: true},
-		"of the future":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }, left: true},
+		"the owner's order":     {want: true},
+		"at its oldest":         {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
+		"another owner's order": {signer: other},
+		"for another cluster":   {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
+		"too old":               {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }, left: true},
+		"of the future":         {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }, left: true},
 		"for another key": {order: func(o *ownerorder.Order) {
 			_, r := request(t, &x509.CertificateRequest{Subject: own})
 			o.Request = der(r)
@@ -180,7 +180,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		"for a stronger group": {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}}},
 		"for one more group":   {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group, "system:masters"}}}},
 		"for a node":           {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:node2", Organization: []string{"system:nodes"}}}},
-		"for another name":     {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}}},
+		"for another name":     {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "another", Organization: []string{ownerorder.Group}}}},
 		"with a server's name": {ask: x509.CertificateRequest{Subject: own, DNSNames: []string{"kubernetes"}}},
 		"for servers too": {change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Usages = append(r.Spec.Usages, certificatesv1.UsageServerAuth)

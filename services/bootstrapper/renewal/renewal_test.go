@@ -383,7 +383,7 @@ func TestWhileTheLoopIsAtWorkBootLeavesItAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	if leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
-		t.Error("nobody renews")
+		t.Error("no machine renews")
 	}
 	if _, err := tls.LoadX509KeyPair(filepath.Join(root, pki, "apiserver.crt"), filepath.Join(root, pki, "apiserver.key")); err != nil {
 		t.Error(err)

@@ -32,7 +32,7 @@ func TestTheAPIServerRestartsOnceABannedNodeIsEvicted(t *testing.T) {
 		want     []string
 		wantText string
 	}{
-		"nobody is banned": {func(*memoryCluster) {}, 3, nil, ""},
+		"no node is banned": {func(*memoryCluster) {}, 3, nil, ""},
 		"banned and evicted": {func(c *memoryCluster) { c.banned = map[string]string{"1": "node2"} }, 5,
 			[]string{"lease", "kube-apiserver", "released"}, ""},
 		"two of them": {func(c *memoryCluster) { c.banned = map[string]string{"1": "node2", "2": "node3"} }, 5,

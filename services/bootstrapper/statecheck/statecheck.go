@@ -116,7 +116,7 @@ func (ck *check) checkedMark() ([]byte, error) {
 
 // found reports a difference. A boot may compare the disk more than once: a difference that was found before is not counted again.
 func (ck *check) found(ctx context.Context, what, done string) {
-	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
+	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: an attacker may have had root rights on this machine", "found", what, "done", done)
 	ck.Console.Print(what + " is not what the cluster lists: " + done)
 	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has the finding
 		ck.Log.WarnContext(ctx, "the metrics do not show this finding", "err", err)

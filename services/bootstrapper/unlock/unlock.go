@@ -153,7 +153,7 @@ func New(cfg Config) (*Unlocker, error) {
 	u := &Unlocker{
 		cfg: cfg, bank: bank, phase: initv1.Phase_PHASE_UNLOCKING, since: time.Now(),
 		attemptsTotal: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_unlock_attempts_total", Help: "Tries to open the state disk after a boot, by reason; ACCEPTED: it is open.",
+			Name: "muster_unlock_attempts_total", Help: "Attempts to open the state disk after a boot, by reason; ACCEPTED: it is open.",
 		}, []string{"reason"}),
 		insecure: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",

@@ -203,7 +203,7 @@ func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
 				}
 			}
 			if count != 1 {
-				t.Errorf("told %d times: %q", count, w.lines())
+				t.Errorf("logged %d times: %q", count, w.lines())
 			}
 		})
 	}
@@ -227,7 +227,7 @@ func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextAttemptIs(t *testing.
 		t.Errorf("next try in %s", wait)
 	}
 	if strings.Contains(s.String(), "joinservice's log") { // R1
-		t.Errorf("a stranger learns more than the reason: %v", s)
+		t.Errorf("an unauthenticated client learns more than the reason: %v", s)
 	}
 	eventually(t, "the console says how many minutes", func() bool {
 		return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasSuffix(l, " min") })
@@ -293,7 +293,7 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 		"one that booted something else": {func(t *testing.T, w *fixture) *joinservice {
 			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
 		}, attestv1.Reason_REASON_POLICY_REFUSED},
-		"one whose TPM nobody vouches for": {func(t *testing.T, w *fixture) *joinservice {
+		"one whose TPM no root certifies": {func(t *testing.T, w *fixture) *joinservice {
 			return w.cluster(attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), w.owner)
 		}, attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a worker, with the real policy": {func(_ *testing.T, w *fixture) *joinservice {

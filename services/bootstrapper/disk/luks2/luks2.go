@@ -181,7 +181,7 @@ func parseMetadata(b []byte, place int) (parsed, error) {
 	case h.HdrSize != MetadataSize:
 		return parsed{}, fmt.Errorf("size %d, want %d", h.HdrSize, MetadataSize)
 	case h.HdrOffset != uint64(place)*MetadataSize:
-		return parsed{}, fmt.Errorf("it says that it is at %d", h.HdrOffset)
+		return parsed{}, fmt.Errorf("its offset is %d", h.HdrOffset)
 	case h.SeqID == 0 || h.SeqID > maxEpoch:
 		return parsed{}, fmt.Errorf("epoch %d, want 1 to %d", h.SeqID, maxEpoch)
 	case !zero(h.Padding[:]) || !zero(b[markSize:binarySize]) || !zero(h.Checksum[sha256.Size:]):

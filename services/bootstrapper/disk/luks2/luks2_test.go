@@ -163,9 +163,9 @@ func TestHostileBinaryHeadersAreRefused(t *testing.T) {
 		"a bigger JSON area":                    {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 32768) }), "size 32768"},
 		"a header of 2^64 bytes":                {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 1<<64-1) }), "size 18446744073709551615"},
 		"a header of nothing":                   {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 0) }), "size 0"},
-		"a header that is elsewhere":            {both(func(m []byte) { binary.BigEndian.PutUint64(m[256:], 1<<40) }), "it says that it is at"},
+		"a header that is elsewhere":            {both(func(m []byte) { binary.BigEndian.PutUint64(m[256:], 1<<40) }), "its offset is"},
 		"an epoch of nothing":                   {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 0) }), "epoch 0"},
-		"an epoch that turns over":              {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 1<<64-1) }), "epoch 18446744073709551615"},
+		"an epoch that overflows":               {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 1<<64-1) }), "epoch 18446744073709551615"},
 		"another label":                         {both(put(24, "root", 48)), "label"},
 		"no label":                              {both(put(24, "", 48)), "label"},
 		"a label with a tail":                   {both(put(24, luks2.LabelState+"\x00x", 48)), "label"},
@@ -241,7 +241,7 @@ func TestBlankAndNewDisksAreTold(t *testing.T) {
 	h.Label = luks2.LabelNew
 	isNew, state := h.Bytes(), genuine(t, "hmac-sha256").Bytes()
 	if id, ok := luks2.New(isNew); !ok || id.String() != h.UUID || luks2.Blank(isNew) {
-		t.Error("a new disk was not told", id, ok)
+		t.Error("a new disk was not recognized", id, ok)
 	}
 	clear(isNew[512:])
 	if _, ok := luks2.New(isNew); !ok {

@@ -80,7 +80,7 @@ func TestAHostileSuperblockIsRefused(t *testing.T) {
 		"MACs without their place":                      {put32(24, 24), "flags: 24"},
 		"MACs elsewhere":                                {put32(24, 40), "flags: 40"},
 		"MACs at their old places":                      {put32(24, 0), "flags: 0"},
-		"a flag that nobody knows":                      {put32(24, 1<<31|8), "flags: "},
+		"an unknown flag":                               {put32(24, 1<<31|8), "flags: "},
 		"sectors of 512 bytes":                          {put8(28, 0), "sectors in a block, log2: 0"},
 		"a bitmap of single blocks":                     {put8(29, 0), "blocks of a bit, log2: 0"},
 		"something in the padding":                      {put8(30, 1), "follows its last field"},

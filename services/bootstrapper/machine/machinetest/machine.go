@@ -410,7 +410,7 @@ func (m *Machine) reset(ctx context.Context) error {
 		return err
 	}
 	if m.Member() {
-		return errors.New("the disk of a member with a vote would be wiped: with one of two gone, etcd answers nobody")
+		return errors.New("the disk of a member with a vote would be wiped: with one of two gone, etcd has no quorum")
 	}
 	for _, f := range []string{"manifests", "pki", "admin.conf", "kubelet.conf"} {
 		if err := os.RemoveAll(m.on("/etc/kubernetes/" + f)); err != nil {
